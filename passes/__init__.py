@@ -1,7 +1,7 @@
 """The pass pipeline: passes in order, each a function from `Facts` to `Facts`.
 
 This package turns a joint graph into two host programs of loops over chunks. It knows every graph-level fact, and
-nothing of the user's module beyond the graph. It may import `cost`, `runtime`, `kernels`, `ir` and the layers below
+nothing of the user's module but the graph. It may import `cost`, `runtime`, `kernels`, `ir` and the layers below
 them, and is imported by the frontend and the tools.
 """
 
@@ -17,9 +17,9 @@ from streamfx.ir.facts import Facts
 from streamfx.options import Options
 from streamfx.passes.analysis.access_roles import AccessRoles
 from streamfx.passes.analysis.axes import Axes
-from streamfx.passes.analysis.diagonal_visible import own_keys
+from streamfx.passes.analysis.diagonal_visible import find_diagonal_keys
 from streamfx.passes.analysis.key_spans import KeySpans
-from streamfx.passes.faults import PassFailedError, Remedies, guarded
+from streamfx.passes.faults import PassFailedError, Remedies, apply_guarded
 from streamfx.passes.lowering import lowerings as _emitters  # noqa: F401  (fills the table of lowerings)
 from streamfx.passes.lowering import running_lowerings as _running  # noqa: F401  (so does this import)
 from streamfx.passes.lowering.buckets import Buckets
@@ -29,18 +29,18 @@ from streamfx.passes.lowering.hoist_masks import HoistMasks
 from streamfx.passes.lowering.reinsert_collectives import ReinsertCollectives
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.partition.budget_search import BudgetSearch
-from streamfx.passes.partition.chunk_plan import Plan
+from streamfx.passes.partition.chunk_plan import ChunkPlan
 from streamfx.passes.partition.loss_gradient import LossGradient
-from streamfx.passes.partition.stages import StagesPass
-from streamfx.passes.rewrite.attention.compressed_kv import KeysInBlocks
-from streamfx.passes.rewrite.attention.split_concat_kv import JoinedKeys
+from streamfx.passes.partition.stages import FindStages
+from streamfx.passes.rewrite.attention.compressed_kv import CompressedKV
+from streamfx.passes.rewrite.attention.split_concat_kv import SplitConcatKV
 from streamfx.passes.rewrite.canonicalize import Canonicalize
-from streamfx.passes.rewrite.collectives.merge_all_reduces import SumsOverRanks
+from streamfx.passes.rewrite.collectives.merge_all_reduces import MergeAllReduces
 from streamfx.passes.rewrite.collectives.unshard import Unshard
-from streamfx.passes.rewrite.views.decompose_on_sequence import SumsAlongSequence
+from streamfx.passes.rewrite.views.decompose_on_sequence import DecomposeOnSequence
 from streamfx.passes.scan.recurrences import Recurrences
-from streamfx.passes.scan.split_shared import OwnTables
-from streamfx.passes.scan.truncated_bptt import Truncations
+from streamfx.passes.scan.split_shared import SplitShared
+from streamfx.passes.scan.truncated_bptt import TruncatedBPTT
 from streamfx.passes.verifier import Verifier
 
 
@@ -68,46 +68,46 @@ class Fixpoint:
         """Run the analysis; after each rewrite that changes the graph, run it again."""
         facts = self.analysis.apply(facts)
         while (rewritten := self._rewritten(facts)) is not facts:
-            facts = guarded(self.name, rewritten, self.analysis.apply)
+            facts = apply_guarded(self.name, rewritten, self.analysis.apply)
         return facts
 
     def _rewritten(self, facts: Facts) -> Facts:
         """Return the facts after the first rewrite that changes them, or the same object if none does."""
-        rewrites = (guarded(rewrite.name, facts, rewrite.apply) for rewrite in self.rewrites)
+        rewrites = (apply_guarded(rewrite.name, facts, rewrite.apply) for rewrite in self.rewrites)
         return next((rewritten for rewritten in rewrites if rewritten is not facts), facts)
 
-    def without(self, left_out: Container[str]) -> Pass:
-        """Return a copy that lacks the rewrites with these names."""
-        return replace(self, rewrites=tuple(rewrite for rewrite in self.rewrites if rewrite.name not in left_out))
+    def without(self, rewrite_names: Container[str]) -> Pass:
+        """Return a copy without the rewrites of these names."""
+        return replace(self, rewrites=tuple(rewrite for rewrite in self.rewrites if rewrite.name not in rewrite_names))
 
 
 def analyses(options: Options) -> tuple[Pass, ...]:
-    """The passes that analyze the graph and reduce it to fewer operators, before it is cut into stages."""
+    """Return the passes that analyze the graph and reduce it to fewer operators, before it is divided into stages."""
     return (
         Unshard(),  # remove collectives on weights alone: later passes see the unsharded model
         Canonicalize(),  # rewrite to the fewest operators
         Recurrences(),  # find unrolled loops that carry a state from row to row
         Fixpoint(
-            Axes(), (JoinedKeys(own_keys), KeysInBlocks(), SumsAlongSequence(), OwnTables(), SumsOverRanks())
+            Axes(), (SplitConcatKV(find_diagonal_keys), CompressedKV(), DecomposeOnSequence(), SplitShared(), MergeAllReduces())
         ),  # find the sequence axis in every dimension of every value
         AccessRoles(),  # find the rows that each operator needs of its operands
-        Truncations(options),  # limit how many rows gradients of states reach back, if requested
+        TruncatedBPTT(options),  # limit how many rows gradients of states reach back, if requested
         KeySpans(),  # find the keys that a chunk's query positions can see
     )
 
 
 def pipeline(options: Options) -> tuple[Pass, ...]:
     """Return all passes, in order."""
-    put_back = ReinsertCollectives(options)
+    reinsert_collectives = ReinsertCollectives(options)
     return (
         *analyses(options),
-        StagesPass(),  # find the cheapest cuts
+        FindStages(),  # find the cheapest cuts
         LossGradient(),  # compute the loss gradient with the loss, if the loss stage can (the one rewrite that needs stages)
-        Plan(options),  # choose the chunk size and the values to store
+        ChunkPlan(options),  # choose the chunk size and the values to store
         BuildProgram(),  # replace the joint graph by loops
-        put_back,  # insert collectives on weights into the host programs
+        reinsert_collectives,  # insert collectives on weights into the host programs
         BudgetSearch(
-            options, lambda facts: put_back.apply(BuildProgram().apply(facts))
+            options, lambda facts: reinsert_collectives.apply(BuildProgram().apply(facts))
         ),  # find the fastest plan within the memory budget
         Buckets(),  # merge collectives
         HoistMasks(),  # hoist masks that can be computed once per step
@@ -119,30 +119,30 @@ def run_pipeline(
     capture: Callable[[], Facts],
     options: Options,
     after: Callable[[Pass, Facts], None] | None = None,
-    analysed: Callable[[], Facts] | None = None,
+    capture_analyzed: Callable[[], Facts] | None = None,
 ) -> Facts:
-    """Run all passes on a fresh graph, which `capture` returns; `after` is called with each pass and its facts.
+    """Run all passes on a fresh graph, which `capture` returns, and return the final facts.
 
-    Without a sequence axis nothing is rewritten. `analysed` supplies a graph whose analyses are precomputed (dry
-    runs): passes start after them and stop before bodies are lowered.
+    If a pass cannot run an operator in a loop, or fails at it, the operator falls back and all passes run again. If there
+    is no sequence axis, the passes stop after the axis analysis. `after` is called with each pass and its facts.
 
-    If a pass cannot chunk an operator, or fails at it, that operator falls back to the full sequence and all passes
-    run again.
+    For dry runs, `capture_analyzed` returns a graph with the facts of all analyses. Only the later passes run, without
+    `compile_bodies`; if one fails, all passes run on the graph of `capture`.
     """
     remedies = Remedies()
     while True:
         try:
-            if analysed is not None:
-                return _within_budget(analysed, options, after)
-            return _within_budget(lambda: remedies.applied(capture()), options, after, remedies.left_out)
+            if capture_analyzed is not None:
+                return _within_budget(capture_analyzed, options, after)
+            return _within_budget(lambda: remedies.apply_to(capture()), options, after, remedies.skipped)
         except (FallbackError, PassFailedError) as failure:
-            if analysed is not None:
-                analysed = None
+            if capture_analyzed is not None:
+                capture_analyzed = None
             elif isinstance(failure, FallbackError):
-                if not remedies.help_with_refusal(failure):
+                if not remedies.add_fallback(failure):
                     raise
             elif options.strict:
-                raise failure.refused() from failure.error
+                raise failure.as_strict_error() from failure.error
             elif not remedies.add_remedy(failure):
                 raise failure.error from None
 
@@ -151,25 +151,28 @@ def _within_budget(
     capture: Callable[[], Facts],
     options: Options,
     after: Callable[[Pass, Facts], None] | None,
-    left_out: Container[str] = (),
+    skipped: Container[str] = (),
 ) -> Facts:
-    """Run the passes. If no plan with a separate last stage for the head fits the memory budget, retry without one."""
-    steps = [_without(step, left_out) for step in pipeline(options) if step.name not in left_out]
+    """Run the passes. If no plan fits the memory budget, run them without a separate stage for the head.
+
+    If that does not fit either, raise the `OverBudgetError` with the smaller peak.
+    """
+    passes = [_without_rewrites(item, skipped) for item in pipeline(options) if item.name not in skipped]
     if options.memory_budget is None:
-        return _run(capture(), steps, options, after)
+        return _run(capture(), passes, options, after)
     try:
-        return _run(capture(), steps, options, after)
+        return _run(capture(), passes, options, after)
     except OverBudgetError as error:
         try:
-            without = [LossGradient(may_cut=False) if isinstance(step, LossGradient) else step for step in steps]
-            return _run(capture(), without, options, after)
+            passes = [LossGradient(may_cut=False) if isinstance(item, LossGradient) else item for item in passes]
+            return _run(capture(), passes, options, after)
         except OverBudgetError as other:
             raise min(error, other, key=lambda item: item.smallest) from None
 
 
-def _without(step: Pass, left_out: Container[str]) -> Pass:
-    """Return the pass without the rewrites named in `left_out`."""
-    return step.without(left_out) if isinstance(step, Fixpoint) else step
+def _without_rewrites(item: Pass, skipped: Container[str]) -> Pass:
+    """Return the pass without the rewrites named in `skipped`."""
+    return item.without(skipped) if isinstance(item, Fixpoint) else item
 
 
 def run_analyses(facts: Facts, options: Options) -> Facts:
@@ -177,18 +180,18 @@ def run_analyses(facts: Facts, options: Options) -> Facts:
     return _run(facts, analyses(options), options, None)
 
 
-def _run(facts: Facts, steps: Iterable[Pass], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
-    """Run passes in order, skip analyses whose facts exist, and stop if there is nothing to chunk."""
+def _run(facts: Facts, passes: Iterable[Pass], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
+    """Run passes in order, except analyses whose facts exist; stop if the graph runs unchunked or has no sequence axis."""
     if facts.found_key_spans is not None:
-        analysis_names = {*(step.name for step in analyses(options)), CompileBodies.name}
-        steps = [step for step in steps if step.name not in analysis_names]
+        analysis_names = {*(item.name for item in analyses(options)), CompileBodies.name}
+        passes = [item for item in passes if item.name not in analysis_names]
     verifier = Verifier.of(facts.joint.graph) if options.check_passes else None
-    for step in steps:
-        facts = guarded(step.name, facts, step.apply)
+    for item in passes:
+        facts = apply_guarded(item.name, facts, item.apply)
         if verifier is not None:
-            verifier.check(step.name, facts)
+            verifier.check(item.name, facts)
         if after is not None:
-            after(step, facts)
+            after(item, facts)
         if facts.unchunked_reason is not None or (facts.found_axes is not None and facts.axes.sequence is None):
             break
     return facts

@@ -1,12 +1,12 @@
-"""If a pass raises an unexpected exception, plan the graph without the part at which it failed.
+"""If a pass raises an unexpected exception, run the passes again without the part at which it failed.
 
-The traceback tells which operator the pass was processing: the innermost frame with an operator in a local variable.
+The traceback shows which operator the pass was processing: the innermost frame with an operator in a local variable.
 The passes restart on a fresh copy of the traced graph, with one more remedy each time, until they succeed:
 
-    the operator is not chunked     as if a pass had raised `FallbackError`; passes after `access_roles` respect that
+    the operator falls back         as if a pass had raised `FallbackError`; passes after `access_roles` respect that
     the operator becomes opaque     its target is a `RestridedOperator`, which has no axis rules and no rewrite rules
-    the pass is skipped             if it only makes steps smaller or faster
-    an earlier pass is skipped      if nothing else helps: it may have written an operator that corresponds to no traced one
+    the pass is skipped             if it only reduces the memory or time of a step
+    an earlier pass is skipped      if nothing else helps: it may have inserted an operator that the traced graph lacks
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import fx
 
@@ -34,169 +34,194 @@ from streamfx.runtime.restride import RestridedOperator
 from streamfx.torch_private import OpOverload
 from streamfx.torch_private.lines import source_line
 
-MOST_REMEDIES = 8  # limit of operator remedies per pass
+MAX_REMEDIES = 8  # per pass, at operators
 SKIPPED_FIRST = frozenset(
     {"loss_gradient", "buckets", "hoist_masks", "compile_bodies"}
-)  # skip these passes first: an operator that is not chunked costs more
+)  # these passes are skipped before any operator falls back, which costs more
 REWRITES = frozenset({"split_concat_kv", "compressed_kv", "decompose_on_sequence", "split_shared", "merge_all_reduces"})
-WRITE_OPERATORS = ("loss_gradient", *sorted(REWRITES), "recurrences")  # skipped if nothing else helps, in this order
-MAY_BE_LEFT_OUT = SKIPPED_FIRST | REWRITES | {"recurrences"}
-FAILED_AT = "{target} runs whole, as the pass '{step}' failed at it ({error})"
-LEFT_OUT = "the pass '{step}' is left out, as {failed} failed ({error})"
+SKIPPED_LAST = ("loss_gradient", *sorted(REWRITES), "recurrences")  # passes that insert operators, in this order
+OPTIONAL_PASSES = SKIPPED_FIRST | REWRITES | {"recurrences"}
+FAILED_AT = "{target} falls back, because the pass '{pass_name}' failed at it ({error})"
+SKIPPED = "the pass '{pass_name}' is skipped, because {failed} failed ({error})"
 EXACT = "%s. The result is exact; strict=True raises an error instead"
 
 
 class PassFailedError(Exception):
-    """A pass raised an exception that it does not raise on purpose."""
+    """A pass raised an unexpected exception, `error`, when it ran on `facts`."""
 
-    def __init__(self, step: str, facts: Facts, error: Exception) -> None:
-        super().__init__(f"{step}: {describe_error(error)}")
-        self.step, self.facts, self.error = step, facts, error
+    def __init__(self, pass_name: str, facts: Facts, error: Exception) -> None:
+        super().__init__(f"{pass_name}: {describe_error(error)}")
+        self.pass_name, self.facts, self.error = pass_name, facts, error
 
     def operators(self) -> Iterator[fx.Node]:
         """Yield the operators that the pass was processing, from the innermost frame outwards."""
         by_name = {node.name: node for node in self.facts.joint.graph.nodes}
         frames = [frame for frame, _ in traceback.walk_tb(self.error.__traceback__)]
         for value in (value for frame in reversed(frames) for value in frame.f_locals.values()):
-            if isinstance(value, fx.Node):
-                traced = by_name.get(value.meta.get(TRACED) or value.meta.get(JOINT, value.name))  # it may be a program's node
+            if isinstance(value, fx.Node):  # of the joint graph, or of a program: then its metadata names the joint node
+                traced = by_name.get(value.meta.get(TRACED) or value.meta.get(JOINT, value.name))
                 if traced is not None and traced.op == "call_function":
                     yield producer_of(traced)
 
-    def refused(self) -> NotStreamedError:
-        """Return the error to raise instead if `strict` requires every stage to be chunked."""
+    def as_strict_error(self) -> NotStreamedError:
+        """Return the error to raise instead of a remedy if `strict` requires every stage to stream."""
         node = next(self.operators(), None)
         at = "" if node is None else f" at {node.target}"
         return NotStreamedError(
             "strict=True requires every stage to stream",
-            found=f"the pass '{self.step}' failed{at} ({describe_error(self.error)})",
+            found=f"the pass '{self.pass_name}' failed{at} ({describe_error(self.error)})",
             where="" if node is None else source_line(node),
-            do="drop strict=True: what it failed at runs whole, and the result is exact; or write that line in another way",
+            do="drop strict=True: that operator falls back, and the result is exact; or write that line in another way",
         )
 
 
-def guarded(step: str, facts: Facts, apply: Callable[[Facts], Facts]) -> Facts:
+def apply_guarded(pass_name: str, facts: Facts, apply: Callable[[Facts], Facts]) -> Facts:
     """Apply a pass to facts; any unexpected exception becomes `PassFailedError`."""
     try:
         return apply(facts)
     except (PassFailedError, FallbackError, StreamFXError):
         raise
     except Exception as error:
-        raise PassFailedError(step, facts, error) from error
+        raise PassFailedError(pass_name, facts, error) from error
+
+
+Remedy: TypeAlias = "Callable[[fx.Node, str], bool]"  # applies to an operator, for a reason; False if it is not possible
+
+
+class FailureKind(NamedTuple):
+    """Failures at operators that differ in name only: they get the same remedy."""
+
+    remedy: Remedy
+    pass_name: str
+    error_type: type[Exception]
+    target: Any
 
 
 @dataclass
 class Remedies:
-    """The restrictions under which a graph is planned, each with its reason.
+    """The restrictions under which the passes run, each with its reason, and methods that add one after a failure.
 
-    Operators may be excluded from chunking (`whole`) or made opaque to all passes (`unknown`), both by name, and
-    passes may be skipped (`left_out`). `traced` holds the operators of the traced graph by name, `shown` the views
-    through which aliasing is observable.
+    `fallbacks`, `opaque`: the operators that fall back, or are opaque to all passes, by name.
+    `skipped`: the passes that do not run, by name.
+    `faults`: a description of each remedy.
+    `traced`: the operators of the traced graph, by name.
+    `observable_views`: the views of the traced graph that must stay views, because aliasing is observable through them.
+    `remedies_at_operators`: how many remedies at operators each pass has caused.
+    `failures_of_kind`: how many failures of each kind have got a remedy.
     """
 
-    whole: dict[str, str] = field(default_factory=dict)
-    unknown: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    opaque: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     traced: Mapping[str, fx.Node] = field(default_factory=dict)
-    shown: frozenset[fx.Node] = frozenset()
-    tried: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    observable_views: frozenset[fx.Node] = frozenset()
+    remedies_at_operators: Counter[str] = field(default_factory=Counter)
+    failures_of_kind: Counter[FailureKind] = field(default_factory=Counter)
 
-    def applied(self, facts: Facts) -> Facts:
-        """Apply the remedies to a freshly traced graph."""
+    def apply_to(self, facts: Facts) -> Facts:
+        """Apply the restrictions to a freshly traced graph: make operators opaque in place, and record the fallbacks."""
         self.traced = {node.name: node for node in facts.joint.graph.nodes}
-        self.shown = _observable_views(facts.joint)
-        for name, why in self.unknown.items():
-            _replace_by_opaque(self.traced[name], why)
-        if self.unknown:
+        self.observable_views = _observable_views(facts.joint)
+        for name, reason in self.opaque.items():
+            _replace_by_opaque(self.traced[name], reason)
+        if self.opaque:
             facts = replace(facts, joint=joint_graph(facts.joint.graph, len(facts.joint.primals), len(facts.joint.outputs)))
-        return replace(facts, fallbacks=dict(self.whole), faults=tuple(self.faults))
+        return replace(facts, fallbacks=dict(self.fallbacks), faults=tuple(self.faults))
 
-    def help_with_refusal(self, refused: FallbackError) -> bool:
-        """Return whether a remedy exists for a pass that refuses to chunk an operator."""
-        if refused.name not in self.whole:
-            self.whole[refused.name] = refused.why
+    def add_fallback(self, error: FallbackError) -> bool:
+        """Let an operator fall back that a pass cannot run in a loop, or make it opaque if it already falls back.
+
+        Return False if neither is possible.
+        """
+        if error.name not in self.fallbacks:
+            self.fallbacks[error.name] = error.why
             return True
-        return refused.name in self.traced and self._make_opaque(self.traced[refused.name], refused.why)
+        return error.name in self.traced and self._make_opaque(self.traced[error.name], error.why)
 
     def add_remedy(self, failed: PassFailedError) -> bool:
-        """Return whether a remedy exists for an unexpected exception in a pass."""
-        if failed.step in SKIPPED_FIRST:
+        """Add a remedy for an unexpected exception in a pass. Return False if none is left."""
+        if failed.pass_name in SKIPPED_FIRST:
             return self._skip_pass(failed)
-        if self.tried[failed.step] < MOST_REMEDIES and any(self._remedy_at(node, failed) for node in failed.operators()):
-            self.tried[failed.step] += 1
+        may_add_remedy = self.remedies_at_operators[failed.pass_name] < MAX_REMEDIES
+        if may_add_remedy and any(self._apply_remedy(node, failed) for node in failed.operators()):
+            self.remedies_at_operators[failed.pass_name] += 1
             return True
-        return self._skip_pass(failed) or any(self._skip_pass(failed, step) for step in WRITE_OPERATORS)
+        return self._skip_pass(failed) or any(self._skip_pass(failed, pass_name) for pass_name in SKIPPED_LAST)
 
-    def _skip_pass(self, failed: PassFailedError, step: str = "") -> bool:
-        """Skip the pass that failed, or another one. Return False if that is not allowed or was already done."""
-        step = step or failed.step
-        if step not in MAY_BE_LEFT_OUT or step in self.left_out:
+    def _skip_pass(self, failed: PassFailedError, pass_name: str = "") -> bool:
+        """Skip the pass that failed, or another one. Return False if it is not optional, or already skipped."""
+        pass_name = pass_name or failed.pass_name
+        if pass_name not in OPTIONAL_PASSES or pass_name in self.skipped:
             return False
-        name = "it" if step == failed.step else f"'{failed.step}'"
-        why = LEFT_OUT.format(step=step, failed=name, error=describe_error(failed.error))
-        self.left_out[step] = why
-        self._record(why, failed.error)
+        name = "it" if pass_name == failed.pass_name else f"'{failed.pass_name}'"
+        reason = SKIPPED.format(pass_name=pass_name, failed=name, error=describe_error(failed.error))
+        self.skipped[pass_name] = reason
+        self._record(reason, failed.error)
         return True
 
-    def _remedy_at(self, node: fx.Node, failed: PassFailedError) -> bool:
-        """Try one more remedy at an operator; return whether there is one.
+    def _apply_remedy(self, node: fx.Node, failed: PassFailedError) -> bool:
+        """Apply the next remedy that is possible for this operator: fall back, or become opaque. Return False if none is left.
 
-        If a pass fails in the same way at a second operator of the kind, the remedy applies to all operators of that
-        kind from the same source line, in all layers; at a third one, to all operators of that kind.
+        Before the access analysis, opaque is tried first, because the passes until then do not respect fallbacks.
         """
-        why = FAILED_AT.format(target=node.target, step=failed.step, error=describe_error(failed.error))
-        helps = (
-            (self._exclude_from_chunking, self._make_opaque)
-            if failed.facts.found_access is not None
-            else (self._make_opaque, self._exclude_from_chunking)
-        )
-        help_ = next((help_ for help_ in helps if help_(node, why)), None)
-        if help_ is None:
+        reason = FAILED_AT.format(target=node.target, pass_name=failed.pass_name, error=describe_error(failed.error))
+        remedies: tuple[Remedy, Remedy] = (self._make_opaque, self._make_fallback)
+        if failed.facts.found_access is not None:
+            remedies = (self._make_fallback, self._make_opaque)
+        remedy = next((remedy for remedy in remedies if remedy(node, reason)), None)
+        if remedy is None:
             return False
-        line, kind = source_line(node), (help_, failed.step, type(failed.error), node.target)
-        for other in failed.facts.joint.nodes if self.kinds[kind] else ():
-            if other.target == node.target and (self.kinds[kind] > 1 or source_line(other) == line):
-                help_(other, why)
-        self.kinds[kind] += 1
-        self._record(f"{why}, in {line}" if line else why, failed.error)
+        self._extend_to_similar(node, failed, remedy, reason)
+        line = source_line(node)
+        self._record(f"{reason}, in {line}" if line else reason, failed.error)
         return True
 
-    def _exclude_from_chunking(self, node: fx.Node, why: str) -> bool:
-        """Mark an operator as not chunked."""
-        if node.name in self.whole or is_assertion(node) or is_collective(node) or is_size(node):
+    def _extend_to_similar(self, node: fx.Node, failed: PassFailedError, remedy: Remedy, reason: str) -> None:
+        """Apply a remedy also to similar operators, so that layers do not fail one by one.
+
+        The first failure of a kind affects this operator only. The second affects all operators of its type from the same
+        source line, the third all operators of its type.
+        """
+        kind, line = FailureKind(remedy, failed.pass_name, type(failed.error), node.target), source_line(node)
+        for other in failed.facts.joint.nodes if self.failures_of_kind[kind] else ():
+            if other.target == node.target and (self.failures_of_kind[kind] > 1 or source_line(other) == line):
+                remedy(other, reason)
+        self.failures_of_kind[kind] += 1
+
+    def _make_fallback(self, node: fx.Node, reason: str) -> bool:
+        """Let an operator fall back. Return False if it already does, or is an assertion, a collective or a size."""
+        if node.name in self.fallbacks or is_assertion(node) or is_collective(node) or is_size(node):
             return False
-        self.whole[node.name] = why
+        self.fallbacks[node.name] = reason
         return True
 
-    def _make_opaque(self, node: fx.Node, why: str) -> bool:
-        """Make the traced operator opaque from which this one stems; a pass may have replaced it."""
+    def _make_opaque(self, node: fx.Node, reason: str) -> bool:
+        """Make the traced operator opaque from which a pass derived this one. Return False if that is not possible."""
         traced = self.traced.get(node.meta.get(ORIGIN, node.name))
-        if traced is None or traced.name in self.unknown or traced in self.shown or not _may_be_opaque(traced):
+        if traced is None or traced.name in self.opaque or traced in self.observable_views or not _may_be_opaque(traced):
             return False
-        self.unknown[traced.name] = why
+        self.opaque[traced.name] = reason
         return True
 
-    def _record(self, what: str, error: Exception) -> None:
-        self.faults.append(what)
-        log.warning(EXACT, what, exc_info=error if log.isEnabledFor(logging.DEBUG) else None)
+    def _record(self, description: str, error: Exception) -> None:
+        """Record a remedy for reports, and log a warning; with its traceback if the log level is DEBUG."""
+        self.faults.append(description)
+        log.warning(EXACT, description, exc_info=error if log.isEnabledFor(logging.DEBUG) else None)
 
 
-def _replace_by_opaque(node: fx.Node, why: str) -> None:
-    """Replace a traced operator by an opaque one, which no pass has rules for."""
+def _replace_by_opaque(node: fx.Node, reason: str) -> None:
+    """Replace a traced operator, in place, by an opaque one: no pass has rules for it."""
     target: Any = node.target
     with node.graph.inserting_before(node):
         opaque = node.graph.call_function(RestridedOperator(target, is_view(target)), node.args, node.kwargs)
-    opaque.meta = {**node.meta, WHY_WHOLE: why}
+    opaque.meta = {**node.meta, WHY_WHOLE: reason}
     node.replace_all_uses_with(opaque, propagate_meta=False)
     node.graph.erase_node(node)
 
 
 def _may_be_opaque(node: fx.Node) -> bool:
-    """Return whether one of our functions may call an operator, on operands with the traced strides, with the same
-    result.
-    """
+    """Return whether a `RestridedOperator` may call an operator, with the same result: it restores the operands' strides."""
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False
     reads_memory = node.target in READS_STRIDES
@@ -204,9 +229,10 @@ def _may_be_opaque(node: fx.Node) -> bool:
 
 
 def _observable_views(joint: JointGraph) -> frozenset[fx.Node]:
-    """Return views through which aliasing is observable: results of the graph, and operands of operators that read
-    strides.
+    """Return the views through which aliasing is observable.
+
+    These are views that the graph returns, or all views if an operator reads strides.
     """
     results = (producer_of(node) for result in filter(is_tensor, joint.outputs) for node in shown_by(result))
-    asked = joint.nodes if any(node.target in READS_STRIDES for node in joint.nodes) else results
-    return frozenset(node for node in asked if isinstance(node.target, OpOverload) and is_view(node.target))
+    candidates = joint.nodes if any(node.target in READS_STRIDES for node in joint.nodes) else results
+    return frozenset(node for node in candidates if isinstance(node.target, OpOverload) and is_view(node.target))

@@ -1,8 +1,8 @@
 """Check the facts after each pass, as a compiler's IR verifier does, so that a bug is reported by the pass that
 causes it.
 
-Every operand is defined before its use; the recorded shape and dtype of each result match those on fake tensors;
-facts refer to operators of this graph only.
+It checks that every operand is defined before its use, that the recorded shape and dtype of each result match those that
+fake tensors give, and that facts refer to operators of this graph only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class InconsistentFactsError(Exception):
 
 @dataclass
 class Verifier:
-    """`known` holds the calls whose results are known to be right: traced ones, and those already checked."""
+    """`known` holds the target and arguments of each node whose result is known to be right: traced, or already checked."""
 
     known: dict[fx.Node, tuple[Any, ...]]
 
@@ -73,7 +73,7 @@ def _wrong_result(node: fx.Node) -> Iterator[str]:
     with torch.no_grad(), mode, without_guards(mode):
         expected, actual = _format_type(node.meta[VALUE], known_symbols), _format_type(function(*args, **kwargs), known_symbols)
     if actual != expected:
-        yield f"{node.name} gives {actual}, not {expected}"
+        yield f"the result of {node.name} is {actual}, but {expected} is recorded"
 
 
 def _format_type(value: torch.Tensor, known_symbols: set[sympy.Symbol]) -> str:
@@ -89,11 +89,11 @@ def _sizes(value: Any) -> tuple[Size, ...]:
 
 
 def _foreign_nodes(facts: Facts) -> Iterator[str]:
-    """Report facts about operators that are not in the graph."""
+    """Yield an error for each kind of facts that refers to operators outside the graph."""
     inside = set(facts.joint.graph.nodes)
     for name, nodes in _nodes_by_fact(facts):
-        if strange := [node.name for node in nodes if node not in inside]:
-            yield f"{name} are about {', '.join(strange[:5])}, which the graph does not have"
+        if unknown := [node.name for node in nodes if node not in inside]:
+            yield f"{name} refer to {', '.join(unknown[:5])}, which the graph does not have"
 
 
 def _nodes_by_fact(facts: Facts) -> Iterator[tuple[str, Iterable[fx.Node]]]:

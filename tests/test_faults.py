@@ -213,7 +213,7 @@ def test_what_failed_is_told_with_its_line(monkeypatch: pytest.MonkeyPatch, capl
     """One of two layers has an operator that runs whole."""
     (facts,) = a_step(monkeypatch, lambda met, name: name == met[0]).facts
     (why,) = facts.reasons()
-    assert why == "aten.cumsum.default runs whole, as the pass 'build_program' failed at it (TypeError: no such argument)"
+    assert why == "aten.cumsum.default falls back, because the pass 'build_program' failed at it (TypeError: no such argument)"
     ((node, obstacle),) = obstacles(facts).items()
     assert "test_faults.py" in obstacle.where and "mixed.cumsum(1)" in obstacle.where
     assert f"{why}, in {obstacle.where}. The result is exact" in caplog.text
@@ -227,7 +227,7 @@ def test_layers_are_not_tried_one_by_one(monkeypatch: pytest.MonkeyPatch, caplog
     """Where a second operator of the same line fails, all of that line run whole."""
     (facts,) = a_step(monkeypatch, lambda met, name: True).facts
     assert facts.program is not None and len(facts.access.reasons) >= 2
-    assert caplog.text.count("runs whole, as the pass") <= 2
+    assert caplog.text.count("falls back, because the pass") <= 2
 
 
 def test_strict_refuses_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def about_another_graph(facts: Facts) -> Facts:
 FAULTS: dict[str, Callable[[Facts], Facts]] = {
     "was used before it has been defined": used_before_it_is_made,
     "slice": said_to_be_longer,
-    "axes are about stranger": about_another_graph,
+    "axes refer to stranger": about_another_graph,
 }
 
 

@@ -12,7 +12,7 @@ from streamfx.passes.analysis.access_roles import AccessRoles
 from streamfx.passes.analysis.mask_facts import Masks
 
 
-def own_keys(facts: Facts) -> Callable[[fx.Node], bool]:
+def find_diagonal_keys(facts: Facts) -> Callable[[fx.Node], bool]:
     """Return a predicate: whether a mask provably adds a small number, or a weight, to the score of each row's own key."""
     masks = Masks(facts.joint, facts.axes, AccessRoles().apply(facts).access)
 

@@ -30,7 +30,7 @@ from streamfx.ir.stage_plan import MIN_ROWS, AutoChunk, ChunkSize
 from streamfx.log import log
 from streamfx.node_meta import VALUE
 from streamfx.options import SAVE_LEVELS, Options, min_save_level
-from streamfx.passes.partition.chunk_plan import Plan
+from streamfx.passes.partition.chunk_plan import ChunkPlan
 from streamfx.passes.partition.chunk_sizes import chunk_sizes, gradient_bytes, tokens
 from streamfx.passes.partition.interloop_values import InterloopValues
 
@@ -188,7 +188,7 @@ class _BudgetSearch:
     def facts_with_plan(self, candidate: Candidate) -> Facts:
         """Return the facts with the plan of a candidate, without its program."""
         if candidate not in self.plans:
-            self.plans[candidate] = Plan(self.with_choices(candidate), self.chunk_sizes).apply(self.facts)
+            self.plans[candidate] = ChunkPlan(self.with_choices(candidate), self.chunk_sizes).apply(self.facts)
         return self.plans[candidate]
 
     @cached_property

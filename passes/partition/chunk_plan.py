@@ -23,7 +23,7 @@ SMALL = 0.5  # share of the bytes of the model and its gradients: without a budg
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChunkPlan:
     """Compute chunk sizes, unless they are passed in: then they were computed from the same facts and options."""
 
     name: ClassVar[str] = "chunk_plan"

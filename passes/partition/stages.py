@@ -39,7 +39,7 @@ AMONG_ZEROS = (aten.select_backward.default, aten.slice_backward.default)
 
 
 @dataclass(frozen=True)
-class StagesPass:
+class FindStages:
     name: ClassVar[str] = "stages"
 
     def apply(self, facts: Facts) -> Facts:

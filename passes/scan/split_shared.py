@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class OwnTables:
+class SplitShared:
     """Split shared tables if more concatenations are in place afterwards, according to the recomputed axes."""
 
     name: ClassVar[str] = "split_shared"

@@ -36,7 +36,7 @@ ADD = torch.ops.aten.add.Tensor
 
 
 @dataclass(frozen=True)
-class Truncations:
+class TruncatedBPTT:
     options: Options
     name: ClassVar[str] = "truncated_bptt"
 

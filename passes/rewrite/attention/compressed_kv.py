@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class KeysInBlocks:
+class CompressedKV:
     """Materialize keys next to blocks of rows; the axes of the new graph must then be found anew."""
 
     name: ClassVar[str] = "compressed_kv"

@@ -51,7 +51,7 @@ CHOICES = (
 
 
 @dataclass(frozen=True)
-class JoinedKeys:
+class SplitConcatKV:
     """Split attention over concatenated keys.
 
     `shows_own_keys` decides whether a mask adds an ordinary number to the score of each row's own key.

@@ -33,7 +33,7 @@ def fuse_all_reduce_with_wait(node: fx.Node, writer: GraphWriter) -> fx.Node | N
 
 
 @dataclass(frozen=True)
-class SumsOverRanks:
+class MergeAllReduces:
     """Add values before they are reduced over ranks, so that one reduction is sent.
 
         add(all_reduce(a, sum), all_reduce(b, sum)) -> all_reduce(add(a, b), sum)

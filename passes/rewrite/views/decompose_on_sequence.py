@@ -38,7 +38,7 @@ MOST = 3  # operands of a concatenation: each of them is padded to the full leng
 
 
 @dataclass(frozen=True)
-class SumsAlongSequence:
+class DecomposeOnSequence:
     """Decompose the operators that run along the sequence; the axes of the new graph must then be found anew."""
 
     name: ClassVar[str] = "decompose_on_sequence"
