@@ -14,8 +14,8 @@ from streamfx.errors import OptionError, StreamFXError, with_article
 P = ParamSpec("P")
 R = TypeVar("R")
 Refusal = type[StreamFXError]
-LONGEST = 80  # characters of a value in an error
-BY_NAME = "write options={'chunk_size': 1024}, or the options by their names: chunk_size=1024"
+MAX_VALUE_LENGTH = 80  # characters of a value in an error
+BY_NAME = "write options={'chunk_size': 1024}, or name each option: chunk_size=1024"
 
 
 def describe_value(value: Any) -> str:
@@ -31,7 +31,7 @@ def describe_value(value: Any) -> str:
     except Exception:  # an object whose repr fails
         text = "an object"
     kind = type(value).__name__
-    return f"{text} ({kind})" if len(text) <= LONGEST else with_article(kind)
+    return f"{text} ({kind})" if len(text) <= MAX_VALUE_LENGTH else with_article(kind)
 
 
 def did_you_mean(word: Any, allowed: Iterable[Any], cutoff: float = 0.4) -> str:
@@ -74,12 +74,12 @@ def require(holds: bool, error: Refusal, asked: str, found: Any, do: str) -> Non
 def check_call(error: Refusal, origin: str, kind: str = "argument", do: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for a public function: if a call does not fit its signature, raise `error`, which says the remedy."""
 
-    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+    def decorator(function: Callable[P, R]) -> Callable[P, R]:
         """Wrap a function so that a call is checked against its signature first."""
         signature = inspect.signature(function)
 
         @wraps(function)
-        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             """Check the call, and run the function."""
             try:
                 signature.bind(*args, **kwargs)
@@ -87,9 +87,9 @@ def check_call(error: Refusal, origin: str, kind: str = "argument", do: str = ""
                 raise _MismatchedCall(signature, args, kwargs, kind, do).as_error(error, origin, str(mismatch)) from None
             return function(*args, **kwargs)
 
-        return called
+        return checked
 
-    return decorated
+    return decorator
 
 
 class _MismatchedCall:
@@ -105,7 +105,7 @@ class _MismatchedCall:
     def as_error(self, error: Refusal, origin: str, mismatch: str) -> StreamFXError:
         """Return the error for the call: options passed by position, an unknown name, or `mismatch`, Python's message."""
         names = [parameter.name for parameter in self.parameters if parameter.kind is not parameter.VAR_KEYWORD]
-        takes = f"it takes {', '.join(names)}" if names else "it takes nothing"
+        takes = f"it takes {', '.join(names)}" if names else "it takes no arguments"
         positional = [
             parameter
             for parameter in self.parameters
@@ -125,5 +125,5 @@ class _MismatchedCall:
             *map(describe_value, self.args),
             *(f"{name}={describe_value(value)}" for name, value in self.kwargs.items()),
         ]
-        asked = f"{origin} was called with other arguments than it takes"
+        asked = f"the arguments do not fit the signature of {origin}"
         return error(asked, found=f"{', '.join(passed_arguments) or 'none'}: {mismatch}", do=self.do or takes)

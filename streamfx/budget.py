@@ -35,7 +35,7 @@ UNITS = {
 AUTO = "auto"
 FORMS = "bytes (a whole number), a text like '24GiB' or '24G', a share of the device ('90%', or between 0.0 and 1.0), or 'auto'"
 RESERVE = 0.1  # of a device's memory: for kernel workspaces, fragmentation, and other processes
-STATE = 2  # optimizer numbers per trained number, as in Adam; they are allocated after the first step
+STATE_PER_PARAMETER = 2  # optimizer values, as in Adam; they are allocated after the first step
 AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?|bytes|%)\s*", re.I | re.ASCII)
 
 
@@ -81,7 +81,7 @@ def budget_bytes(budget: int | float | str, device: torch.device, held: int = 0,
     (25769803776, 1000)
     """
     if budget == AUTO:
-        return held + max(0, free_memory(device) - int(RESERVE * total_memory(device)) - STATE * trained)
+        return held + max(0, free_memory(device) - int(RESERVE * total_memory(device)) - STATE_PER_PARAMETER * trained)
     amount = parse_amount(budget)
     assert amount is not None
     return int(amount * total_memory(device)) if isinstance(amount, float) else amount
@@ -129,13 +129,13 @@ def total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def format_bytes(number: int) -> str:
+def format_bytes(size: int) -> str:
     """Format a number of bytes.
 
     >>> format_bytes(100), format_bytes(5 * 2**20), format_bytes(3 * 2**30)
     ('100 bytes', '5.0 MiB', '3.0 GiB')
     """
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} bytes"
+    for unit, unit_size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= unit_size:
+            return f"{size / unit_size:.1f} {unit}"
+    return f"{size} bytes"

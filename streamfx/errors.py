@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from textwrap import shorten
 from types import MappingProxyType
 
-LONGEST = 300  # characters of another library's error message
+MAX_MESSAGE_LENGTH = 300  # characters of another library's error message
 
 
 class StreamFXError(Exception):
@@ -39,7 +39,7 @@ class StreamFXError(Exception):
 
 def describe_error(error: BaseException) -> str:
     """Return the type and the beginning of the message of another library's error, in one line."""
-    return shorten(f"{type(error).__name__}: {error}", LONGEST, placeholder=" ...")
+    return shorten(f"{type(error).__name__}: {error}", MAX_MESSAGE_LENGTH, placeholder=" ...")
 
 
 def with_article(kind: str) -> str:
@@ -78,7 +78,7 @@ class OptionError(StreamFXError, ValueError):
 
 
 class RuleError(StreamFXError, ValueError):
-    """An invalid rule for an operator: see `streamfx.register_rule`.
+    """An invalid rule for an operator, or an invalid recurrence: see `streamfx.register_rule`.
 
     Example:
         >>> import torch, streamfx

@@ -149,7 +149,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "check_passes": (True, False),
     "progress": ("auto", True, False),
 }
-COUNTS = {  # options that are a count, or a word
+COUNTS = {  # options that are a count or a word: the unit, and the word
     "chunk_size": ("rows", "auto"),
     "loss_chunk_size": ("rows", "auto"),
     "keep_every": ("stages", "auto"),
@@ -233,7 +233,7 @@ def _check_together(options: Mapping[str, Any]) -> None:
         raise OptionError(
             "offload='attention' keeps results of attention on the host, and save='inputs' keeps none",
             found="save='inputs', offload='attention'",
-            do="leave save out, or give offload='inputs'",
+            do="omit save, or give offload='inputs'",
         )
 
 
@@ -255,7 +255,7 @@ def check_mode(mode: Any) -> None:
         raise OptionError(
             f"backend='streambp' has no mode {mode!r}",
             found=f"torch.compile(..., mode={mode!r})",
-            do="leave mode out; what can be set are options={...}: " + ", ".join(NAMES),
+            do="omit mode; the options are options={...}: " + ", ".join(NAMES),
         )
 
 
@@ -265,7 +265,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(options) < len(pairs):
         repeated = next(name for name in options if sum(name == other_name for other_name, _ in pairs) > 1)
         values = ", ".join(json.dumps(value) for name, value in pairs if name == repeated)
-        raise OptionError("each option once", found=f"{repeated!r}: {values}")
+        raise OptionError("give each option once", found=f"{repeated!r}: {values}")
     return options
 
 
@@ -278,7 +278,7 @@ def environment_options() -> dict[str, Any]:
     try:
         options = json.loads(text, object_pairs_hook=_without_duplicates)
     except OptionError as error:
-        raise OptionError(f"{origin} has each option once", found=error.found, do="give it once") from None
+        raise OptionError(f"{origin} must have each option once", found=error.found, do="give it once") from None
     except json.JSONDecodeError as error:
         raise OptionError(
             f"{origin} must be JSON", found=f"{text!r}: {error}", do='write for example {"chunk_size": 1024}'
@@ -293,7 +293,7 @@ def resolve_options(options: Any = None) -> Options:
 
 
 class _OptionLayer:
-    """Options set in one place. `decided` is set once it is known whether they belong to a block."""
+    """Options that one call of `configure` sets. The event `decided` is set if it is known whether a block follows."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Remember the options and the thread that sets them."""
@@ -309,7 +309,7 @@ _context_layers: ContextVar[tuple[_OptionLayer, ...]] = ContextVar(
 def _configured() -> dict[str, Any]:
     """Return the options of the process, overridden by the options of the blocks around this code.
 
-    If another thread has just set options, they may be for a block that it is about to enter: wait briefly for that.
+    Options that another thread has just set may belong to a block that it is about to enter: wait up to a second for that.
     """
     for layer in list(_process_layers):
         if layer.thread != threading.get_ident():
@@ -360,10 +360,10 @@ class configure:
     def __exit__(self, *exception: object) -> None:
         """Remove the options of the block."""
         ended_block = self._blocks.pop()
-        ended_block.is_open = False  # where a block is left in another context than it was entered in, too
+        ended_block.is_open = False  # also in contexts that copied the layers of this one
         _context_layers.set(tuple(layer for layer in _context_layers.get() if layer is not ended_block))
 
     def __del__(self) -> None:
-        """Tell other threads that no block follows."""
+        """Let other threads stop waiting: no block follows."""
         if process_layer := getattr(self, "_process_layer", None):  # missing if options were refused
             process_layer.decided.set()  # no block follows

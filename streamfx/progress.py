@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 ProgressOption = bool | Literal["auto"]
-PATIENCE = 2.0  # seconds before the line appears
+DELAY = 2.0  # seconds before the line appears
 WIDTH = 78  # of a text: a longer text would wrap, and only one line is erased
 ERASE = "\r\x1b[K"
 
@@ -38,22 +38,22 @@ class _StatusLine:
         self._shown = ""
 
     def begin(self, activity: _Activity) -> None:
-        """Add an activity; the first one starts a timer that shows the line once `PATIENCE` is over."""
+        """Add an activity; the first one starts a timer that shows the line once `DELAY` is over."""
         with self._lock:
             self._activities.append(activity)
             if len(self._activities) == 1:
-                remaining = PATIENCE - (time.monotonic() - activity.since)
-                self._timer = threading.Timer(max(remaining, 0.0), self.tell)
+                remaining = DELAY - (time.monotonic() - activity.since)
+                self._timer = threading.Timer(max(remaining, 0.0), self.refresh)
                 self._timer.daemon = True
                 self._timer.start()
-            self.tell()
+            self.refresh()
 
     def end(self, activity: _Activity) -> None:
         """Remove an activity; the last one erases the line."""
         with self._lock:
             self._activities = [other for other in self._activities if other is not activity]
             if self._activities:
-                self.tell()
+                self.refresh()
                 return
             if self._timer is not None:
                 self._timer.cancel()
@@ -62,7 +62,7 @@ class _StatusLine:
                 _write_to_terminal(ERASE)
             self._shown = ""
 
-    def tell(self) -> None:
+    def refresh(self) -> None:
         """Write the current activities, if they have taken long and the text has changed."""
         with self._lock:
             texts = [activity.text for activity in self._activities]
@@ -70,7 +70,7 @@ class _StatusLine:
                 text for text, outer_text in zip(texts, ["", *texts], strict=False) if not outer_text.startswith(text)
             ]
             text = f"streamfx: {', '.join(distinct_texts)} ..."[:WIDTH]
-            if not self._activities or text == self._shown or time.monotonic() - self._activities[0].since < PATIENCE:
+            if not self._activities or text == self._shown or time.monotonic() - self._activities[0].since < DELAY:
                 return
             self._shown = text
             _write_to_terminal(f"{ERASE}{text}" if _is_terminal() else f"{text}\n")
@@ -80,48 +80,48 @@ _line = _StatusLine()
 
 
 @contextmanager
-def show_activity(text: str, asked: ProgressOption = "auto", since: float | None = None) -> Iterator[Callable[[str], None]]:
+def show_activity(text: str, option: ProgressOption = "auto", since: float | None = None) -> Iterator[Callable[[str], None]]:
     """Show an activity while the block runs; calling the yielded function changes its text. Activities may nest.
 
-    `asked` is the option `progress`. `since` is the start time if it is earlier than now: `PATIENCE` counts from it.
+    `option` is the option `progress`. `since` is the start time if it is earlier than now; `DELAY` counts from it.
     """
-    if not is_shown(asked):
+    if not is_shown(option):
         yield lambda text: None
         return
     activity = _Activity(text, time.monotonic() if since is None else since)
 
-    def now(text: str) -> None:
+    def set_text(text: str) -> None:
         """Change the text of the activity."""
         activity.text = text
-        _line.tell()
+        _line.refresh()
 
     _line.begin(activity)
     try:
-        yield now
+        yield set_text
     finally:
         _line.end(activity)
 
 
-def is_shown(asked: ProgressOption) -> bool:
+def is_shown(option: ProgressOption) -> bool:
     """Return whether the option `progress` shows anything here."""
-    return asked is True or (asked == "auto" and _is_terminal() and os.environ.get("LOCAL_RANK", "0") == "0")
+    return option is True or (option == "auto" and _is_terminal() and os.environ.get("LOCAL_RANK", "0") == "0")
 
 
 class Tally:
-    """Counts activities of which a number is expected, and shows each."""
+    """Counts activities, and shows each with the expected number: "compiling 3 of 24"."""
 
-    def __init__(self, activity_name: str, expected: int, asked: ProgressOption) -> None:
+    def __init__(self, activity_name: str, expected: int, option: ProgressOption) -> None:
         """Count activities called `activity_name`, of which `expected` are expected."""
-        self.activity_name, self.expected, self.asked = activity_name, expected, asked
+        self.activity_name, self.expected, self.option = activity_name, expected, option
         self._done, self._since = 0, 0.0
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def next_activity(self) -> Iterator[None]:
         """Run the next activity in this block."""
         self._since = self._since or time.monotonic()
         self._done += 1
-        number = f" {self._done} of {self.expected}" if self._done <= self.expected else " for other lengths"
-        with show_activity(f"{self.activity_name}{number}", self.asked, self._since):
+        position = f" {self._done} of {self.expected}" if self._done <= self.expected else " for other lengths"
+        with show_activity(f"{self.activity_name}{position}", self.option, self._since):
             yield
 
 

@@ -55,7 +55,7 @@ TAKING_OPTIONS: dict[str, Callable[..., Any]] = {
     "Options": ANY.Options,
 }
 TWICE = {"options": Options(chunk_size=4), "chunk_size": 5}
-BY_NAME = r"takes options by name(?s:.*)options=.'chunk_size': 1024., or the options by their names"
+BY_NAME = r"takes options by name(?s:.*)options=.'chunk_size': 1024., or name each option"
 OPTIONS: list[Refusal] = [
     *((OptionError, BY_NAME, partial(call, Options())) for call in TAKING_OPTIONS.values()),
     *((OptionError, BY_NAME, partial(TAKING_OPTIONS[name], {"save": 4})) for name in ("enable", "configure", "plan", "Options")),
@@ -81,10 +81,10 @@ MODELS: list[Refusal] = [
     (IntegrationError, "missing a required argument: 'trainer_or_model'", lambda: ANY.enable()),
     (IntegrationError, "too many positional arguments", lambda: ANY.enable(Causal(), Causal())),
     (IntegrationError, "a NoneType without .model", lambda: ANY.enable(None)),
-    (IntegrationError, r"a class \(Causal\), not an object of it", lambda: ANY.enable(Causal)),
+    (IntegrationError, r"a class \(Causal\), not an instance", lambda: ANY.enable(Causal)),
     (IntegrationError, "a list without .model", lambda: ANY.enable([Causal()])),
     (IntegrationError, "a SimpleNamespace, whose .model is NoneType", lambda: ANY.enable(SimpleNamespace(model=None))),
-    (IntegrationError, "compiled already", lambda: ANY.enable(torch.compile(Causal()))),
+    (IntegrationError, "already compiled", lambda: ANY.enable(torch.compile(Causal()))),
     (IntegrationError, "torch.jit", lambda: ANY.enable(torch.jit.script(nn.Linear(2, 2)))),
     (IntegrationError, "(?s)disable takes a module.*a str without .model", lambda: ANY.disable("x")),
     (IntegrationError, r"streamfx.disable\(", lambda: ANY.disable()),
@@ -98,7 +98,7 @@ MODELS: list[Refusal] = [
     (NotComparableError, "missing a required argument: 'model'", lambda: ANY.verify()),
     (NotComparableError, r"input \[0\] of shape \(2, 4\) is an array of numpy", lambda: ANY.verify(MODULE, ARRAY)),
     (NotComparableError, "has no dimension for the batch", lambda: ANY.verify(Causal(), IDS[0], IDS[0])),
-    (ProfileError, "it takes nothing", lambda: ANY.profile(Causal())),
+    (ProfileError, "it takes no arguments", lambda: ANY.profile(Causal())),
     (ProfileError, "its block was not entered", lambda: ANY.profile().summary()),
     (RuleError, "missing a required argument: 'rule'", lambda: ANY.register_rule(MM)),
     (RuleError, "missing a required (keyword-only )?argument: 'rows'", lambda: ANY.register_recurrence(MM, MM)),
@@ -192,7 +192,7 @@ def test_a_class_is_refused_before_it_changes(function: Callable[..., Any]) -> N
         pass
 
     call = Own.__call__
-    with pytest.raises(streamfx.StreamFXError, match=r"a class \(Own\), not an object of it"):
+    with pytest.raises(streamfx.StreamFXError, match=r"a class \(Own\), not an instance"):
         function(Own, torch.randn(2, 4))
     assert Own.__call__ is call
 

@@ -134,7 +134,7 @@ def test_other_options_take_the_place_of_the_first(caplog: pytest.LogCaptureFixt
     before = model(IDS, IDS)
     with caplog.at_level("WARNING", "streamfx"):
         second = streamfx.enable(model, chunk_size=7)
-    assert "{'chunk_size': 7} take the place of {'chunk_size': 5}" in caplog.text
+    assert "enabled with options {'chunk_size': 5}; they are replaced by {'chunk_size': 7}" in caplog.text
     assert second.is_enabled and not first.is_enabled
     assert torch.allclose(model(IDS, IDS), before, rtol=1e-12)
     assert second.calls["model"].counts.compiled == 1
@@ -147,11 +147,11 @@ def test_a_refused_trainer_is_not_half_enabled() -> None:
     trainer = Trainer(Causal(), Causal())
     with (
         streamfx.enable(trainer.ref_model),
-        pytest.raises(IntegrationError, match="ref_model in place, and it is compiled already"),
+        pytest.raises(IntegrationError, match="ref_model in place, but it is already compiled"),
     ):
         streamfx.enable(trainer)
     trainer.ref_model = torch.compile(trainer.ref_model)
-    with pytest.raises(IntegrationError, match="compiled already"):
+    with pytest.raises(IntegrationError, match="already compiled"):
         streamfx.enable(trainer)
     assert trainer.model._compiled_call_impl is None
 

@@ -70,7 +70,7 @@ WAYS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_save_level_that_keeps_no_attention_is_refused(way: str) -> None:
-    words = r"(?s)save='inputs' keeps none.*do +leave save out, or give offload='inputs'"
+    words = r"(?s)save='inputs' keeps none.*do +omit save, or give offload='inputs'"
     with streamfx.configure(save="inputs"), pytest.raises(streamfx.OptionError, match=words):
         WAYS[way]()
 

@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """One that shows everything at once."""
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=(made := Terminal())))  # pytest sets its own for each phase
     torch._dynamo.reset()
@@ -52,7 +52,7 @@ def test_bodies_are_counted(terminal: Terminal) -> None:
     """By a stand-in for Inductor: what is counted are stretches that are met for the first time."""
     tally = Tally("compiling", 2, "auto")
     for _ in range(3):
-        with tally.one():
+        with tally.next_activity():
             pass
     shown = [f"streamfx: compiling {number} ..." for number in ("1 of 2", "2 of 2", "for other lengths")]
     assert lines(terminal) == shown
@@ -70,22 +70,22 @@ def test_nothing_is_shown_to_who_is_quick_or_looks_elsewhere(terminal: Terminal,
         assert lines(terminal) == ["streamfx: something ..."]
         with show_activity("else"):
             pass
-    monkeypatch.setattr(progress, "PATIENCE", 30.0)
+    monkeypatch.setattr(progress, "DELAY", 30.0)
     with show_activity("quick"):
         pass
     assert "else" not in terminal.getvalue() and "quick" not in terminal.getvalue()
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
     told = plain(monkeypatch)
-    with show_activity("something"), show_activity("off", asked=False):
+    with show_activity("something"), show_activity("off", option=False):
         pass
     assert told.getvalue() == ""
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=None))
-    with show_activity("nothing", asked=True):
+    with show_activity("nothing", option=True):
         pass
 
 
 def test_who_asks_is_told_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
     told = plain(monkeypatch)
     step(bodies="eager", progress=True)
     assert told.getvalue().splitlines()[:2] == ["streamfx: tracing ...", "streamfx: tracing, planning ..."]
@@ -93,13 +93,13 @@ def test_who_asks_is_told_without_a_terminal(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_takes_long_in_one_piece_is_told_of_meanwhile(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """What began before, at once."""
-    monkeypatch.setattr(progress, "PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "DELAY", 0.05)
     with show_activity("waiting"):
         assert terminal.getvalue() == ""
         end = time.monotonic() + 30
         while not terminal.getvalue() and time.monotonic() < end:
             time.sleep(0.01)
-    monkeypatch.setattr(progress, "PATIENCE", 100.0)
+    monkeypatch.setattr(progress, "DELAY", 100.0)
     with show_activity("compiling", since=time.monotonic() - 101):
         assert lines(terminal) == ["streamfx: waiting ...", "streamfx: compiling ..."]
 

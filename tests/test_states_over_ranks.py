@@ -188,7 +188,10 @@ def refused(rank: int, kind: type[Layer]) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(ReadByFew, "let the loss of each depend on all that is exchanged"), (Weights, "make what they exchange of data")],
+    [
+        (ReadByFew, "let the loss of each rank depend on every exchanged tensor"),
+        (Weights, "let exchanged tensors depend on data"),
+    ],
 )
 def test_what_would_not_end_is_refused(kind: type[Layer], words: str) -> None:
     """Mistakes for which eager would wait forever."""

@@ -128,7 +128,7 @@ def test_rows_of_each_rank_meet_those_in_the_same_place(found: list[dict[str, An
 def test_ranks_that_fail_tell_the_others(found: list[dict[str, Any]]) -> None:
     elsewhere, here = (own["failure"] for own in found)
     assert "another rank does not run this graph" in elsewhere and "ValueError: no such axis" in elsewhere
-    assert "this rank could not analyse" in here
+    assert "this rank could not analyze" in here
 
 
 # -- other plans

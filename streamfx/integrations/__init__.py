@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from streamfx.argument_checks import check_call
 from streamfx.errors import IntegrationError
-from streamfx.integrations.again import enabled, enabled_in
 from streamfx.integrations.enabled import ORIGIN, EnabledModules, check_dynamic
+from streamfx.integrations.repeated_enable import enable_once, enabled_handles
 from streamfx.options import environment_options, merge_options
 
 if TYPE_CHECKING:
@@ -62,13 +62,13 @@ def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any =
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
         >>> print(streamfx.enable(model, chunk_size=16))
         streamfx: on; options {'chunk_size': 16}
-          model (Sequential): what its forward computes, and the loss where it is in it; 0 calls through streambp, 0 as they were
+          model (Sequential): its forward, and the loss if the forward computes it; 0 calls through streambp, 0 in eager
         >>> streamfx.disable(model)
     """
     environment_options()  # report invalid variables now, not at the first call of the model
     chosen = merge_options(options, keywords, ORIGIN)
     check_dynamic(dynamic)
-    return enabled(trainer_or_model, chosen, dynamic)
+    return enable_once(trainer_or_model, chosen, dynamic)
 
 
 @check_call(IntegrationError, "streamfx.disable(...)")
@@ -91,5 +91,5 @@ def disable(trainer_or_model: Any) -> None:
         >>> enabled.is_enabled
         False
     """
-    for handle in enabled_in(trainer_or_model):
+    for handle in enabled_handles(trainer_or_model):
         handle.disable()

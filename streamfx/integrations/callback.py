@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from streamfx.integrations.again import enabled, enabled_in
 from streamfx.integrations.enabled import EnabledModules, check_dynamic
+from streamfx.integrations.repeated_enable import enable_once, enabled_handles
 from streamfx.options import merge_options
 
 ORIGIN = "streamfx.integrations.StreamCallback(...)"
@@ -50,8 +50,8 @@ class StreamCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
         """Enable the model."""
         trainer = SimpleNamespace(model=model, args=args)
-        handles_before = enabled_in(model)
-        self.enabled, self._has_reported = enabled(trainer, self.options, self.dynamic), False
+        handles_before = enabled_handles(model)
+        self.enabled, self._has_reported = enable_once(trainer, self.options, self.dynamic), False
         self._owns_handle = self._owns_handle or self.enabled not in handles_before
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -61,7 +61,7 @@ class StreamCallback(TrainerCallback):
         self._has_reported = True
         if state.is_world_process_zero:
             lines = list(dict.fromkeys(compiled.text for compiled in self.enabled.compiled))
-            print(f"streamfx: {'; '.join(lines) or 'no step was compiled: print what StreamCallback.enabled says'}", flush=True)
+            print(f"streamfx: {'; '.join(lines) or 'no step was compiled; print(callback.enabled) shows the reason'}", flush=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Let the model run as before."""

@@ -24,12 +24,12 @@ from streamfx.torch_private.autograd import is_in_data_parallel
 from streamfx.torch_private.dynamo import cause_of, is_disabled_by_environment, is_switched_off, is_traced_here, isolated
 
 CACHES = ("past_key_values", "cache_params")
-HOOK = "make_inputs_require_grads"  # only used for checkpointing: parameter gradients are the same without it
+CHECKPOINTING_HOOK = "make_inputs_require_grads"  # parameter gradients are the same without it
 
 
 @dataclass
 class CallCounts:
-    """The number of compiled and of plain calls of a module."""
+    """The numbers of compiled and of eager calls of a module."""
 
     compiled: int = 0
     plain: int = 0
@@ -200,4 +200,4 @@ def without_checkpointing(module: nn.Module) -> Iterator[None]:
 
 def _is_checkpointing_hook(hook: Any) -> bool:
     """Return whether a hook was set by a library only so that checkpointing works."""
-    return getattr(hook, "__name__", None) == HOOK
+    return getattr(hook, "__name__", None) == CHECKPOINTING_HOOK

@@ -19,9 +19,9 @@ from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF
 
 ORIGIN = "streamfx.enable(...)"
 USE_MEMORY = (
-    'recommended on a GPU: memory_budget="auto", with which a step uses the memory that is free: larger chunks, less recomputed'
+    'recommended on a GPU: memory_budget="auto": a step then uses the free memory for larger chunks and less recomputation'
 )
-SHOWN = 3  # the number of graphs listed in the summary
+MAX_SHOWN = 3  # graphs listed in the summary
 
 
 class EnabledModules(Unpicklable):
@@ -31,7 +31,7 @@ class EnabledModules(Unpicklable):
     `calls` maps the name of each module to its calls, `compiled` lists the graphs of training steps compiled so far.
 
     Args:
-        given: the model or trainer.
+        trainer_or_model: the model or trainer.
         options: the backend's, by name.
         dynamic: as in `torch.compile`.
 
@@ -46,22 +46,22 @@ class EnabledModules(Unpicklable):
 
     _keep = "copy the model without it, and enable the copy: streamfx.enable(copy, **enabled.options)"
 
-    def __init__(self, given: Any, options: Mapping[str, Any], dynamic: bool | None) -> None:
+    def __init__(self, trainer_or_model: Any, options: Mapping[str, Any], dynamic: bool | None) -> None:
         """Find the modules of a model or a trainer that must be compiled, and replace their calls."""
-        self.options, self.dynamic, self._given = dict(options), dynamic, given
+        self.options, self.dynamic, self._trainer_or_model = dict(options), dynamic, trainer_or_model
         self.compiled: list[Compiled] = []  # graphs of training steps, in order of compilation
-        self._install(find_targets(given))
+        self._install(find_targets(trainer_or_model))
         if self._is_off:
-            log.warning("streamfx.enable: nothing is compiled, as %s: %s", SWITCHED_OFF, SWITCH_ON)
+            log.warning("streamfx.enable: nothing is compiled, because %s: %s", SWITCHED_OFF, SWITCH_ON)
 
     def _install(self, compile_targets: CompileTargets) -> None:
         """Replace the calls of the targets, narrow trainers' heads, and switch off checkpoint wrappers around the targets."""
         for target in compile_targets.targets:
             if target.module._compiled_call_impl is not None or is_enabled(target.module):
                 raise IntegrationError(
-                    f"streamfx.enable compiles {target.name} in place, and it is compiled already",
+                    f"streamfx.enable compiles {target.name} in place, but it is already compiled",
                     found="an earlier enable(...) or module.compile(...)",
-                    do="call .disable() of what the first call returned, or leave module.compile(...) out",
+                    do="call .disable() of the first result, or omit module.compile(...)",
                 )
         self.targets, self.engines = tuple(compile_targets.targets), tuple(compile_targets.engines)
         shared = SharedFunctions(self.options, self.dynamic)
@@ -78,12 +78,12 @@ class EnabledModules(Unpicklable):
                 target.head.narrow()
         # Without compilation, layers keep their checkpoint wrappers.
         modules = set() if self._is_off else {target.module for target in compile_targets.targets}
-        wrappers = [wrapper for _, model in models_of(self._given) for wrapper in checkpoints_around(model, modules)]
+        wrappers = [wrapper for _, model in models_of(self._trainer_or_model) for wrapper in checkpoints_around(model, modules)]
         self._checkpoints = [(wrapper, run_without(wrapper)) for wrapper in dict.fromkeys(wrappers)]
 
     def _enable_wrapped(self) -> bool:
         """Enable the modules of an engine that has wrapped the model since `enable`; return whether there are any."""
-        targets = find_targets(self._given)
+        targets = find_targets(self._trainer_or_model)
         if not any(target.is_part for target in targets.targets):
             return False
         self.disable()
@@ -134,7 +134,7 @@ class EnabledModules(Unpicklable):
 
     def __str__(self) -> str:
         """Summarize the modules, with equal ones in one line, the numbers of their calls, and the last graphs."""
-        lines = [f"streamfx: {'on' if self.is_enabled else 'off'}; options {self.options or 'as they are by default'}"]
+        lines = [f"streamfx: {'on' if self.is_enabled else 'off'}; options {self.options or 'default'}"]
         engines = dict.fromkeys((*self.engines, *(calls.engine for calls in self.calls.values() if calls.engine)))
         lines += [f"  {engine}" for engine in engines]
         lines += [f"  nothing is compiled: {SWITCHED_OFF}"] if self._is_off else []
@@ -147,10 +147,10 @@ class EnabledModules(Unpicklable):
             compiled, plain = sum(call.counts.compiled for call in calls), sum(call.counts.plain for call in calls)
             names = targets[0].name if len(targets) == 1 else f"{targets[0].name} and {len(targets) - 1} like it"
             note = next((call.note for call in calls if call.note), "")
-            lines.append(f"  {names} ({kind}): {why}; {compiled} calls through streambp, {plain} as they were{note}")
-        texts = list(dict.fromkeys(compiled.text for compiled in self.compiled[-SHOWN:]))
-        earlier = len(self.compiled) - len(self.compiled[-SHOWN:])
-        lines += [f"  {text}" for text in texts] + ([f"  and {earlier} graphs before"] if earlier else [])
+            lines.append(f"  {names} ({kind}): {why}; {compiled} calls through streambp, {plain} in eager{note}")
+        texts = list(dict.fromkeys(compiled.text for compiled in self.compiled[-MAX_SHOWN:]))
+        earlier = len(self.compiled) - len(self.compiled[-MAX_SHOWN:])
+        lines += [f"  {text}" for text in texts] + ([f"  and {earlier} earlier graphs"] if earlier else [])
         return "\n".join(lines)
 
     __repr__ = __str__

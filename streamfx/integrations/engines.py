@@ -29,11 +29,11 @@ from streamfx.torch_private.fsdp import (
 )
 
 DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
-DATA_PARALLEL = "DistributedDataParallel: its buckets do not cut the graph (optimize_ddp=False while it is called)"
+DATA_PARALLEL = "DistributedDataParallel: its buckets do not split the graph (optimize_ddp=False during its calls)"
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without a forward
 WRAPPED = "a wrapped module"
-REST = "what it does before and behind wrapped modules"
-PART = "a part of a module whose graph is cut at wrapped modules"
+REST = "its operators outside the wrapped modules"
+PART = "a part of a module whose graph is split at wrapped modules"
 FABRIC = "_forward_module"  # the submodule name of the model in Lightning Fabric's wrapper
 
 
@@ -76,14 +76,14 @@ def engine_of(model: nn.Module) -> str:
     wrapped = sum(map(is_fully_sharded, model.modules()))
     if wrapped:
         return (
-            f"FSDP2 (fully_shard): {wrapped} wrapped modules, each a graph of its own inside of its hooks; what crosses from one "
-            "to the next is kept, as with checkpointing, so keep_every and offload do not reach over them"
+            f"FSDP2 (fully_shard): {wrapped} wrapped modules, each a separate graph inside its hooks; values between modules are "
+            "saved, as with checkpointing, so keep_every and offload apply within each module"
         )
     wrapped = sum(map(is_fsdp_wrapper, model.modules()))
     if wrapped:
-        return f"FSDP1 (FullyShardedDataParallel): {wrapped} wrapped modules, each a graph of its own"
+        return f"FSDP1 (FullyShardedDataParallel): {wrapped} wrapped modules, each a separate graph"
     if any(map(is_sharded, model.parameters())):
-        return "parameters that are sharded tensors (DTensor): their collectives go around the loops of one graph"
+        return "parameters that are sharded tensors (DTensor): their collectives run outside the loops of one graph"
     return ""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-NAME, COLUMNS = "_CHUNKED_LOGPROB_CHUNK_SIZE", 2048
+WIDTH_NAME, MAX_COLUMNS = "_CHUNKED_LOGPROB_CHUNK_SIZE", 2048
 
 _width_and_count: dict[int, list[int]] = {}  # by module: the original width, and the number of enabled models
 
@@ -23,19 +23,19 @@ class Head:
 
     def narrow(self) -> None:
         """Reduce the width, and count the enabled model."""
-        width_and_models = _width_and_count.setdefault(id(self.names), [self.names[NAME], 0])
+        width_and_models = _width_and_count.setdefault(id(self.names), [self.names[WIDTH_NAME], 0])
         width_and_models[1] += 1
-        self.names[NAME] = min(width_and_models[0], COLUMNS)
+        self.names[WIDTH_NAME] = min(width_and_models[0], MAX_COLUMNS)
 
     def restore(self) -> None:
         """Restore the width once no enabled model is left."""
         width_and_models = _width_and_count[id(self.names)]
         width_and_models[1] -= 1
         if not width_and_models[1]:
-            self.names[NAME] = _width_and_count.pop(id(self.names))[0]
+            self.names[WIDTH_NAME] = _width_and_count.pop(id(self.names))[0]
 
 
-def head_of(forward: Any) -> Head | None:
+def find_head(forward: Any) -> Head | None:
     """Return the head of a trainer's forward, or None if the width is stored elsewhere."""
     names = getattr(forward, "__globals__", {})
-    return Head(names) if isinstance(names.get(NAME), int) else None
+    return Head(names) if isinstance(names.get(WIDTH_NAME), int) else None

@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 
 from streamfx.errors import IntegrationError
 
-LEAST = {  # the oldest versions that pass the tests; pyproject.toml requires the same
+MIN_VERSIONS = {  # the oldest versions that pass the tests; pyproject.toml requires the same
     "accelerate": "1.4",
     "lightning": "2.5",
     "peft": "0.19",
@@ -30,21 +30,21 @@ def check_versions(objects: Iterable[Any]) -> None:
         version = _installed_version(name)
         if is_too_old(name, version):
             raise IntegrationError(
-                f"streamfx.enable relies on what {name} has since version {LEAST[name]}",
-                found=f"{name} {version}, which {class_name} comes from",
-                do=f"pip install '{name}>={LEAST[name]}'",
+                f"streamfx.enable needs {name} {MIN_VERSIONS[name]} or later",
+                found=f"{name} {version}, which defines {class_name}",
+                do=f"pip install '{name}>={MIN_VERSIONS[name]}'",
             )
 
 
 def is_too_old(name: str, version: str | None) -> bool:
     """Return whether `enable` refuses a version of a library."""
-    return version is not None and name in LEAST and TorchVersion(version) < LEAST[name]
+    return version is not None and name in MIN_VERSIONS and TorchVersion(version) < MIN_VERSIONS[name]
 
 
 def _libraries_of(objects: Iterable[Any]) -> dict[str, str]:
     """Return the known libraries that define the classes of the objects or their bases, each with one such class."""
     kinds = {kind: None for item in objects for kind in type(item).__mro__}
-    return {name: kind.__name__ for kind in reversed(kinds) if (name := kind.__module__.partition(".")[0]) in LEAST}
+    return {name: kind.__name__ for kind in reversed(kinds) if (name := kind.__module__.partition(".")[0]) in MIN_VERSIONS}
 
 
 def _installed_version(name: str) -> str | None:

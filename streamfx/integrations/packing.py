@@ -22,20 +22,21 @@ from torch import Tensor, nn
 from streamfx.torch_private import assert_true
 from streamfx.torch_private.dynamo import of_any_length
 
+ONE_DOCUMENT, SAME_FOR_KEYS = False, True
 Boundaries: TypeAlias = "bool | Tensor | None"
-"""False: each row is one document. A tensor: the cumulative document boundaries of the only row. None: unknown.
+"""A tensor: the cumulative document boundaries of the only row. None: unknown.
 
-True: the call passes the boundaries, and they are the same for query and key positions.
+ONE_DOCUMENT: each row is one document. SAME_FOR_KEYS: the call passes boundaries, which are equal for queries and keys.
 """
 
 FLASH_MODULE = "transformers.modeling_flash_attention_utils"
 IS_PACKED, PREPARE, ENDS = "_is_packed_sequence", "_prepare_from_posids", "prepare_fa_kwargs_from_position_ids"
 CAST = "fa_peft_integration_check"
-OF_ROWS, OF_KEYS = "cu_seq_lens_q", "cu_seq_lens_k"
-USES = "_attn_implementation"
-OTHERWISE = (
-    "the model made position_ids of its own, by which documents begin elsewhere than by those that the call was given: "
-    "give the call the position_ids, or cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k"
+CU_SEQLENS_Q, CU_SEQLENS_K = "cu_seq_lens_q", "cu_seq_lens_k"
+IMPLEMENTATION = "_attn_implementation"
+BOUNDARIES_DIFFER = (
+    "the model computes its own position_ids, which have other document boundaries than the arguments of the call: "
+    "pass position_ids, or cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k"
 )
 
 
@@ -55,7 +56,7 @@ def needs_boundaries(module: nn.Module) -> bool:
     names = vars(sys.modules[FLASH_MODULE]) if FLASH_MODULE in sys.modules else {}
     configs = (getattr(submodule, "config", None) for submodule in module.modules())
     return names.keys() >= {IS_PACKED, PREPARE, ENDS, CAST} and any(
-        "flash" in str(getattr(config, USES, None)) for config in configs
+        "flash" in str(getattr(config, IMPLEMENTATION, None)) for config in configs
     )
 
 
@@ -76,25 +77,25 @@ def forget() -> None:
 def with_boundaries(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a call so that it is traced with the boundaries, its first argument."""
 
-    def call(boundaries: Boundaries, *args: Any, **kwargs: Any) -> Any:
-        """Run the function with the boundaries at hand for transformers' replaced functions."""
+    def with_known_boundaries(boundaries: Boundaries, *args: Any, **kwargs: Any) -> Any:
+        """Run the function; transformers' replaced functions read the boundaries from `_traced_call`."""
         _traced_call.boundaries, _traced_call.is_known = boundaries, True
-        if boundaries is True:
-            kwargs[OF_KEYS] = kwargs[OF_ROWS].clone()
+        if boundaries is SAME_FOR_KEYS:
+            kwargs[CU_SEQLENS_K] = kwargs[CU_SEQLENS_Q].clone()
         try:
             return function(*args, **kwargs)
         finally:
             _traced_call.boundaries, _traced_call.is_known = None, False
 
-    return call
+    return with_known_boundaries
 
 
 def find_boundaries(args: Sequence[Any], kwargs: dict[str, Any]) -> Boundaries:
     """Find the boundaries in a call's arguments as a layer would, and remove a duplicate from them."""
     with torch.no_grad():
-        if _are_equal(kwargs.get(OF_ROWS), kwargs.get(OF_KEYS)):
-            del kwargs[OF_KEYS]
-            return True
+        if _are_equal(kwargs.get(CU_SEQLENS_Q), kwargs.get(CU_SEQLENS_K)):
+            del kwargs[CU_SEQLENS_K]
+            return SAME_FOR_KEYS
         return (
             _boundaries_by_positions(kwargs["position_ids"])
             if kwargs.get("position_ids") is not None
@@ -113,15 +114,15 @@ def _are_equal(value: Any, other_value: Any) -> bool:
 
 def _boundaries_by_count(args: Sequence[Any]) -> Boundaries:
     """Return the boundaries for a call without named positions: positional arguments may contain them."""
-    return False if len(args) <= 1 else None
+    return ONE_DOCUMENT if len(args) <= 1 else None
 
 
 def _boundaries_by_positions(positions: Any) -> Boundaries:
-    """Return the boundaries at which positions restart: False for one document per row, None if they cannot be read."""
+    """Return the boundaries at which positions restart: ONE_DOCUMENT for one per row, None if they cannot be read."""
     if not isinstance(positions, Tensor) or positions.dim() != 2 or not _originals:
         return None
     if not bool(_originals[0][IS_PACKED](positions, positions.shape[0])):
-        return False
+        return ONE_DOCUMENT
     (boundaries, _), _ = _originals[0][ENDS](positions)
     return of_any_length(boundaries)
 
@@ -132,11 +133,16 @@ def _boundaries_by_positions(positions: Any) -> Boundaries:
 def _is_packed(position_ids: Any, batch_size: Any) -> Any:
     """Replace `_is_packed_sequence`: in a trace, answer by the known boundaries, and assert at run time that it is right."""
     is_packed, boundaries = _originals[0][IS_PACKED](position_ids, batch_size), _traced_call.boundaries
-    if not isinstance(is_packed, Tensor) or not torch.compiler.is_dynamo_compiling() or boundaries is None or boundaries is True:
+    if (
+        not isinstance(is_packed, Tensor)
+        or not torch.compiler.is_dynamo_compiling()
+        or boundaries is None
+        or boundaries is SAME_FOR_KEYS
+    ):
         return is_packed
-    if boundaries is False:
-        assert_true(~is_packed, OTHERWISE)
-    return boundaries is not False
+    if boundaries is ONE_DOCUMENT:
+        assert_true(~is_packed, BOUNDARIES_DIFFER)
+    return boundaries is not ONE_DOCUMENT
 
 
 def _prepare_heads(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Any:
@@ -146,7 +152,7 @@ def _prepare_heads(query: Tensor, key: Tensor, value: Tensor, position_ids: Tens
         return _originals[0][PREPARE](query, key, value, position_ids)
     rows = torch.arange(position_ids.numel(), device=boundaries.device)
     is_start = torch.bucketize(rows, boundaries, right=True) != torch.bucketize(rows, boundaries)
-    assert_true((is_start == (position_ids == position_ids.min()).flatten()).all(), OTHERWISE)
+    assert_true((is_start == (position_ids == position_ids.min()).flatten()).all(), BOUNDARIES_DIFFER)
     heads = tuple(tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value))
     longest = heads[0].shape[0]  # an upper bound of the document lengths is enough
     return (

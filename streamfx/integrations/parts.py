@@ -58,15 +58,17 @@ class SharedFunctions:
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._distinct: dict[tuple[Any, ...], list[nn.Module]] = {}
 
-    def function(
+    def compiled_function(
         self, key: tuple[Any, ...], module_call: Callable[..., Any], with_cache: bool, dense: bool
     ) -> Callable[..., Any]:
-        """Return the compiled function of a key; `with_cache` keeps the key-value cache, `dense` forbids deferred outputs."""
+        """Return the compiled function of a key; `with_cache` keeps the key-value cache, and
+        `dense` forbids deferred outputs (option `outputs`).
+        """
         key = (*key, with_cache, dense)
         if key not in self._compiled:
             options = {**({"outputs": "dense"} if dense else {}), **self.options}
-            function = module_call if with_cache else without_cache(module_call)
-            self._compiled[key] = torch.compile(function, backend=own_backend(streambp), options=options, **self.keywords)
+            to_compile = module_call if with_cache else without_cache(module_call)
+            self._compiled[key] = torch.compile(to_compile, backend=own_backend(streambp), options=options, **self.keywords)
         return self._compiled[key]
 
     def key_with_buffers(self, key: tuple[Any, ...], module: nn.Module) -> tuple[Any, ...]:
@@ -85,7 +87,7 @@ class SharedFunctions:
         """
         wrapped = [compiled for compiled in self.parts if compiled.is_wrapped and not compiled.is_rest]
         kinds = Counter(type(compiled.module) for compiled in wrapped)
-        return any(compiled.returned_deferred(may=kinds[type(compiled.module)] == 1) for compiled in wrapped)
+        return any(compiled.returned_deferred(default=kinds[type(compiled.module)] == 1) for compiled in wrapped)
 
 
 class CompiledModule:
@@ -141,9 +143,9 @@ class CompiledModule:
         """Whether compilation is switched off globally."""
         return is_switched_off()
 
-    def returned_deferred(self, may: bool) -> bool:
-        """Return whether the last outputs were deferred; before the first call, return `may` unless the weights are freed."""
-        return may and not self._frees_weights() if self._returned_deferred is None else self._returned_deferred
+    def returned_deferred(self, default: bool) -> bool:
+        """Return whether the last outputs were deferred. Before the first call: `default`, but False if weights are freed."""
+        return default and not self._frees_weights() if self._returned_deferred is None else self._returned_deferred
 
     def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original function in a generation call, in which no nested module is compiled, either."""
@@ -168,7 +170,7 @@ class CompiledModule:
         return self.owner is not None and frees_weights(self.owner)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module compiled, or as it was for generation, if compilation is off, or if its outputs are deferred."""
+        """Run the module compiled. Run it in eager for generation, if compilation is off, or if it uses deferred outputs."""
         if generates(kwargs) or self.shared.generating:
             return self._generate(args, kwargs)
         if self.is_off:
@@ -178,14 +180,14 @@ class CompiledModule:
             kwargs = self._with_no_cache(args, kwargs)
         if self.is_rest and self.shared.returns_deferred():
             self.counts.plain += 1
-            self.note = "; as it was, so that a loss on deferred outputs of a wrapped module stays in chunks"
+            self.note = "; in eager, so that a loss on deferred outputs of a wrapped module runs in chunks"
             return run(self._original, self.module, args, kwargs)
         if self._key is None:  # not before the first call: buffers may be loaded after `enable`
             self._key = self.shared.key_with_buffers(self._base_key, self.module)
         self.counts.compiled += 1
         dense = self._frees_weights()  # a deferred output could not be computed without the weights
-        self.note = "; its outputs are plain tensors, because its weights are freed behind its forward" if dense else ""
-        compiled_call = self.shared.function(self._key, self._function, keeps_cache(kwargs), dense)
+        self.note = "; its outputs are not deferred, because its weights are freed after its forward" if dense else ""
+        compiled_call = self.shared.compiled_function(self._key, self._function, keeps_cache(kwargs), dense)
         compiled_graphs = None if self.enabled is None else self.enabled.compiled
         result = run(
             compiled_call,

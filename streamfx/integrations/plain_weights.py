@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 DEQUANTIZE, READERS = "dequantize_module_weight", ("peft.tuners.lora.dora", "peft.tuners.lora.variants")
-QUANTIZED = "W_q"  # the name of the quantized weight in HQQ's layers
+QUANTIZED_WEIGHT = "W_q"  # the name of the quantized weight in HQQ's layers
 
 _originals: list[tuple[ModuleType, Callable[..., Any]]] = []
 _listeners = 0
@@ -41,11 +41,11 @@ def forget() -> None:
 
 
 def _plain_weight_first(dequantize: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that returns a plain parameter directly, and asks peft's function for any other weight."""
+    """Return a function that returns a plain parameter directly, and calls peft's function for any other weight."""
 
     def weight_of(module: nn.Module) -> Any:
         """Return the weight of a module, dequantized if necessary."""
-        is_plain = type(module.weight) is nn.Parameter and not hasattr(module, QUANTIZED)
+        is_plain = type(module.weight) is nn.Parameter and not hasattr(module, QUANTIZED_WEIGHT)
         return module.weight if is_plain else dequantize(module)
 
     return weight_of

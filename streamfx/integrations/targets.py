@@ -15,18 +15,18 @@ from torch import nn
 
 from streamfx.errors import IntegrationError, with_article
 from streamfx.integrations.engines import check_engine, engine_of, is_sharded_by_engine, parts_of, unwrap_engine
-from streamfx.integrations.heads import head_of
+from streamfx.integrations.heads import find_head
 from streamfx.integrations.minimum_versions import check_versions
 from streamfx.integrations.target import Target
 from streamfx.tools.inspect.layers import has_forward
 from streamfx.torch_private.dynamo import is_compiled
 from streamfx.torch_private.fsdp import inside_of_wrapper, is_fsdp_wrapper
 
-ASKED = "streamfx.{name} takes a module, or a trainer that has one"
-NO_FORWARD = "give the module that calls its parts, or write a forward"
-BESIDE = ("ref_model", "teacher_model")  # frozen models of trainers
-WHOLE = "what its forward computes, and the loss where it is in it"
-OF_TRAINER = "the whole model, and the loss where its forward computes it"
+REQUIREMENT = "streamfx.{name} takes a module, or a trainer that has one"
+NO_FORWARD = "give a module that calls this one, or define forward"
+FROZEN_MODELS = ("ref_model", "teacher_model")  # attributes of trainers
+OF_MODULE = "its forward, and the loss if the forward computes it"
+OF_TRAINER = "the full model, and the loss if its forward computes it"
 OWN_HEAD = "fused_lm_head"
 
 
@@ -74,12 +74,12 @@ def models_of(model_or_trainer: Any, caller: str = "enable") -> Iterator[tuple[s
     model = getattr(model_or_trainer, "model", None)
     if not isinstance(model, nn.Module):
         raise IntegrationError(
-            ASKED.format(name=caller),
+            REQUIREMENT.format(name=caller),
             found=_describe_object(model_or_trainer),
-            do="give the trainer after it was made, or the model itself",
+            do="give a constructed trainer, or the model itself",
         )
     yield "model", model
-    for name in BESIDE:
+    for name in FROZEN_MODELS:
         frozen_model = getattr(model_or_trainer, name, None)
         if isinstance(frozen_model, nn.Module):
             yield name, frozen_model
@@ -90,16 +90,16 @@ def _check_trainer(trainer: Any) -> None:
     arguments = getattr(trainer, "args", None)
     if getattr(arguments, "torch_compile", False):
         raise IntegrationError(
-            "streamfx.enable compiles the model, and the trainer was told to do so, too",
+            "streamfx.enable compiles the model, but the trainer is configured to compile it, too",
             found=f"torch_compile_backend={getattr(arguments, 'torch_compile_backend', None)!r} in {type(arguments).__name__}",
-            do="leave torch_compile, torch_compile_backend and torch_compile_mode out of the trainer's arguments",
+            do="remove torch_compile, torch_compile_backend and torch_compile_mode from the trainer's arguments",
         )
 
 
 def _describe_object(model_or_trainer: Any) -> str:
     """Describe an object that is neither a module nor a trainer with one."""
     if isinstance(model_or_trainer, type):
-        return f"a class ({model_or_trainer.__name__}), not an object of it"
+        return f"a class ({model_or_trainer.__name__}), not an instance"
     name = with_article(type(model_or_trainer).__name__)
     return (
         f"{name}, whose .model is {type(model_or_trainer.model).__name__}"
@@ -112,19 +112,19 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
     """Return the module inside of all wrappers, and the descriptions of the wrappers."""
     if is_compiled(model):
         raise IntegrationError(
-            "streamfx.enable compiles a module in place, and this one is compiled already",
+            "streamfx.enable compiles a module in place, but this one is already compiled",
             found="the result of torch.compile(module)",
-            do="give the module itself: compiled by a wrapper, it would also be saved with other keys",
+            do="give the module itself: the wrapper would also change the keys of its state_dict",
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise IntegrationError(
-            "streamfx.enable compiles a module in place, and torch.compile cannot look into this one",
+            "streamfx.enable compiles a module in place, but torch.compile cannot trace this one",
             found=f"{with_article(type(model).__name__)} of torch.jit",
-            do="give the module that it was scripted or traced from",
+            do="give the module from which it was scripted or traced",
         )
     if not has_forward(model):
-        found = f"{with_article(type(model).__name__)} that has no forward: nothing of it runs when it is called"
-        raise IntegrationError("streamfx.enable compiles what a module does when it is called", found=found, do=NO_FORWARD)
+        found = f"{with_article(type(model).__name__)} that has no forward, so it cannot be called"
+        raise IntegrationError("streamfx.enable compiles the forward of a module", found=found, do=NO_FORWARD)
     wrapper = unwrap_engine(model)
     if wrapper is None:
         return model, []
@@ -134,22 +134,22 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def _target_of_model(name: str, model: nn.Module, is_given_alone: bool) -> Target:
-    """Return the module of a model to compile. If `is_given_alone`, it may be a part of a larger one."""
+    """Return the module of a model to compile. `is_given_alone`: the caller gave a module, not a trainer."""
     base: Any = inside_of_wrapper(model) if is_fsdp_wrapper(model) else model
     base = getattr(base, "get_base_model", lambda: base)()
     forward = _forward_with_head(base)
     if forward is None:
-        return Target(name, model, WHOLE if is_given_alone else OF_TRAINER)
+        return Target(name, model, OF_MODULE if is_given_alone else OF_TRAINER)
     backbone = getattr(base, "base_model", None)
     if not isinstance(backbone, nn.Module) or backbone is base:
         raise IntegrationError(
-            "the trainer applies the head itself, so the backbone has to be compiled",
-            found=f"{type(base).__name__}.base_model is not a module of its own",
-            do="give the module that makes the hidden states: enable(model.<backbone>)",
+            "the trainer applies the head itself, so streamfx compiles the backbone",
+            found=f"{type(base).__name__}.base_model is not a separate module",
+            do="give the module that computes the hidden states: enable(model.<backbone>)",
         )
     path_of_backbone = next((path for path, module in model.named_modules() if module is backbone), "base_model")
     return Target(
-        f"{name}.{path_of_backbone}", backbone, "the backbone; the trainer applies the head itself, in chunks", head_of(forward)
+        f"{name}.{path_of_backbone}", backbone, "the backbone; the trainer applies the head itself, in chunks", find_head(forward)
     )
 
 

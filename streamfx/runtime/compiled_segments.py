@@ -126,7 +126,7 @@ class Segment:
 
     def _compiled(self, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode | None:
         """Return the compiled version for a family, or None if memory ran out."""
-        with nullcontext() if self.tally is None else self.tally.one():
+        with nullcontext() if self.tally is None else self.tally.next_activity():
             try:
                 return compiled(self.module, family, numbers, inputs)
             except InductorMemoryError as error:

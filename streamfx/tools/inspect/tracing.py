@@ -143,7 +143,7 @@ def traced(
     if not callable(model):
         raise _not_traced(f"{with_article(type(model).__name__)}, which cannot be called")
     if isinstance(model, type):  # torch.compile would modify the class permanently
-        raise _not_traced(f"a class ({model.__name__}), not an object of it", "make a model of it: pass Model(...), not Model")
+        raise _not_traced(f"a class ({model.__name__}), not an instance", "pass a model: Model(...), not Model")
     refuse_partitioned(parameters_of(model).values())
     mode, faker = faker_of(model, args, kwargs)
     backend_options = resolve_options(options)

@@ -327,7 +327,7 @@ def _check_functions(model: Any, loss: Any) -> None:
             ASKED, found=f"{_type_text(model)}, which cannot be called", do="give a model, or a function of one"
         )
     if isinstance(model, type):  # torch.compile would modify the class permanently
-        class_text = f"a class ({model.__name__}), not an object of it"
+        class_text = f"a class ({model.__name__}), not an instance"
         raise NotComparableError(ASKED, found=class_text, do="make a model of it: pass Model(...), not Model")
     if loss is not None and not callable(loss):
         raise NotComparableError(

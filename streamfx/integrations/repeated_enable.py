@@ -12,10 +12,10 @@ from streamfx.integrations.parts import calls_of
 from streamfx.integrations.targets import find_targets, models_of
 from streamfx.log import log
 
-REPLACED = "streamfx.enable: options %s take the place of %s, with which the model was enabled before"
+REPLACED = "streamfx.enable: the model was already enabled with options %s; they are replaced by %s"
 
 
-def enabled(model_or_trainer: Any, options: Mapping[str, Any], dynamic: bool | None) -> EnabledModules:
+def enable_once(model_or_trainer: Any, options: Mapping[str, Any], dynamic: bool | None) -> EnabledModules:
     """Return the existing handle if the same modules are enabled with the same options; otherwise enable them,
     replacing the old one.
     """
@@ -24,12 +24,12 @@ def enabled(model_or_trainer: Any, options: Mapping[str, Any], dynamic: bool | N
     if existing is not None:
         if (existing.options, existing.dynamic) == (dict(options), dynamic):
             return existing
-        log.warning(REPLACED, _with_dynamic(options, dynamic), _with_dynamic(existing.options, existing.dynamic))
+        log.warning(REPLACED, _with_dynamic(existing.options, existing.dynamic), _with_dynamic(options, dynamic))
         existing.disable()
     return EnabledModules(model_or_trainer, options, dynamic)
 
 
-def enabled_in(model_or_trainer: Any) -> list[EnabledModules]:
+def enabled_handles(model_or_trainer: Any) -> list[EnabledModules]:
     """Return all handles that belong to a model or a trainer."""
     if isinstance(model_or_trainer, EnabledModules):
         return [model_or_trainer]
@@ -37,7 +37,7 @@ def enabled_in(model_or_trainer: Any) -> list[EnabledModules]:
 
 
 def _handles_of(modules: Iterable[nn.Module]) -> list[EnabledModules]:
-    """Return the handles through which some modules are enabled, each once."""
+    """Return the handles that enabled these modules, without duplicates."""
     return list(dict.fromkeys(calls.enabled for module in modules if (calls := calls_of(module)) is not None))
 
 
