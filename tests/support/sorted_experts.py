@@ -1,4 +1,4 @@
-"""Mixtures of experts as libraries write them for grouped products: rows sorted by expert, multiplied, put back."""
+"""Mixtures of experts as libraries write them for a grouped matmul: rows are sorted by expert, multiplied, and restored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations import moe  # noqa: F401  (defines the grouped product that has float64)
 
-from tests.support.decoders.parts import HEAD, HEADS, VOCABULARY, WIDTH, Heads, RMSNorm, loss_of
+from tests.support.decoders.parts import WIDTH, Plain
 
 EXPERTS, CHOSEN = 4, 2
 
@@ -97,24 +97,9 @@ class SortedExperts(nn.Module):
         return result
 
 
-class Attention(Heads):
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-class SparseDecoder(nn.Module):
-    """Attention and sorted experts, in each layer."""
+class SparseDecoder(Plain):
+    """A decoder with experts instead of MLPs."""
 
     def __init__(self, make: Callable[[], nn.Module], layers: int = 2) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.attend, self.experts = (nn.ModuleList(kind() for _ in range(layers)) for kind in (Attention, make))
-        self.norms = nn.ModuleList(RMSNorm() for _ in range(2 * layers))
-        assert HEADS * HEAD == WIDTH
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for i, (attend, experts) in enumerate(zip(self.attend, self.experts, strict=True)):
-            x = x + attend(self.norms[2 * i](x))
-            x = x + experts(self.norms[2 * i + 1](x))
-        return loss_of(self.head(x), labels)
+        super().__init__(layers)
+        self.mlp = nn.ModuleList(make() for _ in range(layers))
