@@ -61,7 +61,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def old_objects_stay() -> None:
+def freeze_old_objects() -> None:
     """What was imported before the tests of a file is not looked through for garbage again and again."""
     gc.collect()
     gc.freeze()
@@ -69,7 +69,7 @@ def old_objects_stay() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def our_messages_are_heard() -> None:
+def propagate_our_logger() -> None:
     """Where torch's logging was set up in this process, our logger has a handler of its own, and pytest would hear nothing;
     import-linter sets up logging, too, and switches off all loggers that are there."""
     ours = logging.getLogger("streamfx")
@@ -112,13 +112,13 @@ def fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def split_small_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of a few rows are taken apart as those of long chunks are."""
     monkeypatch.setattr(mask_tiles, "MIN_TILE_ROWS", 2)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def small_outputs_wait() -> Iterator[None]:
+def defer_small_outputs() -> Iterator[None]:
     """Outputs of a few rows are deferred as large ones are."""
     with mock.patch.object(rewrite, "is_made_whole", return_value=False):
         yield

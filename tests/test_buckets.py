@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Callable[..., list[fx.Node]], list[str]]] = {  # what is 
         lambda call, a, b, c: [reduced(call, a), reduced(call, a, "max"), reduced(call, c), call(gather, a, 1, "0")],
         [PLAIN, PLAIN, PLAIN, "all_gather_into_tensor"],
     ),
-    "what is made of another": (  # the last begins before the first is waited for
+    "an operand of another": (  # the last begins before the first is waited for
         lambda call, a, b, c: [reduced(call, call(sin, call(wait, reduced(call, a)))), reduced(call, b)],
         [ONE, PLAIN],
     ),
@@ -54,7 +54,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_runs_as_one(name: str) -> None:
+def test_coalesced_collectives(name: str) -> None:
     build, expected = CASES[name]
     graph, given = fx.Graph(), [torch.randn(2, 3), torch.randn(4), torch.randn(2, 2, dtype=torch.float64)]
 

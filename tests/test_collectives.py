@@ -90,7 +90,7 @@ def test_collectives_between_two_loops_run_as_one(ranks: DeviceMesh, golden: Gol
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [(256, 255)], indirect=True)
-def test_what_runs_depends_on_no_length_and_no_rank(ranks: DeviceMesh) -> None:
+def test_collectives_depend_on_no_length_and_no_rank(ranks: DeviceMesh) -> None:
     """The last of many ranks holds no rows of some weights, and pads them."""
     model = sharded(Two(), ranks)
     forward, backward = found = halves(texts_of(model, 61))
@@ -99,7 +99,7 @@ def test_what_runs_depends_on_no_length_and_no_rank(ranks: DeviceMesh) -> None:
 
 
 @pytest.mark.long
-def test_a_weight_that_is_also_read_as_a_shard_is_left_as_it_is(ranks: DeviceMesh) -> None:
+def test_a_weight_that_is_also_read_as_a_shard_is_unchanged(ranks: DeviceMesh) -> None:
     class Shown(Two):
         def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
             shard: Any = self.layers[0]._parameters["weight"]
@@ -147,7 +147,7 @@ def test_a_mask_that_is_gathered_is_not_that_of_its_shard(change: Callable[[Tens
 
 
 @pytest.mark.long
-def test_when_weights_are_gathered_again(ranks: DeviceMesh) -> None:
+def test_when_weights_are_regathered(ranks: DeviceMesh) -> None:
     """By `reshard`, which by default is what the code says, and no budget: another rank may see one otherwise."""
     model = sharded(Two(), ranks)
     auto, always, never = (halves(texts_of(model, reshard=value)) for value in ("auto", True, False))

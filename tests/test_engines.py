@@ -275,7 +275,7 @@ DEFAULT = [("DDP", FIRST), ("SimpleFSDP", FIRST), ("FSDP2", LAST)]
 
 
 @pytest.mark.parametrize(("name", "size"), only(DEFAULT, [(name, size) for name in ENGINES for size in SIZES]))
-def test_no_step_takes_more_than_in_eager_and_reductions_begin_while_others_compute(name: str, size: str) -> None:
+def test_a_step_takes_at_most_eager_memory_and_overlaps_reductions(name: str, size: str) -> None:
     """Nor more collectives, but where layers are cut; no logits of all rows are made, but by a head that FSDP2 has by itself."""
     logits = 8 * SIZES[size]["length"] * SIZES[size]["vocabulary"] // (2 if name == "tensor parallel" else 1)
     for own, eager in on_ranks(both, name, size):

@@ -203,7 +203,7 @@ def test_ways_of_fsdp2(first: int) -> None:
 # -- without other processes
 
 
-def test_parts_of_sharded_tensors_ask_for_nothing() -> None:
+def test_shards_of_a_dtensor_are_no_stale_graph() -> None:
     """`DTensor.from_local` marks the shard as it marks the full tensor. This raised StaleGraphError."""
     with one_of_many(2):
         x = torch.randn(1, 24, 8, requires_grad=True)
@@ -213,7 +213,7 @@ def test_parts_of_sharded_tensors_ask_for_nothing() -> None:
     torch.testing.assert_close(x.grad, 8 * x.detach())
 
 
-def test_a_parameter_that_begins_to_train_is_noticed() -> None:
+def test_a_parameter_that_begins_to_train_is_detected() -> None:
     """Guards of Dynamo in torch 2.11 do not see `requires_grad_`: the backend's own function does."""
     made: list[Callable[..., Any]] = []
     frozen, trains = (torch.randn(8, 8, requires_grad=asks) for asks in (False, True))

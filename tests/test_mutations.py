@@ -14,7 +14,7 @@ from tests.mutations.row import ROOT
 
 
 @pytest.mark.parametrize("file", sorted({row.file for row in ROWS}))
-def test_what_a_row_replaces_stands_once_in_its_file(file: str) -> None:
+def test_each_fragment_occurs_once(file: str) -> None:
     text = (ROOT / file).read_text()
     known = {ast.dump(ast.parse(text))}
     for row in ROWS:
@@ -38,7 +38,7 @@ def test_the_tests_of_each_row_are_there() -> None:
             assert functions_in(file).issuperset(functions), f"{row.what}: {test} is gone"
 
 
-def test_a_default_run_takes_a_test_of_each_row(request: pytest.FixtureRequest) -> None:
+def test_each_row_has_a_default_test(request: pytest.FixtureRequest) -> None:
     """Of the rows of which a test is in this run."""
     items = request.session.items
     here, default = _tests(items), _tests(item for item in items if item.get_closest_marker("long") is None)

@@ -27,7 +27,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="only Linux tells")
-def test_pages_are_left_to_the_file() -> None:
+def test_pages_belong_to_the_file() -> None:
     mapped(torch.ones(8))
     value = torch.randn(1 << 23)
     before = resident_bytes()

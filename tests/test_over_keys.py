@@ -38,11 +38,11 @@ def compared(made: Made) -> Facts:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_all_keys_are_seen_where_an_operator_looks_at_others(name: str) -> None:
+def test_operators_over_keys_read_all_keys(name: str) -> None:
     compared(MADE[name])
 
 
-def test_what_goes_by_key_is_made_for_the_keys_of_its_user() -> None:
+def test_elementwise_values_cover_the_keys_of_their_consumer() -> None:
     """A decay of distances is not made for keys that nobody sees."""
     facts = compared(lambda c, d: torch.exp(-c * d))
     assert "causal" in facts.key_spans.span_kinds.values()

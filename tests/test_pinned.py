@@ -38,7 +38,7 @@ def taken(device: Device) -> int:
     return sum(device.runtime.registered.values())
 
 
-def test_bytes_are_whole_pages(device: Device, blocks: PinnedBlocks) -> None:
+def test_bytes_are_full_pages(device: Device, blocks: PinnedBlocks) -> None:
     assert [bytes_pinned(size) for size in (0, 1, PAGE, PAGE + 1)] == [0, PAGE, PAGE, 2 * PAGE]
     kept = [held(blocks, pages) for pages in (0, 0.5, 1, 17)]
     assert sorted(device.runtime.registered.values()) == [PAGE, PAGE, 17 * PAGE]
@@ -109,7 +109,7 @@ def test_memory_is_given_back_when_copies_are_done(device: Device, monkeypatch: 
 # -- hosts that refuse
 
 
-def test_what_is_not_registered_is_pinned_by_torch(
+def test_torch_pins_memory_that_cannot_be_registered(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning says what that wastes; the error that CUDA keeps is not raised by the next launch."""
@@ -147,7 +147,7 @@ def test_a_mapping_that_the_system_refuses(blocks: PinnedBlocks, monkeypatch: py
         held(blocks, 1)
 
 
-def test_memory_that_nobody_pins(device: Device, blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned(device: Device, blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
     out = RuntimeError("CUDA error: out of memory\nmore")
     monkeypatch.setattr(pinned, "pinned_by_torch", mock.Mock(side_effect=out))
     monkeypatch.setattr(pinned, "limit_of_locked_memory", lambda: 1 << 16)

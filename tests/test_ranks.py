@@ -110,12 +110,12 @@ def equal(x: Tensor, weight: Tensor) -> Tensor:
 
 DECODER = [2, 2, 0, 0, 3, 0, 3]  # reductions by loop
 PLACES: dict[str, tuple[Callable[[], tuple[Function, Sequence[Tensor]]], dict[str, Any], list[int] | int, int | None]] = {
-    "what enters the first layer is kept": (lambda: (CutEmbedding(), data_of(0, 12)), {}, [3, 0, 0, 3], None),
+    "the input of the first layer is saved": (lambda: (CutEmbedding(), data_of(0, 12)), {}, [3, 0, 0, 3], None),
     # the result of a rank's own heads is smaller than the sum over all: behind it, a layer would be reduced once more
-    "stages end where what was reduced is kept": (behind_the_embedding, {}, DECODER, None),
+    "stages end at saved reductions": (behind_the_embedding, {}, DECODER, None),
     # an input has all of its rows: in chunks it would be reduced for each of them, and again for the backward half
-    "what is there already": (lambda: (lambda x, w: causal(reduced(x) @ w, x, x).sum(), rows_and_weight()), {}, 0, 1),
-    "what two loops ask for": (lambda: (asked_for_twice, rows_and_weight()), {"save": "inputs"}, 1, None),
+    "a reduction of an input": (lambda: (lambda x, w: causal(reduced(x) @ w, x, x).sum(), rows_and_weight()), {}, 0, 1),
+    "a reduction that two loops read": (lambda: (asked_for_twice, rows_and_weight()), {"save": "inputs"}, 1, None),
     "sums": (lambda: (sums, rows_and_weight(False)), {}, 1, None),
     "largest values": (lambda: (partial(sums, op="max", other="max"), rows_and_weight(False)), {}, 2, None),
     "a sum and a mean": (lambda: (partial(sums, other="avg"), rows_and_weight(False)), {}, 2, None),
@@ -145,7 +145,7 @@ def product_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def test_products_that_a_kept_sum_is_made_of_are_not_kept(ranks: None) -> None:
+def test_operands_of_a_saved_sum_are_not_saved(ranks: None) -> None:
     def bent(x: Tensor, one: Tensor, other: Tensor) -> Tensor:
         h = causal(x @ one, x, x)
         return F.scaled_dot_product_attention(Summed.apply(F.gelu(Summed.apply(h @ other))), x, x).sum()
@@ -156,7 +156,7 @@ def test_products_that_a_kept_sum_is_made_of_are_not_kept(ranks: None) -> None:
     assert sent and not any(product_of(node) in kept for node in sent)
 
 
-def test_chunks_that_are_sized_by_themselves_move_enough(ranks: None) -> None:
+def test_automatic_chunks_move_enough_bytes(ranks: None) -> None:
     layer, _, head = facts_of(decoder(), data_of(0, 12), chunk_size="auto").plan.chunk_sizes
     assert isinstance(layer, AutoChunk) and layer.busy_rows == (1 << 20) // (32 * 4)
     assert isinstance(head, int)
@@ -179,7 +179,7 @@ def test_a_body_begins_reductions_in_the_order_of_the_graph_and_waits_where_a_su
     assert any(node.target is torch.ops.aten.exp.default for node in nodes[first : waits[0]])
 
 
-def test_what_other_ranks_count_does_not_follow_from_this_one(ranks: None) -> None:
+def test_values_of_other_ranks_are_not_static(ranks: None) -> None:
     """A mask that is reduced over ranks is in no program that is run once per step."""
 
     def function(x: Tensor, lengths: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def test_what_other_ranks_count_does_not_follow_from_this_one(ranks: None) -> No
     assert not any(node in facts.axes.static for node in facts.joint.graph.nodes if node.target is ALL_REDUCE)
 
 
-def test_to_look_at_a_model_asks_nobody(ranks: None) -> None:
+def test_explain_waits_for_no_rank(ranks: None) -> None:
     with mock.patch("streamfx.distributed.rank_consensus.written_by_all", side_effect=AssertionError):
         found = streamfx.explain(decoder(1), *data_of(0, 12), options={"chunk_size": 4})
     assert "every stage streams" in str(found)
@@ -236,7 +236,7 @@ EXACT: dict[str, tuple[Function, int, str | None]] = {  # and how often loops re
 
 
 @pytest.mark.parametrize("name", only(["sum", "rows by keys", "steps that ask other ranks"], EXACT))
-def test_rows_that_are_reduced_are_those_of_eager(alone: None, name: str) -> None:
+def test_reduced_rows_equal_eager(alone: None, name: str) -> None:
     function, count, reason = EXACT[name]
     x, weight = torch.randn(1, 2, 12, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
     weight.requires_grad_(name not in ELEMENTWISE)
@@ -250,7 +250,7 @@ def test_rows_that_are_reduced_are_those_of_eager(alone: None, name: str) -> Non
         torch.testing.assert_close(*(torch.autograd.grad(result, weight) for result in results))
 
 
-def test_a_reduction_with_a_factor_is_left_as_it_is() -> None:
+def test_a_reduction_with_a_factor_is_unchanged() -> None:
     """Whatever is not known to go element by element runs whole."""
     reduce, wait = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
     known_op, other = (Case(lambda x, op=op: wait(reduce(x, op, "0")), (torch.randn(4, 3),)) for op in ("sum", "premul_sum"))

@@ -84,7 +84,7 @@ def sums_of_a_sharded_weight() -> Function:
     ],
     ids=["the same", "other chunks", "another order, too"],
 )
-def test_what_ranks_decide(say: tuple[str, ...], in_loops: int | None, reasons: list[str]) -> None:
+def test_decisions_of_ranks(say: tuple[str, ...], in_loops: int | None, reasons: list[str]) -> None:
     """To reduce in loops, between them, or to run the graph as it stands."""
     others = Others(*say)
     facts = of_decoder(others)
@@ -104,12 +104,12 @@ def test_what_ranks_decide(say: tuple[str, ...], in_loops: int | None, reasons: 
     ],
     ids=["a failure", "nothing", "another order", "another order than before"],
 )
-def test_what_ranks_cannot_agree_on_is_an_error(make: Callable[[], Function], say: tuple[str | None, ...], words: str) -> None:
+def test_a_disagreement_is_an_error(make: Callable[[], Function], say: tuple[str | None, ...], words: str) -> None:
     with pytest.raises(RanksDifferError, match=words):
         facts_of(make(), data_of(0, 12) if make is decoder else rows(), Others(*say))
 
 
-def test_a_rank_that_fails_says_so() -> None:
+def test_a_failing_rank_reports_it() -> None:
     others, heard = Others(), Others()
     with (
         mock.patch("streamfx.frontend.backend.run_pipeline", side_effect=ValueError("no")),
@@ -127,7 +127,7 @@ def test_a_rank_that_fails_says_so() -> None:
     ("options", "do"),
     [({"memory_budget": "1KiB", "chunk_size": "auto"}, "raise the budget"), ({"strict": True}, "drop strict=True")],
 )
-def test_a_rank_whose_user_is_refused_something_says_what_to_do(options: dict[str, Any], do: str) -> None:
+def test_a_refusal_reaches_all_ranks_with_its_remedy(options: dict[str, Any], do: str) -> None:
     model, others = decoder(), Others()
     model.layers[0].forward = lambda x: x + x.sort(1)[0]  # type: ignore[method-assign]
     with pytest.raises((OverBudgetError, NotStreamedError)):
@@ -156,7 +156,7 @@ def test_ranks_of_several_groups_reduce_between_loops() -> None:
     assert left == [(f"{FAILED}ValueError: no\nwait", group) for group in names]
 
 
-def test_sums_alone_need_no_agreement() -> None:
+def test_scalar_sums_need_no_agreement() -> None:
     """Ranks whose lengths differ compile in different steps, and add up their losses."""
     others = Others()
     facts = facts_of(lambda x: all_reduce(causal(x).square().sum(), "sum", everybody()), rows(), others)
@@ -166,7 +166,7 @@ def test_sums_alone_need_no_agreement() -> None:
 OPTIONS: list[dict[str, Any]] = [{}, {"chunk_size": 8}, {"chunk_size": "auto"}, {"save": "products"}]
 
 
-def test_what_ranks_say_tells_chunks_and_order() -> None:
+def test_messages_contain_chunks_and_order() -> None:
     model = decoder(1)
     texts = {text_of_ranks(facts_of(model, data_of(0, length), **options)) for length in (12, 13) for options in OPTIONS}
     assert len(texts) == 2 * len(OPTIONS)
@@ -187,7 +187,7 @@ def test_names_of_other_groups_are_not_compared() -> None:
     assert text() == text()
 
 
-def test_what_ranks_say_of_weights_is_the_same_for_all_lengths() -> None:
+def test_messages_about_weights_depend_on_no_length() -> None:
     function, heard = sums_of_a_sharded_weight(), []
     for length in (12, 13):
         others = Others()
@@ -214,7 +214,7 @@ def gathered_decoder() -> nn.Module:
     return sharded(Decoder(2, width=32), DeviceMesh.from_group(everybody(), "cpu"))
 
 
-def test_a_model_is_known_at_all_lengths_and_in_all_chunks() -> None:
+def test_an_agreement_holds_for_all_lengths_and_chunks() -> None:
     """So no rank waits for others that do not compile again."""
     model = gathered_decoder()
     first = known_of(model, 12)
@@ -226,7 +226,7 @@ def test_a_model_is_known_at_all_lengths_and_in_all_chunks() -> None:
     assert prompt != token
 
 
-def test_two_models_are_never_one() -> None:
+def test_two_models_have_different_keys() -> None:
     """What they send is the same, and so are the lines that send it: the order need not be."""
     first, second = gathered_decoder(), gathered_decoder()
     assert known_of(first, 12) != known_of(second, 12)

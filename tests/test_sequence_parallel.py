@@ -109,7 +109,7 @@ def error_of(rank: int, make: Callable[[], Decoder], kind: type[Layer], keys: in
     return worst(model, truth)
 
 
-def test_ranks_with_other_numbers_of_rows_exchange_them_again() -> None:
+def test_ranks_with_different_lengths_repeat_exchanges() -> None:
     """What is exchanged is made again in the backward half, where the parts are of other sizes, too."""
     assert max(on_ranks(error_of, decoder, Swapped, 0, UNEVEN)) < 1e-12
 

@@ -60,7 +60,7 @@ def test_gradients_are_complete_between_loops(staged: Staged) -> None:
     assert order[: len(loops)] == loops, "at once all loops come first"
 
 
-def test_only_what_is_asked_for_runs(staged: Staged) -> None:
+def test_only_requested_gradients_are_computed(staged: Staged) -> None:
     for name, runs in (("head.weight", 0), ("qkv.1.weight", 2), ("embed.weight", 4)):
         found: list[str] = []
         with noted_loops(found):
@@ -137,7 +137,7 @@ def test_second_derivatives_are_refused(staged: Staged) -> None:
             gradient.sum().backward()
 
 
-def test_errors_of_hooks_leave_nothing_behind(staged: Staged) -> None:
+def test_errors_of_hooks_release_everything(staged: Staged) -> None:
     """Also that of a hook that writes to what a later stage needs, which is an error in eager, too."""
 
     def fail(parameter: Tensor) -> None:
@@ -165,7 +165,7 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("who", WAITS)
-def test_auto_looks_for_who_waits(staged: Staged, who: str) -> None:
+def test_auto_detects_consumers_of_gradients(staged: Staged, who: str) -> None:
     staged.chain.always = False
     remove = WAITS[who](staged.model.get_parameter("out.0.weight"))
     loss = staged(*batch(1))  # whose node 2.11 takes apart with it
@@ -188,7 +188,7 @@ class Odd(Layers):
 
 
 @pytest.mark.compiled
-def test_inputs_that_are_returned_or_written_are_left_alone() -> None:
+def test_returned_or_written_inputs_are_excluded() -> None:
     staged = Staged(Odd(), *batch())
     staged.reset()  # it has run once
     kept_out = {staged.chain.sources[place].given for place in staged.chain.kept_out}
@@ -206,7 +206,7 @@ class Peeks(Layers):
 
 
 @pytest.mark.compiled
-def test_updates_are_those_of_an_optimizer_behind_the_backward_pass() -> None:
+def test_updates_equal_those_of_an_optimizer_after_backward() -> None:
     """Bit for bit."""
     staged, found = Staged(Peeks(tied=True), *batch()), []
     for in_backward in (True, False):
@@ -223,7 +223,7 @@ def test_updates_are_those_of_an_optimizer_behind_the_backward_pass() -> None:
 
 
 @pytest.mark.compiled
-def test_gradients_of_two_stages_are_alive() -> None:
+def test_gradients_of_two_stages_are_live() -> None:
     """Of four layers; the optimizer in the backward pass frees each gradient, and so does adding it to one that is there."""
     staged = Staged(Layers(4, width=32), *batch())
     size = {name: parameter.numel() * 8 for name, parameter in staged.model.named_parameters()}

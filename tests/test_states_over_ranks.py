@@ -193,7 +193,7 @@ def refused(rank: int, kind: type[Layer]) -> str:
         (Weights, "let exchanged tensors depend on data"),
     ],
 )
-def test_what_would_not_end_is_refused(kind: type[Layer], words: str) -> None:
+def test_deadlocks_are_refused(kind: type[Layer], words: str) -> None:
     """Mistakes for which eager would wait forever."""
     assert all(words in do for do in on_ranks(refused, kind))
 
@@ -216,7 +216,7 @@ def test_gradients_of_states_from_other_ranks_are_not_truncated(ranks: None, kin
 
 
 @with_states_of_constants
-def test_what_else_ranks_send_does_not_matter(ranks: None) -> None:
+def test_truncation_allows_other_collectives(ranks: None) -> None:
     """States without a gradient; a loss that is the mean over ranks."""
     model = Decoder(Detached, False, 1)
 

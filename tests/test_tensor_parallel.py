@@ -112,7 +112,7 @@ def found() -> list[dict[str, Any]]:
     return on_ranks(measured)
 
 
-def test_parts_may_have_other_sizes_on_other_ranks(found: list[dict[str, Any]]) -> None:
+def test_ranks_may_have_parts_of_different_sizes(found: list[dict[str, Any]]) -> None:
     """Chunks that follow from sizes would differ: rows are then reduced between loops, once for all chunks."""
     (error, calls), (auto_error, auto_calls) = found[0]["other sizes"]
     assert error < TOLERANCE and auto_error < TOLERANCE
@@ -120,12 +120,12 @@ def test_parts_may_have_other_sizes_on_other_ranks(found: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("name", [function.__name__ for function in FUNCTIONS])
-def test_rows_of_each_rank_meet_those_in_the_same_place(found: list[dict[str, Any]], name: str) -> None:
+def test_rows_are_reduced_with_rows_at_the_same_position(found: list[dict[str, Any]], name: str) -> None:
     """Not those that they would meet in another order; and they meet, whoever reads the result."""
     assert max(own["own rows"][name] for own in found) < TOLERANCE
 
 
-def test_ranks_that_fail_tell_the_others(found: list[dict[str, Any]]) -> None:
+def test_a_failing_rank_notifies_the_others(found: list[dict[str, Any]]) -> None:
     elsewhere, here = (own["failure"] for own in found)
     assert "another rank does not run this graph" in elsewhere and "ValueError: no such axis" in elsewhere
     assert "this rank could not analyze" in here

@@ -1,4 +1,4 @@
-"""Terms beside the loss, of the last x [b t d] and labels [b t]: rows picked by indices, bags of look-ups, pools over neighbors."""
+"""Terms added to the loss, of the last x [b t d] and labels [b t]: picked rows, bags of look-ups, pools over neighbors."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from streamfx.runtime.in_place import scaled_once
 aten = torch.ops.aten
 mm, t = aten.mm.default, aten.t.default
 Build = Callable[..., Sequence[fx.Node]]
-NOBODYS: Sequence[Sequence[int]] = ((), (), ())
+NO_VIEWS: Sequence[Sequence[int]] = ((), (), ())
 
 
-def stretches(build: Build, saved: Sequence[Sequence[int]] = NOBODYS) -> list[tuple[list[str], list[int]]]:
+def stretches(build: Build, saved: Sequence[Sequence[int]] = NO_VIEWS) -> list[tuple[list[str], list[int]]]:
     """Operators and places of gradients, by stretch, of a graph of square matrices; `saved`: in which inputs' memory they lie."""
     graph = fx.Graph()
     given = [graph.placeholder(name) for name in ("one", "two", "three", "tangent")]
@@ -37,32 +37,32 @@ def three_products(call: Any, a: Any, b: Any, c: Any, g: Any) -> Sequence[fx.Nod
 PLACES: dict[str, tuple[Build, Any, list[list[int]]]] = {
     "before the next product": (
         lambda call, a, b, c, g: [made := call(mm, a, g), call(mm, b, g), call(t, made)][1:],
-        NOBODYS,
+        NO_VIEWS,
         [[1], [0]],
     ),
-    "behind the next product, which reads it": (
+    "after the next product, which reads it": (
         lambda call, a, b, c, g: [made := call(mm, a, g), call(mm, b, made), call(t, made)][1:],
-        NOBODYS,
+        NO_VIEWS,
         [[0, 1]],
     ),
-    "nobody's parameters": (three_products, NOBODYS, [[0], [1], [2]]),
-    "what is called two is a view of input 0": (three_products, ((), (0,), ()), [[0, 1], [2]]),
-    "what is called three is a view of input 0": (three_products, ((), (), (0,)), [[1], [0, 2]]),
+    "no parameters": (three_products, NO_VIEWS, [[0], [1], [2]]),
+    "the second is a view of input 0": (three_products, ((), (0,), ()), [[0, 1], [2]]),
+    "the third is a view of input 0": (three_products, ((), (), (0,)), [[1], [0, 2]]),
     "the head's, scaled in place, before the loops": (
         lambda call, a, b, c, g: [call(mm, b, g), call(mm, c, g), call(scaled_once, a, g)],
-        NOBODYS,
+        NO_VIEWS,
         [[2], [0], [1]],
     ),
-    "a graph that writes is left alone": (
+    "a graph that writes is unchanged": (
         lambda call, a, b, c, g: [call(aten.copy_.default, a, call(mm, b, g)), call(mm, c, g)],
-        NOBODYS,
+        NO_VIEWS,
         [],
     ),
 }
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_when_a_gradient_is_handed_over(name: str) -> None:
+def test_when_a_gradient_is_released(name: str) -> None:
     build, saved, expected = PLACES[name]
     assert [places for _, places in stretches(build, saved)] == expected
 
@@ -71,7 +71,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @pytest.mark.parametrize("target", [aten.bernoulli.p, WAIT])
-def test_what_must_not_run_early_stays(target: Any) -> None:
+def test_random_draws_and_collectives_stay_in_order(target: Any) -> None:
     """Random draws are in order, and so are collectives, and what waits for them."""
     more = () if target is WAIT else (0.5,)
     ((operators, places),) = stretches(lambda call, a, b, c, g: [call(mm, b, g), call(target, a, *more)])
