@@ -1,11 +1,12 @@
-"""Options by name, as a dictionary and as an object, for a block, a call or the process; `enable` twice, and `disable`."""
+"""Options by name, as a dictionary and as an object, for a block, a call or the process; `enable` and `disable`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -23,12 +24,12 @@ IDS = tokens(2, 24)
 
 
 @pytest.fixture(autouse=True)
-def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(streamfx.options.ENVIRONMENT, raising=False)
     monkeypatch.setattr(streamfx.options, "_process_layers", [])
 
 
-def test_blocks_left_in_another_order_than_entered() -> None:
+def test_blocks_may_end_in_any_order() -> None:
     one, other = streamfx.configure(chunk_size=3), streamfx.configure(chunk_size=4, loss_chunk_size=5)
     one.__enter__()
     other.__enter__()
@@ -44,7 +45,7 @@ def in_a_thread(function: Callable[[], object]) -> threading.Thread:
     return worker
 
 
-def test_a_thread_waits_until_it_is_known_whether_a_block_follows() -> None:
+def test_another_thread_does_not_see_the_options_of_a_block() -> None:
     seen: list[object] = []
     block = streamfx.configure(chunk_size=7)
     (worker := in_a_thread(lambda: seen.append(resolve_options().chunk_size))).join(0.1)
@@ -53,8 +54,7 @@ def test_a_thread_waits_until_it_is_known_whether_a_block_follows() -> None:
     assert seen == ["auto"]
 
 
-def test_a_call_is_for_the_process() -> None:
-    """In other threads, too, whether or not its result is kept; until the result is used as a block."""
+def test_a_call_sets_options_of_all_threads_until_its_result_is_used_as_a_block() -> None:
     seen: list[object] = []
 
     def look() -> None:
@@ -71,7 +71,7 @@ def test_a_call_is_for_the_process() -> None:
     assert seen == [(3, 4), (3, "auto")]
 
 
-def test_tasks_have_blocks_of_their_own() -> None:
+def test_each_task_has_its_own_blocks() -> None:
     async def task(size: int) -> list[object]:
         found = []
         with streamfx.configure(chunk_size=size):
@@ -86,7 +86,7 @@ def test_tasks_have_blocks_of_their_own() -> None:
     assert asyncio.run(both()) == [[3, 3, 3, "auto"], [4, 4, 4, "auto"]]
 
 
-def test_a_block_that_is_left_in_another_context_is_off() -> None:
+def test_a_block_ends_in_all_contexts() -> None:
     block, context = streamfx.configure(chunk_size=3), contextvars.copy_context()
     context.run(block.__enter__)
     assert context.run(lambda: resolve_options().chunk_size) == 3
@@ -96,7 +96,7 @@ def test_a_block_that_is_left_in_another_context_is_off() -> None:
 
 @pytest.mark.compiled
 def test_seeds_are_drawn_on_the_cpu() -> None:
-    """Whatever the default device is: the host reads them, and would wait for any other device."""
+    """Not on the default device: the host reads them, and would wait for the device."""
     x = torch.ones(2, 37, 8, dtype=torch.float64, requires_grad=True)
     function = torch.compile(lambda x: F.dropout(x * 1.0, 0.4), backend="streambp", options={"chunk_size": 5})
     with torch.device("meta"):
@@ -109,13 +109,13 @@ def test_seeds_are_drawn_on_the_cpu() -> None:
 
 
 class Trainer:
-    """What `enable` asks of a trainer."""
+    """The attributes that `enable` needs."""
 
     def __init__(self, model: Any, ref_model: Any = None) -> None:
         self.model, self.ref_model = model, ref_model
 
 
-def test_twice_is_the_same_as_once() -> None:
+def test_enabling_again_with_equal_options_changes_nothing() -> None:
     model = Causal()
     first = streamfx.enable(model, chunk_size=5)
     installed = model._compiled_call_impl
@@ -128,7 +128,7 @@ def test_twice_is_the_same_as_once() -> None:
 
 
 @pytest.mark.compiled
-def test_other_options_take_the_place_of_the_first(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_options_replace_the_first(caplog: pytest.LogCaptureFixture) -> None:
     model = Causal().double()
     first = streamfx.enable(model, chunk_size=5)
     before = model(IDS, IDS)
@@ -139,11 +139,11 @@ def test_other_options_take_the_place_of_the_first(caplog: pytest.LogCaptureFixt
     assert torch.allclose(model(IDS, IDS), before, rtol=1e-12)
     assert second.calls["model"].counts.compiled == 1
     assert streamfx.enable(model, chunk_size=7, dynamic=True) is not second
-    first.disable()  # it is off: nothing of what came after is undone
+    first.disable()  # is off already: the second stays
     assert model._compiled_call_impl is not None
 
 
-def test_a_refused_trainer_is_not_half_enabled() -> None:
+def test_a_refused_trainer_is_unchanged() -> None:
     trainer = Trainer(Causal(), Causal())
     with (
         streamfx.enable(trainer.ref_model),
@@ -156,22 +156,19 @@ def test_a_refused_trainer_is_not_half_enabled() -> None:
     assert trainer.model._compiled_call_impl is None
 
 
-GIVEN_TO_DISABLE: dict[str, Callable[[Trainer, Any], Any]] = {
-    "the trainer": lambda trainer, done: trainer,
-    "its model": lambda trainer, done: trainer.model,
-    "what is around its reference": lambda trainer, done: nn.Sequential(trainer.ref_model),
-    "what enable returned": lambda trainer, done: done,
-}
-
-
-@pytest.mark.parametrize("by", GIVEN_TO_DISABLE)
-def test_disable_undoes_what_was_enabled_together(by: str) -> None:
-    trainer = Trainer(Causal(), Causal())
-    done = streamfx.enable(trainer)
-    for _ in range(2):
-        streamfx.disable(GIVEN_TO_DISABLE[by](trainer, done))
-        assert not done.is_enabled
-        assert trainer.model._compiled_call_impl is None and trainer.ref_model._compiled_call_impl is None
+def test_disable_undoes_one_enable_for_any_of_its_modules() -> None:
+    for choose in (
+        lambda trainer, done: trainer,
+        lambda trainer, done: trainer.model,
+        lambda trainer, done: nn.Sequential(trainer.ref_model),
+        lambda trainer, done: done,
+    ):
+        trainer = Trainer(Causal(), Causal())
+        done = streamfx.enable(trainer)
+        for _ in range(2):
+            streamfx.disable(choose(trainer, done))
+            assert not done.is_enabled
+            assert trainer.model._compiled_call_impl is None and trainer.ref_model._compiled_call_impl is None
 
 
 GIVEN: list[dict[str, Any]] = [
@@ -183,7 +180,7 @@ GIVEN: list[dict[str, Any]] = [
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("given", GIVEN, ids=str)
-def test_options_are_taken_in_every_form(given: dict[str, Any]) -> None:
+def test_options_have_three_forms(given: dict[str, Any]) -> None:
     asked = Options(chunk_size=6, save="inputs")
     assert streamfx.explain(Causal(), IDS, IDS, **given).call.options == asked
     assert Options(**streamfx.enable(Causal(), **given).options) == asked
@@ -193,3 +190,51 @@ def test_options_are_taken_in_every_form(given: dict[str, Any]) -> None:
         assert resolve_options(Options(chunk_size=6)) == asked
     compiled = torch.compile(nn.Linear(4, 4), backend="streambp", options=asked)  # type: ignore[call-overload]
     assert compiled(torch.ones(1, 4)).shape == (1, 4)
+
+
+# -- torch.compile is switched off
+
+
+@contextmanager
+def by_environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        yield
+
+
+SWITCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "TORCHDYNAMO_DISABLE": by_environment,
+    "config.disable": lambda: torch._dynamo.config.patch(disable=True),
+    "force_eager": lambda: torch.compiler.set_stance("force_eager"),
+}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_calls_are_counted_as_not_compiled_while_compilation_is_off(switch: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Before `enable`, and after it."""
+    model, off = Causal(), SWITCHES[switch]
+    with off():
+        done = streamfx.enable(model, chunk_size=8)
+        assert "nothing is compiled, because torch.compile is switched off: unset TORCHDYNAMO_DISABLE" in caplog.text
+        model(IDS, IDS).backward()
+        assert "nothing is compiled: torch.compile is switched off" in str(done)
+        assert "0 calls through streambp, 1 in eager" in str(done) and not done.compiled
+    model(IDS, IDS).backward()
+    stays = off is by_environment  # torch.compile has returned the model itself
+    assert ("0 calls through streambp, 2" if stays else "1 calls through streambp, 1") + " in eager" in str(done)
+    assert ("switched off" in str(done)) == stays
+    done = streamfx.enable(later := Causal(), chunk_size=8)
+    later(IDS, IDS).backward()
+    assert "1 calls through streambp, 0 in eager" in str(done) and "switched off" not in str(done)
+    with off():
+        later(IDS, IDS).backward()
+        assert "1 calls through streambp, 1 in eager" in str(done) and "switched off" in str(done)
+        for look in (streamfx.explain, streamfx.verify):
+            with pytest.raises(streamfx.StreamFXError, match=r"(?s)compile is switched off.*TORCHDYNAMO_DISABLE.*force_eager"):
+                look(Causal(), IDS, IDS, chunk_size=8)
+
+
+def test_a_layer_is_not_called_a_full_model() -> None:
+    text = str(streamfx.enable(nn.Linear(4, 4)))
+    assert "full model" not in text and "model (Linear): its forward" in text

@@ -1,9 +1,10 @@
-"""Snippets of the documentation run, and what is public says what it takes, gives and raises, with an example that runs."""
+"""Snippets of the documentation run, its figures are current, and each public name has a complete docstring."""
 
 from __future__ import annotations
 
 import doctest
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -15,12 +16,14 @@ from typing import Any
 import pytest
 
 import streamfx
+from benchmarks.figures import BLOCK, BLOCKS, COMMANDS, FILE
+from benchmarks.figures import PAGES as FIGURE_PAGES
 from tests.support import rewrite_table
 from tests.support.snippets import has_snippets, ran
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SHOWING = {page.name: page for page in PAGES if has_snippets(page) and page.parent.name != "recipes"}  # tests/test_recipes.py
+SHOWING = {page.name: page for page in PAGES if has_snippets(page) and page.parent.name != "recipes"}  # tests/test_examples.py
 
 
 @pytest.mark.long
@@ -31,7 +34,7 @@ def test_snippets_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere_and_tests_that_are_named_are_there(page: Path) -> None:
+def test_links_and_names_of_tests_are_valid(page: Path) -> None:
     text = page.read_text()
     targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", text)
     assert [target for target in targets if not (page.parent / target).exists()] == []
@@ -57,8 +60,7 @@ def test_the_page_of_rewrite_rules_is_that_of_the_docstrings(request: pytest.Fix
 
 
 @pytest.mark.long
-def test_the_reference_has_everything_that_is_public(tmp_path: Path) -> None:
-    """The page that is made of docstrings."""
+def test_the_reference_has_all_public_names(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "docs/site/mkdocs.yml")]
     built = subprocess.run([*command, "--site-dir", str(tmp_path)], capture_output=True, text=True, check=False)
@@ -69,11 +71,29 @@ def test_the_reference_has_everything_that_is_public(tmp_path: Path) -> None:
     assert not missing
 
 
+# -- predicted figures, which `python -m benchmarks.figures` writes
+
+FIGURES = json.loads(FILE.read_text())
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_pages_quote_the_figures_of_the_file(name: str) -> None:
+    quoted = [found[3] for page in FIGURE_PAGES for found in BLOCK.finditer(page.read_text()) if found[2] == name]
+    assert quoted == [BLOCKS[name](FIGURES)], "run python -m benchmarks.figures --pages"
+
+
+def test_figures_are_those_of_the_listed_commands() -> None:
+    assert {name: found["command"] for name, found in FIGURES.items()} == {
+        name: f"streamfx plan {command}" for name, command in COMMANDS.items()
+    }
+    assert all(found["commit"] for found in FIGURES.values())
+
+
 # -- docstrings
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Functions and classes that `dir(streamfx)` shows, and their methods, those of base classes of ours included."""
+    """Yield the functions and classes of `dir(streamfx)`, and their methods, also those of our base classes."""
     for name in streamfx.__all__:
         own = getattr(streamfx, name)
         yield name, own
@@ -88,13 +108,13 @@ PUBLIC = dict(public())
 
 
 def section(documented: Any, title: str) -> str | None:
-    """What stands, indented, below a line such as `Args:`."""
+    """Return the indented text below a line such as `Args:`."""
     found = re.search(rf"^{title}:\n((?:[ ]+.*\n|\n(?=[ ]))*)", f"{inspect.getdoc(documented)}\n", re.M)
     return found and found[1]
 
 
 def names(text: str) -> list[str]:
-    """What the entries of a section are about; one may be about several.
+    """Return the names that the entries of a section describe; an entry may have several.
 
     >>> names("    a, b: numbers\\n        of things\\n    c: more: text\\n")
     ['a', 'b', 'c']
@@ -105,19 +125,19 @@ def names(text: str) -> list[str]:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", PUBLIC)
-def test_its_example_runs(name: str) -> None:
+def test_examples_in_docstrings_run(name: str) -> None:
     text = section(PUBLIC[name], "Example")
     assert text and ">>> " in text, f"{name} has no example"
     parsed = doctest.DocTestParser().get_doctest(inspect.cleandoc(text), {}, name, None, None)
-    told: list[str] = []
-    doctest.DocTestRunner(verbose=False).run(parsed, out=told.append)
-    assert not told, "".join(told)
+    failures: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(parsed, out=failures.append)
+    assert not failures, "".join(failures)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_what_it_takes_gives_and_raises_is_named(name: str) -> None:
+def test_docstrings_name_parameters_results_and_errors(name: str) -> None:
     own = PUBLIC[name]
-    if not isinstance(own, type) or "__init__" in vars(own):  # an error is made as the base of all errors, which says how
+    if not isinstance(own, type) or "__init__" in vars(own):  # the base of all errors documents their constructor
         takes = [parameter for parameter in inspect.signature(own).parameters if parameter != "self"]
         assert sorted(names(section(own, "Args") or "")) == sorted(takes)
     if inspect.isfunction(own):
@@ -130,5 +150,5 @@ def test_what_it_takes_gives_and_raises_is_named(name: str) -> None:
     assert [key for key, it in properties if not key.startswith("_") and not inspect.getdoc(it)] == []
 
 
-def test_every_option_is_named() -> None:
+def test_the_docstring_of_options_names_each_option() -> None:
     assert names(section(streamfx.Options, "Args") or "") == [field.name for field in fields(streamfx.Options)]

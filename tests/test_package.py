@@ -1,4 +1,4 @@
-"""What `import streamfx` gives and costs, that nothing warns, and that the package can be built and installed."""
+"""`import streamfx`: its names and its cost; no step warns; the package can be built and installed."""
 
 from __future__ import annotations
 
@@ -24,20 +24,17 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(code: str, *how: str, cwd: Path = ROOT) -> tuple[str, str]:
-    """What a program says on both outputs."""
+    """Return both outputs of a program."""
     found = subprocess.run([sys.executable, *how, "-c", code], capture_output=True, text=True, cwd=cwd, check=False)
     assert found.returncode == 0, found.stderr
     return found.stdout, found.stderr
 
 
-def test_dir_shows_the_functions_the_results_and_the_errors_alone() -> None:
+def test_public_names() -> None:
     errors = {name for name in dir(streamfx) if isinstance(own := getattr(streamfx, name), type) and issubclass(own, Exception)}
     assert set(dir(streamfx)) == PUBLIC | RESULTS | errors
     assert errors == {name for name in vars(streamfx.errors) if name in streamfx.__all__}
     assert set(streamfx.__all__) == set(dir(streamfx)) - {"__version__"}
-
-
-def test_each_public_name_is_what_it_says() -> None:
     assert all(getattr(streamfx, name).__name__ == name for name in streamfx.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'profil'"):
         _ = streamfx.profil
@@ -61,24 +58,7 @@ def test_old_names_of_errors_warn_once_and_are_the_new_ones() -> None:
     assert run(code)[0].strip() == str(len(table)) == str(len(names) + 1)  # all but the result of `enable`, which imports torch
 
 
-def test_importing_imports_no_torch_and_the_first_use_does() -> None:
-    code = f"import sys, streamfx, streamfx.tools.cli\nstreamfx.Options(memory_budget='24G')\n{HEAVY}assert not heavy, heavy\n"
-    run(code + "streamfx.enable\nassert 'torch' in sys.modules")
-
-
 COMMANDS = [["--help"], ["plan", "--help"], ["plan", "Qwen3-9B"], ["explain", "no/such"], ["verify", "Lama-3.1-8B"]]
-
-
-def test_help_is_printed_and_names_are_refused_before_torch_is_imported() -> None:
-    code = (
-        "import sys\nfrom streamfx.tools.cli import main\n"
-        f"for given in {COMMANDS}:\n"
-        "    try: assert main(given) == 1\n"
-        "    except SystemExit as end: assert not end.code\n"
-    )
-    assert run(f"{code}{HEAVY}assert not heavy, heavy")[0].count("usage: streamfx") == 2
-
-
 NAMED = """
 for name in ("streambp", "streamfx"):
     x = torch.ones(3, requires_grad=True)
@@ -87,9 +67,17 @@ for name in ("streambp", "streamfx"):
 """
 
 
-def test_the_backend_has_two_names() -> None:
-    """As soon as anything of it is used, whatever the installed entry points are of."""
-    run(f"import torch, streamfx\nstreamfx.verify\n{NAMED}")
+def test_the_first_use_imports_torch_and_registers_the_backend() -> None:
+    """Neither import, help nor the refusal of a name does. The backend has two names, without installed entry points."""
+    code = (
+        "import sys, streamfx\nfrom streamfx.tools.cli import main\nstreamfx.Options(memory_budget='24G')\n"
+        f"for given in {COMMANDS}:\n"
+        "    try: assert main(given) == 1\n"
+        "    except SystemExit as end: assert not end.code\n"
+        f"{HEAVY}assert not heavy, heavy\n"
+        "streamfx.verify\nassert 'torch' in sys.modules\nimport torch\n"
+    )
+    assert run(code + NAMED)[0].count("usage: streamfx") == 2
 
 
 # -- warnings
@@ -128,12 +116,12 @@ streamfx.verify(model, ids, ids, loss=lambda output: output[0])
 
 
 @pytest.mark.parametrize("asked", [(), pytest.param(({"memory_budget": "1GiB"},), marks=pytest.mark.long)])
-def test_a_step_under_w_error(asked: tuple[dict[str, str], ...]) -> None:
-    """Nothing of ours warns: eager bodies, and Inductor's."""
+def test_no_step_warns(asked: tuple[dict[str, str], ...]) -> None:
+    """Neither with eager bodies nor with those of Inductor."""
     assert run(f"asked = {asked}\n{PROGRAM}", "-W", "error")[1] == ""
 
 
-# -- packages: a source distribution makes a wheel, and the wheel works
+# -- packages
 
 PROBE = f"""
 import importlib.metadata, pathlib, torch
@@ -155,7 +143,7 @@ def built(kind: str, source: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that is built from the source distribution, as package indexes and `pip install` do it."""
+    """Build a wheel from the source distribution, as `pip install` does."""
     folder = tmp_path_factory.mktemp("packaging")
     with tarfile.open(built("sdist", ROOT, folder / "sdist")) as archive:
         archive.extractall(folder / "source")
@@ -163,19 +151,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-def test_wheel_holds_the_passes(wheel: Path) -> None:
+def test_the_wheel_has_all_files_and_works(wheel: Path, tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "passes").rglob("*.py")}
-    assert {f"streamfx/{name}" for name in here} <= names
-    assert {
-        "streamfx/py.typed",
-        *(f"streamfx/tools/report/templates/report.{kind}" for kind in ("html.j2", "css", "js")),
-    } <= names
+    templates = {f"streamfx/tools/report/templates/report.{kind}" for kind in ("html.j2", "css", "js")}
+    passes = {f"streamfx/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "passes").rglob("*.py")}
+    assert {"streamfx/py.typed", *templates, *passes} <= names
     assert not [name for name in names if not name.startswith(("streamfx/", "streamfx-"))]
-
-
-@pytest.mark.long
-def test_wheel_works(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROBE}"
     where, _ = run(code, *(["-P"] if sys.version_info >= (3, 11) else []), cwd=tmp_path)
@@ -183,7 +164,7 @@ def test_wheel_works(wheel: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_metadata_and_citation_say_what_it_is(wheel: Path) -> None:
+def test_metadata_and_citation_are_valid(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))).decode()
     metadata = message_from_string(text)
@@ -192,8 +173,33 @@ def test_metadata_and_citation_say_what_it_is(wheel: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0" and not [name for name in classifiers if name.startswith("License ::")]
     assert metadata["Description-Content-Type"] == "text/markdown"
     known = pytest.importorskip("trove_classifiers").classifiers
-    assert set(classifiers) <= known, "an index refuses what it does not know"
+    assert set(classifiers) <= known, "an index refuses unknown classifiers"
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert f"streamfx-{citation['version']}-" in wheel.name
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+
+
+# -- TORCH_TRACE
+
+TRACED = """
+import torch
+from tests.support.small import Causal, tokens
+
+ids = tokens(2, 64)
+torch.compile(Causal(), backend="streambp", options={"chunk_size": 16, "bodies": "eager"})(ids, ids).backward()
+"""
+
+
+@pytest.mark.long
+def test_stages_and_listing_are_artifacts_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tlparse shows them."""
+    monkeypatch.setenv("TORCH_TRACE", str(tmp_path))
+    run(TRACED)
+    (trace,) = tmp_path.iterdir()
+    stages, listing = (
+        "".join(re.findall(rf'"name": "streamfx_{name}".*\n((?:\t.*\n)+)', trace.read_text()))
+        for name in ("stages", "build_program")
+    )
+    assert "every stage streams" in stages and "at the peak" in stages
+    assert "head_forward" in listing

@@ -1,4 +1,4 @@
-"""The line that says what is being done: where somebody looks and it takes long, and gone at the end."""
+"""The progress line: on a terminal, after some seconds, and erased at the end."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """One that shows everything at once."""
+    """A terminal; the line appears at once."""
     monkeypatch.setattr(progress, "DELAY", 0.0)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=(made := Terminal())))  # pytest sets its own for each phase
-    torch._dynamo.reset()
-    return made
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=(stream := Terminal())))  # pytest replaces stderr
+    return stream
 
 
 def lines(terminal: Terminal) -> list[str]:
-    """The texts that were shown, one over the other."""
+    """Return the shown texts, each of which replaced the one before."""
     return [text for text in terminal.getvalue().split(ERASE) if text]
 
 
@@ -42,14 +41,14 @@ def step(**options: Any) -> None:
     torch.compile(Causal(), backend="streambp", options={"chunk_size": 16, **options})(ids, ids).backward()
 
 
-def test_a_step_says_what_it_is_at_and_leaves_nothing(terminal: Terminal) -> None:
+def test_a_step_shows_its_phase_and_erases_the_line(terminal: Terminal) -> None:
     step(bodies="eager")
     assert lines(terminal) == ["streamfx: tracing ...", "streamfx: tracing, planning ...", "streamfx: tracing ..."]
     assert terminal.getvalue().endswith(ERASE)
 
 
 def test_bodies_are_counted(terminal: Terminal) -> None:
-    """By a stand-in for Inductor: what is counted are stretches that are met for the first time."""
+    """Without Inductor: only the first compilation of a body counts."""
     tally = Tally("compiling", 2, "auto")
     for _ in range(3):
         with tally.next_activity():
@@ -58,13 +57,12 @@ def test_bodies_are_counted(terminal: Terminal) -> None:
     assert lines(terminal) == shown
 
 
-def plain(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=(made := io.StringIO())))
-    return made
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=(stream := io.StringIO())))
+    return stream
 
 
-def test_nothing_is_shown_to_who_is_quick_or_looks_elsewhere(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor by any but the first process of a machine, or where there is no terminal."""
+def test_quick_activities_other_ranks_and_files_show_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched, show_activity("something"):
         patched.setenv("LOCAL_RANK", "1")
         assert lines(terminal) == ["streamfx: something ..."]
@@ -75,24 +73,23 @@ def test_nothing_is_shown_to_who_is_quick_or_looks_elsewhere(terminal: Terminal,
         pass
     assert "else" not in terminal.getvalue() and "quick" not in terminal.getvalue()
     monkeypatch.setattr(progress, "DELAY", 0.0)
-    told = plain(monkeypatch)
+    stream = no_terminal(monkeypatch)
     with show_activity("something"), show_activity("off", option=False):
         pass
-    assert told.getvalue() == ""
+    assert stream.getvalue() == ""
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=None))
     with show_activity("nothing", option=True):
         pass
 
 
-def test_who_asks_is_told_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_shows_progress_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "DELAY", 0.0)
-    told = plain(monkeypatch)
+    stream = no_terminal(monkeypatch)
     step(bodies="eager", progress=True)
-    assert told.getvalue().splitlines()[:2] == ["streamfx: tracing ...", "streamfx: tracing, planning ..."]
+    assert stream.getvalue().splitlines()[:2] == ["streamfx: tracing ...", "streamfx: tracing, planning ..."]
 
 
-def test_what_takes_long_in_one_piece_is_told_of_meanwhile(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What began before, at once."""
+def test_a_long_activity_is_shown_while_it_runs(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "DELAY", 0.05)
     with show_activity("waiting"):
         assert terminal.getvalue() == ""
@@ -104,9 +101,9 @@ def test_what_takes_long_in_one_piece_is_told_of_meanwhile(terminal: Terminal, m
         assert lines(terminal) == ["streamfx: waiting ...", "streamfx: compiling ..."]
 
 
-def test_an_error_leaves_nothing(terminal: Terminal) -> None:
+def test_an_error_erases_the_line(terminal: Terminal) -> None:
     with pytest.raises(ZeroDivisionError), show_activity("failing"):
         _ = 1 / 0
     assert lines(terminal) == ["streamfx: failing ..."] and terminal.getvalue().endswith(ERASE)
     with show_activity("writing"):
-        terminal.close()  # a terminal that went away is no error
+        terminal.close()  # a closed terminal is no error
