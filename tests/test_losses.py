@@ -1,9 +1,9 @@
-"""Promise one, for losses: each is traced as the user wrote it, and streams with exact gradients."""
+"""Losses as users write them, and parts of a decoder that are compiled alone, stream with exact gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -11,39 +11,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.ir.facts import known
-from tests.support import decoders, layouts
+from tests.support import layouts
+from tests.support.decoders.parts import VOCABULARY, WIDTH, Heads, Plain, RMSNorm, SwiGLU, made
 from tests.support.exactness import compare
 from tests.support.spread import only
+from tests.support.used import batch, used
 
 pytestmark = pytest.mark.compiled
 
 LENGTH = 13
-Loss: TypeAlias = "Callable[[Tensor, Tensor], Any]"  # of logits [B, T, V] and labels [B, T], which have holes
-
-
-class WithLoss(nn.Module):
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        self.decoder, self.loss = decoders.Plain(1), loss
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Any:
-        return self.loss(self.decoder.logits(ids), labels)
+Loss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"  # of logits [b t v] and labels [b t], some of which are ignored
 
 
 def flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return logits.flatten(0, 1), labels.flatten()
 
 
-def kept(labels: Tensor) -> Tensor:
-    return labels != layouts.IGNORED
-
-
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(*flat(logits, labels), reduction="none").view_as(labels)
-
-
-def chosen(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+def gathered(logits: Tensor, labels: Tensor) -> Tensor:
+    is_kept, chosen = labels != layouts.IGNORED, logits.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    return ((logits.logsumexp(-1) - chosen) * is_kept).sum() / is_kept.sum()
 
 
 def yes_or_no(logits: Tensor, labels: Tensor) -> Tensor:
@@ -58,45 +44,31 @@ def to_a_constant(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Loss] = {
-    "label smoothing": lambda x, y: F.cross_entropy(*flat(x, y), label_smoothing=0.1),
-    "one per token": token_losses,
-    "summed over a count": lambda x, y: F.cross_entropy(*flat(x, y), reduction="sum") / kept(y).sum(),
+    # with several tokens ahead, some chunks have no label
+    "three tokens ahead": lambda x, y: F.cross_entropy(*flat(x[:, :-3], y[:, 3:])) + F.cross_entropy(*flat(x[:, :-1], y[:, 1:])),
+    "shifted by padding": lambda x, y: F.cross_entropy(*flat(F.pad(x, (0, 0, 3, 0))[:, : y.shape[1]], y)),
     "square of a sum": lambda x, y: F.cross_entropy(*flat(x, y), reduction="sum").pow(2),
-    "weighted by position": lambda x, y: (token_losses(x, y) * torch.linspace(0.5, 2, y.shape[1], dtype=x.dtype)).sum(),
     "weights of classes": lambda x, y: F.cross_entropy(
         *flat(x, y), weight=torch.linspace(0.5, 2, x.shape[-1]).to(x), label_smoothing=0.2
     ),
-    "z-loss on all": lambda x, y: F.cross_entropy(*flat(x, y)) + 1e-2 * x.logsumexp(-1).pow(2).mean(),
-    "classes second, none": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, reduction="none").pow(2).mean(),
-    "log softmax and gather": lambda x, y: -(chosen(x.log_softmax(-1), y) * kept(y)).sum() / kept(y).sum(),
-    "logsumexp": lambda x, y: ((x.logsumexp(-1) - chosen(x, y)) * kept(y)).sum() / kept(y).sum(),
-    # of several tokens: whole chunks have no label
-    "three tokens ahead": lambda x, y: F.cross_entropy(*flat(x[:, :-3], y[:, 3:])) + F.cross_entropy(*flat(x[:, :-1], y[:, 1:])),
-    "shifted by padding": lambda x, y: F.cross_entropy(*flat(F.pad(x, (0, 0, 3, 0))[:, : y.shape[1]], y)),
+    "classes second": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, reduction="none").pow(2).mean(),
+    "gathered": gathered,
     "probabilities": lambda x, y: F.binary_cross_entropy(x.sigmoid(), F.one_hot(y.clamp(min=0), x.shape[-1]).to(x.dtype)),
     "yes or no": yes_or_no,
     "to a constant": to_a_constant,
-    "entropies": lambda x, y: (x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean(),
-    # both carry a gradient, or the loss is made by the caller
-    "logits, too": lambda x, y: (F.cross_entropy(*flat(x, y)), x),
-    "logits alone": lambda x, y: x,
 }
-
-
-def batch(batch: int = 2, length: int = LENGTH) -> dict[str, Tensor]:
-    """Labels with holes."""
-    labels = layouts.tokens(decoders.VOCABULARY, batch, length, seed=1)
-    labels[0, 2:5], labels[-1, -1] = layouts.IGNORED, layouts.IGNORED
-    return {"ids": layouts.tokens(decoders.VOCABULARY, batch, length), "labels": labels}
 
 
 @pytest.mark.parametrize("name", only(["three tokens ahead"], LOSSES))
 def test_losses(name: str) -> None:
-    compare(decoders.made(lambda: WithLoss(LOSSES[name])), batch(), chunk_size=5, also=(1, 16), attention={"causal"})
+    inputs = batch(LENGTH)
+    inputs["labels"][0, 2:5] = inputs["labels"][-1, -1] = layouts.IGNORED
+    model = used(lambda model, x, labels: LOSSES[name](model.head(x), labels))
+    compare(model, inputs, chunk_size=5, also=(1, 16), attention={"causal"})
 
 
 class LastState(nn.Module):
-    """The loss sees running sums behind the last row, three of each channel, beside the logits."""
+    """The loss is of logits, and of running sums after the last row, three for each channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,11 +82,36 @@ class LastState(nn.Module):
         return F.cross_entropy(*flat(self.head(x), labels)) + sums[:, -1].square().mean()
 
 
-def test_of_the_last_state_no_gradient_is_kept_that_is_as_long_as_all_rows() -> None:
-    """It is that of one row, among zeros: the backward half puts it there. Of the head the gradient of its rows is kept."""
-    ids = layouts.tokens(23, 2, LENGTH, 0)
-    report = compare(decoders.made(LastState), {"ids": ids, "labels": ids}, chunk_size=4, also=(1, LENGTH))
+def test_the_gradient_of_a_last_state_is_saved_for_one_row() -> None:
+    """All other rows of it are zeros, which the backward fills in."""
+    report = compare(made(LastState), batch(LENGTH), chunk_size=4, also=(1, LENGTH))
     program = known(report.facts[0].program)
     assert program.backward is not None
-    taken = [node.meta["val"] for node in program.backward.graph.find_nodes(op="placeholder")]
-    assert max(item.numel() for item in taken if item.is_floating_point() and item.shape != (23, 8)) <= 2 * LENGTH * 8
+    saved = [node.meta["val"] for node in program.backward.graph.find_nodes(op="placeholder")]
+    assert max(item.numel() for item in saved if item.is_floating_point() and item.shape != (23, 8)) <= 2 * LENGTH * 8
+
+
+# -- parts
+
+
+class Layers(Plain):
+    """The layers without the embedding and the head."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.hidden(x)
+
+
+class HeadWithLoss(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("part", only([RMSNorm, Layers, HeadWithLoss], [RMSNorm, SwiGLU, Heads, Layers, HeadWithLoss]))
+def test_a_part_streams(part: type[nn.Module]) -> None:
+    x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    inputs = [x, batch(LENGTH)["labels"]] if part is HeadWithLoss else [x]
+    report = compare(made(part), inputs, chunk_size=5, also=(1, 16))
+    assert known(report.facts[0].axes.sequence).length == LENGTH

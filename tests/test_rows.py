@@ -1,11 +1,12 @@
-"""What may be done with rows: single ones, rows that are mixed, joined, sorted, written over, or chosen by data.
+"""Uses of rows: single ones, rows that are mixed, concatenated, sorted, written over, or chosen by data.
 
-What streams is a row of one table; what runs whole, and the reason that is given for it, of another.
+One table has the uses that stream, another one those that fall back, with the reason in the report.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx import explain
-from tests.support import decoders
-from tests.support.decoders.parts import WIDTH, loss_of
+from streamfx.passes.rewrite.views.decompose_on_sequence import MOST
+from tests.support.decoders.parts import WIDTH, Plain, loss_of, made
 from tests.support.exactness import compare
 from tests.support.spread import only
 from tests.support.used import Mix, Mixed, Use, Used, batch, labelled, used
@@ -26,7 +27,7 @@ aten = torch.ops.aten
 LENGTH = 19
 
 
-# -- single rows: the chunk that holds one makes it
+# -- single rows: the chunk that holds one computes it
 
 
 def two_rows_and_all(model: Used, x: Tensor, labels: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ def two_rows_and_all(model: Used, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def signs(kept: bool) -> Use:
-    """A sum over chunks would lose them; the last rows here are zeros of both signs."""
+    """The last rows are zeros of both signs, which a sum over chunks would lose."""
 
     def use(model: Used, x: Tensor, labels: Tensor) -> Tensor:
         shown = x * (torch.arange(x.shape[1]) < x.shape[1] - 1).to(x.dtype)[:, None]
@@ -46,20 +47,59 @@ def signs(kept: bool) -> Use:
 
 
 def phases(model: Used, x: Tensor, labels: Tensor) -> Tensor:
-    """A complex sum with a factor, even of one, mixes both parts."""
+    """A sum of complex numbers with a factor, even of one, mixes both parts."""
     phase = torch.complex(1 + x.exp(), x * 0.0)[:, -1].acos().imag  # on the cut of acos: the sign of zero decides
     return labelled(model, x * (1 + phase[:, None]), labels)
 
 
 SINGLE: dict[str, Use] = {
     "the last label, kept as a row": lambda model, x, labels: labelled(model, x[:, -1:], labels[:, -1]),
-    "the first row for all": lambda model, x, labels: labelled(model, x + x[:, :1], labels),
     "two rows and all": two_rows_and_all,
     "time first": lambda model, x, labels: F.cross_entropy(model.head(x.transpose(0, 1)[-1]), labels.t()[-1]),
     "signs of a row that is zero": signs(False),
     "signs of a kept row that is zero": signs(True),
     "both parts of complex rows": phases,
 }
+
+
+# -- rows that the layers mix with the sequence
+
+
+class Joined(Plain):
+    """Learned rows in several parts before and after the sequence, at the given position; the loss ignores their results."""
+
+    def __init__(self, parts: tuple[int, ...], position: int) -> None:
+        super().__init__()
+        self.parts, self.position = nn.ParameterList([torch.randn(1, rows, WIDTH) for rows in parts]), position
+
+    def logits(self, ids: Tensor, **more: Any) -> Tensor:
+        parts = [part.expand(ids.shape[0], -1, -1) for part in self.parts]
+        start = sum(part.shape[1] for part in parts[: self.position])
+        x = torch.cat((*parts[: self.position], self.embed(ids), *parts[self.position :]), 1)
+        logits: Tensor = self.head(self.hidden(x)[:, start : start + ids.shape[1]])
+        return logits
+
+
+class Images(Plain):
+    """Rows of another input replace those of some tokens, in order; there are more rows than tokens."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x.masked_scatter((labels % 5 == 0).unsqueeze(-1).expand_as(x), self.head.weight.cos())
+        return loss_of(self.head(self.hidden(x)), ids)
+
+
+@pytest.mark.parametrize(
+    "make", [partial(Joined, (4, 2), 1), Images, pytest.param(partial(Joined, (3,), 1), marks=pytest.mark.long)]
+)
+def test_rows_beside_the_sequence_stream(make: Callable[[], nn.Module]) -> None:
+    compare(made(make), batch(), also=(1, 30), attention={"causal"})
+
+
+def test_many_parts_stay_concatenated() -> None:
+    """A padding for each would take as many bytes as the concatenation."""
+    report = compare(made(lambda: Joined((1,) * MOST, 0)), batch(), streams=None)
+    assert any(node.target is aten.cat.default for node in report.facts[0].joint.nodes)
 
 
 # -- features and rows that are mixed
@@ -79,14 +119,14 @@ def filtered(x: Tensor) -> Tensor:
     return torch.fft.irfft(spectrum * torch.arange(spectrum.shape[-1]), n=WIDTH, dim=-1, norm="ortho")
 
 
-def images(x: Tensor) -> Tensor:
+def pooled(x: Tensor) -> Tensor:
     """Features as images of 2 x 6."""
     pooled = F.avg_pool2d(x.unflatten(-1, (2, 6)).flatten(0, 1)[:, None], 2).square().sum((1, 2, 3))
     return pooled.unflatten(0, x.shape[:2])[..., None] * x
 
 
 class Normed(nn.Module):
-    """Heads of all rows in one batch, normed as groups, as RWKV-7 has it."""
+    """Heads of all rows in one batch, normed as groups, as in RWKV-7."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,8 +137,11 @@ class Normed(nn.Module):
         return normed.view_as(x)
 
 
-def rolled(shift: int) -> Mix:
-    return lambda x: (x.roll(shift, 1) * x.roll(1, -1)).sin()
+def projected(x: Tensor) -> Tensor:
+    """Without its component along another vector; both of them are all rows of a sequence."""
+    unit = F.normalize(x.flatten(1), dim=-1)
+    y = x.sin().flatten(1)
+    return (y - (y * unit).sum(-1, keepdim=True) * unit).view_as(x)
 
 
 def outer(x: Tensor) -> Tensor:
@@ -112,44 +155,32 @@ def joined(parts: Callable[[Tensor], list[Tensor]]) -> Mix:
 MIXED: dict[str, Mix] = {
     "the real part of a transform": lambda x: torch.fft.fft(x, dim=-1).real,
     "a filter": filtered,
-    "images": images,
+    "images": pooled,
     "a norm of groups": Normed(),
+    "a norm over all rows": projected,
     "means of blocks of rows": lambda x: along(lambda y: F.avg_pool1d(y, 5))(x).square().mean(1, keepdim=True),
     "means of windows of rows": lambda x: along(lambda y: F.avg_pool1d(y, 3, 1))(F.pad(x, (0, 0, 2, 0))),
-    "the largest of windows of rows": lambda x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).amax(-1),
     "a diagonal above": lambda x: F.pad(outer(x).diagonal(1, -1, -2), (0, 1)),
-    "rows that come in again": rolled(1),
-    "rows that come in again from behind": rolled(-3),
+    "rolled": lambda x: (x.roll(-3, 1) * x.roll(1, -1)).sin(),
     "parts of two values in place": joined(lambda x: [x[:, :9].sin(), x.cos()[:, 9:]]),
     "parts of many values in place": joined(lambda x: [x[:, i : i + 2].sin() for i in range(0, 18, 2)] + [x[:, 18:] * 2]),
 }
 STREAMS = SINGLE | {name: Mixed(mix) for name, mix in MIXED.items()}
 IN_DEFAULT_RUNS = [
     *("two rows and all", "time first", "signs of a row that is zero", "signs of a kept row that is zero"),
-    *("both parts of complex rows", "images", "means of windows of rows", "a diagonal above", "a norm of groups", "a filter"),
-    *("rows that come in again from behind", "parts of two values in place"),
+    *("both parts of complex rows", "images", "a diagonal above"),
+    *("a norm of groups", "a norm over all rows", "a filter", "rolled", "parts of two values in place"),
 ]
 
 
 @pytest.mark.parametrize("name", only(IN_DEFAULT_RUNS, STREAMS))
-def test_it_streams(name: str) -> None:
+def test_a_use_streams(name: str) -> None:
     compare(used(STREAMS[name]), batch(LENGTH), chunk_size=5, also=(1, 7, LENGTH), attention={"causal"})
 
 
-def row_by_row(x: Tensor) -> Tensor:
-    """A recurrence that takes every row of a value by itself, from the last on, would be a loop for each."""
-    state, states = torch.zeros_like(x[:, 0]), []
-    for step in reversed(range(9)):
-        state = torch.tanh(state + x[:, step])
-        states.append(state)
-    return F.pad(torch.stack(states[::-1], 1), (0, 0, 0, x.shape[1] - 9))
-
-
 POOLED = "pools in one piece: windows that lie side by side stream"
-RUN_WHOLE: dict[str, tuple[Mix, str]] = {
-    "windows that reach beyond an end": (along(lambda y: F.avg_pool1d(y, 3, 1, 1)), POOLED),
+FALL_BACK: dict[str, tuple[Mix, str]] = {
     "windows in steps": (mean_of(along(lambda y: F.avg_pool1d(y, 5, 2))), POOLED),
-    "windows of sizes of their own": (mean_of(along(lambda y: F.adaptive_avg_pool1d(y, 4))), POOLED),
     "the largest of windows": (
         lambda x: along(lambda y: F.max_pool1d(y, 3, 1))(F.pad(x, (0, 0, 2, 0))),
         "stream as x.unfold(dim, size, 1).amax(-1)",
@@ -160,47 +191,38 @@ RUN_WHOLE: dict[str, tuple[Mix, str]] = {
         "aten.as_strided.default reads memory",
     ),
     "a transform of rows": (mean_of(lambda x: torch.fft.rfft(x, dim=1).abs()), "mixes the rows of the sequence"),
-    "a recurrence from behind": (row_by_row, "select"),
 }
 
 
-@pytest.mark.parametrize("name", only(["windows in steps", "the largest of windows", "memory in another order"], RUN_WHOLE))
-def test_it_runs_whole(name: str) -> None:
-    mix, why = RUN_WHOLE[name]
+@pytest.mark.parametrize("name", only(["windows in steps", "the largest of windows", "memory in another order"], FALL_BACK))
+def test_a_use_falls_back(name: str) -> None:
+    mix, why = FALL_BACK[name]
     report = compare(used(Mixed(mix)), batch(LENGTH), chunk_size=5, also=(1, 7), streams=None)
     assert any(why in reason for facts in report.facts for reason in facts.reasons())
 
 
-ELSEWHERE: dict[str, Callable[[Tensor], list[Tensor]]] = {  # parts of 18 rows that do not stand behind one another
+ELSEWHERE: dict[str, Callable[[Tensor], list[Tensor]]] = {  # parts of 18 rows that are not in order
     "swapped": lambda x: [x[:, 9:].sin(), x[:, :9]],
-    "backwards": lambda x: [x[:, 12:].sin(), x[:, 6:12], x[:, :6]],
-    "one row left out": lambda x: [x[:, :8].sin(), x[:, 9:], x[:, :3]],
     "one row twice": lambda x: [x[:, :9].sin(), x[:, 8:14], x[:, 14:]],
-    "the first part again": lambda x: [x[:, :6].sin(), x[:, :6].cos(), x[:, :6]],
-    "of blocks": lambda x: list(x.unflatten(1, (3, 6)).sin().unbind(1)),
 }
 
 
-@pytest.mark.parametrize("name", only(["swapped", "one row twice"], ELSEWHERE))
-def test_parts_elsewhere(name: str) -> None:
-    """However they run, the result is exact."""
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_parts_elsewhere_are_exact(name: str) -> None:
     compare(used(Mixed(joined(ELSEWHERE[name])), layers=2), batch(18), also=(1, 64), streams=None)
 
 
 # -- rows that are sorted, put back, or written over
 
 
-def by_scattering(order: Tensor) -> Tensor:
-    return torch.zeros_like(order).scatter(1, order, torch.arange(order.shape[1]).expand_as(order))
-
-
-def test_what_is_put_back_is_what_it_was() -> None:
-    """The signs of zeros, too: rows are written into their places, and not added to zeros."""
+def test_sorted_rows_are_restored_with_the_signs_of_zeros() -> None:
+    """Rows are written, and not added to zeros."""
 
     def sign(x: Tensor, hashes: Tensor) -> Tensor:
         order = hashes.argsort(1)
         rows = x.gather(1, order[..., None].expand_as(x)).cumsum(1) * 0.0
-        return torch.copysign(torch.ones_like(x), rows.gather(1, by_scattering(order)[..., None].expand_as(x)))
+        inverse = torch.zeros_like(order).scatter(1, order, torch.arange(order.shape[1]).expand_as(order))
+        return torch.copysign(torch.ones_like(x), rows.gather(1, inverse[..., None].expand_as(x)))
 
     given = torch.randn(2, 24, 6), torch.randint(0, 5, (2, 24))
     with torch.no_grad():
@@ -208,8 +230,8 @@ def test_what_is_put_back_is_what_it_was() -> None:
         assert torch.equal(compiled(*given), sign(*given))
 
 
-def test_rows_written_over_others() -> None:
-    """What is not written stays: no sum over rows."""
+def test_rows_that_are_scattered_over_others() -> None:
+    """Other rows keep their values: no sum over chunks."""
 
     def use(model: Used, x: Tensor, labels: Tensor) -> Tensor:
         order = labels.argsort(1)[:, :12, None].expand(-1, -1, x.shape[-1])
@@ -218,12 +240,9 @@ def test_rows_written_over_others() -> None:
     compare(used(use), batch(24), also=(1, 7, 64), streams=None)
 
 
-PLACES = [(3, 9, 1), (0, 4, 0), (1, 18, 0), (15, 4, 9), (2, 5, 11), (7, 1, 0)]
-
-
-@pytest.mark.parametrize(("first", "count", "source"), only(PLACES[:1], PLACES))
-def test_rows_that_are_written_over(first: int, count: int, source: int) -> None:
-    """By rows of another place; what stood there may be anything."""
+@pytest.mark.parametrize(("first", "count", "source"), only([(3, 9, 1)], [(3, 9, 1), (0, 4, 0), (15, 4, 9), (2, 5, 11)]))
+def test_rows_that_are_overwritten(first: int, count: int, source: int) -> None:
+    """By rows of another place; the old values may be infinite."""
 
     def mix(x: Tensor) -> Tensor:
         at = torch.arange(x.shape[1])[:, None]
@@ -235,7 +254,7 @@ def test_rows_that_are_written_over(first: int, count: int, source: int) -> None
     assert not any(node.target is aten.slice_scatter.default for node in report.facts[0].joint.nodes)
 
 
-# -- rows that data choose: layers stream, and what follows the unknown number of rows runs whole
+# -- rows chosen by data: layers stream, and operators after the unknown number of rows fall back
 
 
 def taken_twice(model: Used, x: Tensor, labels: Tensor) -> Tensor:
@@ -254,13 +273,13 @@ def test_layers_stream_before_rows_of_an_unknown_number(budget: str | None) -> N
     assert "1 graph, no graph breaks" in found and "ignore_index" in found
 
 
-def test_rows_that_are_taken_break_the_graph_and_explain_says_what_avoids_it() -> None:
+def test_rows_chosen_by_data_break_the_graph_and_explain_names_the_remedy() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False):
         assert "xk, yk = x[k], y[k]" in str(explain(used(taken_twice), **batch(13), chunk_size=5))
 
 
-class Reads(decoders.Plain):
-    """A number of the data (`.item()`) is a factor or a bound; it is known only when the graph runs."""
+class Reads(Plain):
+    """A number of the data (`.item()`) is a factor or a bound, known only at run time."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -272,8 +291,8 @@ class Reads(decoders.Plain):
         return loss_of(self.head(x * ids.max().item() / (1 + x.detach().abs().amax().item())), labels)
 
 
-def test_numbers_that_are_read_from_data_keep_nothing_from_streaming() -> None:
-    model = decoders.made(Reads)
+def test_numbers_read_from_data_do_not_prevent_streaming() -> None:
+    model = made(Reads)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         report = compare(model, batch(13), streams=None, attention={"causal"}, chunk_size=5)
         assert report.facts and all(facts.program is not None and not facts.faults for facts in report.facts)

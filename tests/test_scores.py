@@ -1,4 +1,4 @@
-"""Scores that are cut, joined with a column of their own, shifted or solved: exact, and causal where they are."""
+"""Attention scores that are cut, mixed, concatenated with a column, or biased: exact, and causal if they are."""
 
 from __future__ import annotations
 
@@ -8,36 +8,40 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.support.masks import INF, LENGTH, MIN, columns, qkv, rows
+from tests.support.decoders.parts import HEADS
+from tests.support.exactness import recorder
+from tests.support.masks import HEAD, INF, LENGTH, MIN, columns, qkv, rows
 from tests.support.tracing import compare_function, take_gradients, traced
+from tests.support.used import attending, batch
 
 T = LENGTH
 
 
-def causal(scores: Tensor, by: float = -INF) -> Tensor:
-    return scores.masked_fill(columns(T) > rows(T), by)
+def causal(scores: Tensor, by: float = -INF, more: int = 0) -> Tensor:
+    t, keys = scores.shape[-2:]
+    return scores.masked_fill(columns(keys) > rows(t) + more, by)
 
 
-def part_of_shares(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Rows and keys are cut out of probabilities, and put back with zeros around them."""
+def part_of_shares(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """Rows and keys are sliced from probabilities and padded with zeros."""
     weights = causal(q @ k.mT).softmax(-1)
     return (weights + F.pad(weights[..., 2 : T - 1, 3 : T - 1] * 2, (3, 1, 2, 1))) @ v
 
 
-def share_by_the_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A share of all by the log-sum-exp of the scores."""
+def share_by_the_sum(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """Scaled by the log-sum-exp of the scores."""
     scores = causal(q @ k.mT, MIN)
     return torch.softmax(scores, -1) * torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True)) @ v
 
 
-def means_over_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def means_over_rows(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     shares = causal(q @ k.mT).softmax(-1)
     return (shares @ v) * shares.mean(-2)[..., None]
 
 
-def slopes_per_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def slopes_per_head(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     """A bias that grows with the key's position, in the form in which one product adds it to the scores."""
     q, k, v = (item.flatten(0, 1) for item in (q, k, v))
     slopes = torch.pow(torch.tensor(0.5, dtype=torch.float64), torch.arange(1, 5))
@@ -45,16 +49,58 @@ def slopes_per_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (torch.baddbmm(bias, q, k.mT, beta=1.0, alpha=0.5) + causal(torch.zeros(T, T).double())).softmax(-1) @ v
 
 
-CAUSAL = [share_by_the_sum, slopes_per_head]
+def memory(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """Learned keys before all others."""
+    own = w.expand(len(q), -1, -1, -1)
+    return causal(q @ torch.cat((own, k), 2).mT, MIN, 3).softmax(-1) @ torch.cat((own.sin(), v), 2)
+
+
+def talking(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """A convolution of one tap mixes heads before and after the softmax."""
+    scores = F.conv2d(q @ k.mT, w[:, :2, :1, None], w[:, 0, 1])
+    return F.conv2d(causal(scores, MIN).softmax(-1), w[:, 1:, 2:3, None]) @ v
+
+
+def distances(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return causal(-(torch.cdist(q, k) ** 2), MIN).softmax(-1) @ v
+
+
+CAUSAL = [share_by_the_sum, slopes_per_head, memory, talking, distances]
 
 
 @pytest.mark.parametrize("mixed", [part_of_shares, means_over_rows, *CAUSAL], ids=lambda mixed: mixed.__name__)
 def test_scores(mixed: Callable[..., Tensor]) -> None:
     how: dict[str, Any] = {"streams": True, "attention": {"causal"}} if mixed in CAUSAL else {}
-    compare_function(lambda one: mixed(*one).pow(2).sum(), qkv(), (2, 1, 4), **how)
+    weight = torch.randn(2, 3, HEAD, dtype=torch.float64, requires_grad=True)
+    function = lambda one, w: mixed(*one, w).pow(2).sum() + 0 * w.sum()  # noqa: E731
+    compare_function(function, [*qkv(), weight], (2, 1, 4), **how)
 
 
-# -- a column of its own beside the keys, which is then dropped
+class Slopes(nn.Module):
+    """Buffers: a slope for each head, and a bias for each row and key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes, self.bias = nn.Buffer(torch.rand(HEADS, 1, 1)), nn.Buffer(torch.randn(HEADS, 32, 32))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        position = torch.arange(t := q.shape[2])
+        return causal(q @ k.mT - self.slopes * (position[:, None] - position) + self.bias[:, :t, :t], MIN).softmax(-1) @ v
+
+
+@pytest.mark.compiled
+def test_a_buffer_that_changes() -> None:
+    """Facts about its old values are dropped if it then holds numbers that hide keys."""
+    model, given = attending(Slopes, layers=1), batch()
+    compiled = torch.compile(model, backend=recorder(chunk_size=7))
+    torch.testing.assert_close(compiled(**given), model(**given))
+    for number in (-torch.inf, 1e300):  # the first is NaN at distance zero
+        with torch.no_grad():
+            model.attend[0].mixed.slopes[0] = number  # type: ignore[index,union-attr]
+        torch.testing.assert_close(compiled(**given), model(**given), equal_nan=True)
+
+
+# -- a column next to the keys, which is then dropped
 
 
 def both_of(scores: Tensor, sink: Tensor, first: bool = False) -> Tensor:
@@ -67,7 +113,7 @@ def sinks(*levels: float) -> Tensor:
 
 
 @pytest.mark.parametrize(("first", "hidden"), [(False, -INF), (True, MIN)])
-def test_a_sink_beside_the_keys(first: bool, hidden: float) -> None:
+def test_a_sink(first: bool, hidden: float) -> None:
     def function(one: Tensor, sink: Tensor) -> Tensor:
         q, k, v = one
         shares = both_of(causal(q @ k.mT, hidden), sink, first).softmax(-1)
@@ -78,7 +124,7 @@ def test_a_sink_beside_the_keys(first: bool, hidden: float) -> None:
 
 @pytest.mark.parametrize("level", [-40.0, -INF, INF])
 def test_a_sink_over_rows_that_see_no_key(level: float) -> None:
-    """All of their mass is the sink's, and its gradient keeps its digits however small its share is elsewhere."""
+    """The sink has their full mass. Its gradient is precise even if its share is small in other rows."""
     seen = torch.ones(2, T, dtype=torch.bool)
     seen[0, :2] = level == -INF  # without a sink, such rows are no numbers
 
@@ -94,8 +140,8 @@ def test_a_sink_over_rows_that_see_no_key(level: float) -> None:
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-11, atol=1e-28, equal_nan=True)
 
 
-def test_a_sink_as_low_as_what_is_hidden() -> None:
-    """A row that sees no key looks at all of them, and at the sink, alike: one number among many, not one half."""
+def test_a_sink_as_low_as_hidden_scores() -> None:
+    """A row that sees no key weighs all keys and the sink equally."""
 
     def function(one: Tensor, sink: Tensor) -> Tensor:
         q, k, v = one
@@ -106,7 +152,7 @@ def test_a_sink_as_low_as_what_is_hidden() -> None:
 
 
 class Other(torch.autograd.Function):
-    """A gradient along another dimension than the softmax is not the softmax's."""
+    """Its gradient runs along another dimension."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
@@ -121,7 +167,7 @@ class Other(torch.autograd.Function):
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_columns_that_are_not_dropped(is_used: bool) -> None:
-    """The column's own share is asked for as well, or the gradient is another: nothing is rewritten."""
+    """The column's share is used, or the gradient differs: no rewrite."""
 
     def function(one: Tensor, sink: Tensor) -> Tensor:
         q, k, v = one

@@ -1,8 +1,7 @@
-"""Operators that look a few rows back (or ahead): short convolutions, token shifts; and those that carry a total along."""
+"""Operators that read a few earlier or later rows (short convolutions, token shifts), and running totals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,52 +10,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.ir.facts import known
-from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
+from tests.support.mixers import WIDTH, Mixed, Mixer, compared, mixed
 
 pytestmark = pytest.mark.compiled
 
-WIDTH, TAPS, LENGTH = 8, 4, 19
-
-Mixer = Callable[["Mixed", Tensor], Tensor]
+LENGTH = 19
 
 
-class Mixed(nn.Module):
-    """Embedding, layers of a mixer over the rows and an MLP, head and loss. No attention unless a mixer has one."""
+def convolution(m: Mixed, x: Tensor, taps: int = 3, padding: int = 0, groups: int = 1, **how: Any) -> Tensor:
+    """Of rows [b t d]."""
+    weight = m.up.weight.view(WIDTH, 3, WIDTH).mT[:, : WIDTH // groups, :1].repeat_interleave(taps, 2)
+    weight = weight * torch.arange(1.0, taps + 1).to(x)
+    return F.conv1d(x.mT, weight, m.mu, padding=padding, groups=groups, **how).mT
 
-    def __init__(self, *mixers: Mixer) -> None:
-        super().__init__()
-        self.mixers = mixers
-        self.embed, self.head = nn.Embedding(23, WIDTH), nn.Linear(WIDTH, 23, bias=False)
-        self.up, self.gate = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(3 * WIDTH, WIDTH)
-        self.depthwise = nn.Conv1d(WIDTH, WIDTH, TAPS, groups=WIDTH, padding=TAPS - 1)
-        self.full = nn.Conv1d(WIDTH, WIDTH, 3, dilation=2)
-        self.grouped = nn.Conv1d(WIDTH, WIDTH, 3, groups=2, padding=2, bias=False)
-        self.same, self.point = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Conv1d(WIDTH, WIDTH, 1)
-        self.turned = nn.ConvTranspose1d(WIDTH, WIDTH, 3)
-        self.mu = nn.Parameter(torch.rand(WIDTH))
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for mixer in self.mixers:
-            x = x + mixer(self, F.rms_norm(x, (WIDTH,)))
-            x = x + self.down(F.silu(self.up(F.layer_norm(x, (WIDTH,)))))
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+def depthwise(m: Mixed, x: Tensor) -> Tensor:
+    return convolution(m, x, 4, 3, WIDTH)[:, : x.shape[1]]
 
 
 def convolved(m: Mixed, x: Tensor) -> Tensor:
-    """Padded at both ends and cut, one behind the other."""
-    return m.grouped(F.silu(m.depthwise(x.mT)[..., : x.shape[1]]))[..., : x.shape[1]].mT * m.gate(x)
+    """Two convolutions, padded at both ends and cut."""
+    return convolution(m, F.silu(depthwise(m, x)), 3, 2, 2)[:, : x.shape[1]] * m.gate(x)
 
 
 def of_a_part(m: Mixed, x: Tensor) -> Tensor:
-    """Chunks in front have no row of it."""
-    return F.pad(m.point(x[:, 11:].mT), (11, 0)).mT
+    """The first chunks have no row of it."""
+    return F.pad(convolution(m, x[:, 11:], 1), (0, 0, 11, 0))
 
 
-def beside_attention(m: Mixed, x: Tensor) -> Tensor:
-    q, k, v = (m.depthwise(y.mT)[..., : x.shape[1]].mT[:, None] for y in (x, m.gate(x), x * m.mu))
+def before_attention(m: Mixed, x: Tensor) -> Tensor:
+    q, k, v = (depthwise(m, y)[:, None] for y in (x, m.gate(x), x * m.mu))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
 
 
@@ -66,12 +50,12 @@ def written_over_zeros(m: Mixed, x: Tensor) -> Tensor:
     return m.gate(before)
 
 
-def behind_a_row(m: Mixed, x: Tensor) -> Tensor:
+def after_a_row(m: Mixed, x: Tensor) -> Tensor:
     return m.up(torch.cat([m.gate(x.new_zeros(x.shape[0], 1, WIDTH)), m.gate(x)[:, :-1]], 1)).chunk(3, -1)[0]
 
 
 def unfolded(m: Mixed, x: Tensor) -> Tensor:
-    """A convolution with weights of its own for each row."""
+    """A convolution with other weights for each row."""
     windows = F.pad(x.mT, (2, 0)).unfold(-1, 3, 1).flip(-1).transpose(1, 2)
     return (windows * m.up(x).unflatten(-1, (WIDTH, 3))).sum(-1)
 
@@ -81,7 +65,7 @@ def shifted(m: Mixed, x: Tensor) -> Tensor:
 
 
 def inside_of_a_row(m: Mixed, x: Tensor) -> Tensor:
-    """Each row chooses among several values of its own; rows are the heads of an attention kernel."""
+    """Each row chooses among several of its values; rows are the heads of an attention kernel."""
     values = torch.stack((x, m.gate(x), shifted(m, x)), -2)
     return F.scaled_dot_product_attention(m.mu.expand(*x.shape[:2], 1, -1), values, values).squeeze(-2)
 
@@ -94,33 +78,53 @@ def linear_attention(m: Mixed, x: Tensor) -> Tensor:
 
 
 def two_sums(m: Mixed, x: Tensor) -> Tensor:
-    """The second sum runs over what a convolution makes of the first."""
-    return m.depthwise(F.silu(x.cumsum(1)).mT)[..., : x.shape[1]].mT.cumsum(1)
+    """The second sum is of a convolution of the first."""
+    return depthwise(m, F.silu(x.cumsum(1))).cumsum(1)
 
 
-DECODERS: dict[str, list[Mixer]] = {  # layers one behind the other
+DECODERS: dict[str, list[Mixer]] = {  # layers
     "convolutions": [
         convolved,
-        lambda m, x: m.full(F.pad(x.transpose(1, 2), (4, 0))).transpose(1, 2),
-        lambda m, x: m.turned(x.mT)[..., : x.shape[1]].mT,
+        lambda m, x: convolution(m, F.pad(x, (0, 0, 4, 0)), dilation=2),
+        lambda m, x: F.conv_transpose1d(x.mT, m.up.weight.view(WIDTH, 3, WIDTH).mT)[..., : x.shape[1]].mT,
         unfolded,
     ],
-    "shifts": [shifted, written_over_zeros, behind_a_row, of_a_part],
-    "attention": [beside_attention, inside_of_a_row],
+    "shifts": [shifted, written_over_zeros, after_a_row, of_a_part],
+    "attention": [before_attention, inside_of_a_row],
     "totals": [linear_attention, lambda m, x: m.gate(x).logcumsumexp(1), two_sums],
 }
 
 
-def check(*mixers: Mixer, length: int = LENGTH, **options: Any) -> Report:
-    ids = layouts.tokens(23, 2, length, 0)
-    report = compare(decoders.made(lambda: Mixed(*mixers)), {"ids": ids, "labels": ids}, **options)
-    assert all(known(facts.axes.sequence).length == length for facts in report.facts)
+def check(*mixers: Mixer, **options: Any) -> Report:
+    report = compared(*mixers, length=LENGTH, **options)
+    assert all(known(facts.axes.sequence).length == LENGTH for facts in report.facts)
     return report
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_looks_back(name: str) -> None:
+def test_earlier_rows(name: str) -> None:
     check(*DECODERS[name], chunk_size=5, also=(1, 16))
+
+
+def test_later_rows() -> None:
+    """Each layer has its own loop: a chunk knows no later rows."""
+    check(lambda m, x: convolution(m, x, 3, 1), chunk_size=5, also=(1, 16))
+
+
+def test_a_total_from_the_end_falls_back() -> None:
+    """Chunks run from the first to the last."""
+    report = check(lambda m, x: m.gate(x.flip(1).cumsum(1).flip(1)), chunk_size=5, streams=False)
+    reasons = [reason for facts in report.facts for reason in facts.reasons()]
+    assert sorted(reason.split()[0] for reason in reasons) == ["aten.cumsum.default", "streamfx.reverse_cumsum.default"]
+
+
+def test_layers_that_read_earlier_rows_are_stages() -> None:
+    """Without attention, too: else a loop over chunks from the last to the first would need the rows of all layers."""
+    (facts,) = check(convolved, convolved, convolved, chunk_size=5, also=(1, LENGTH)).facts
+    assert len(facts.stages) == 4
+
+
+# -- blocks
 
 
 def padded_into_blocks(m: Mixed, x: Tensor, size: int = 4) -> Tensor:
@@ -138,17 +142,17 @@ def of_two_sizes(m: Mixed, x: Tensor) -> Tensor:
     return m.gate(means[0] * means[1])
 
 
-def test_blocks() -> None:
-    """What happens inside of blocks streams, whether or not the sequence has to be padded for it: chunks hold whole blocks."""
+def test_blocks_of_two_sizes() -> None:
+    """Of a padded sequence. Chunks are multiples of both block sizes."""
     check(of_two_sizes, chunk_size=3, also=(1, 8, 16))
 
 
 class Streams(nn.Module):
-    """Rows that are given, as behind a break in a model: two streams side by side, of which a sum goes into blocks."""
+    """Of given rows, as after a graph break: two streams side by side, whose sum is cut into blocks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.mixed, self.weight = decoders.made(lambda: Mixed(inside_of_blocks)), nn.Linear(2 * WIDTH, 2)
+        self.mixed, self.weight = mixed(inside_of_blocks), nn.Linear(2 * WIDTH, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         shares = self.weight(x).sigmoid()
@@ -157,35 +161,17 @@ class Streams(nn.Module):
         return x + (made[..., None, :] * shares[..., None]).flatten(-2)
 
 
-def test_blocks_beside_features_that_are_taken_apart() -> None:
-    """Rows stay single where they are cut into blocks; features that an input has side by side are taken apart all the same."""
+def test_blocks_and_decomposed_features() -> None:
+    """Blocks do not decompose the rows of an input, but its features are decomposed."""
     x = torch.randn(2, LENGTH, 2 * WIDTH, dtype=torch.float64, requires_grad=True)
     compare(Streams().double(), {"x": x}, chunk_size=3, also=(1, 8, 16))
 
 
-def test_one_block() -> None:
-    """Blocks longer than half of the sequence give no chunks: they run whole, and all around them streams."""
+def test_one_block_falls_back() -> None:
+    """Blocks longer than half of the sequence leave no two chunks."""
 
     def mixer(m: Mixed, x: Tensor) -> Tensor:
         return m.gate(padded_into_blocks(m, x, 12).cumsum(2).flatten(1, 2)[:, : x.shape[1]])
 
     report = check(mixer, chunk_size=3, streams=False)
     assert all("into blocks of 12 rows" in reason for facts in report.facts for reason in facts.reasons())
-
-
-def test_a_total_from_the_end() -> None:
-    """A loop from the first chunk to the last cannot know it: that operator runs whole, and all around it streams."""
-    report = check(lambda m, x: m.gate(x.flip(1).cumsum(1).flip(1)), chunk_size=5, streams=False)
-    reasons = [reason for facts in report.facts for reason in facts.reasons()]
-    assert sorted(reason.split()[0] for reason in reasons) == ["aten.cumsum.default", "streamfx.reverse_cumsum.default"]
-
-
-def test_looks_ahead() -> None:
-    """Streams in one loop more for each layer: nothing is known of rows to come."""
-    check(lambda m, x: m.same(x.mT).mT, chunk_size=5, also=(1, 16))
-
-
-def test_layers_that_look_back_are_stages() -> None:
-    """Without attention, too: else a loop from the last chunk on is given what all look back at. Two in a row are one."""
-    (facts,) = check(convolved, convolved, convolved, chunk_size=5, also=(1, LENGTH)).facts
-    assert len(facts.stages) == 4
