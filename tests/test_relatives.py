@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamfx.ir.axis_table import Atom, Dim
 from streamfx.ir.facts import AxisFacts
-from streamfx.passes.analysis.axes import _relatives, axes_of
+from streamfx.passes.analysis.axes import _derived_or_source_axes, axes_of
 from tests.support.tracing import traced
 
 ROWS = 5
@@ -41,7 +41,7 @@ class Graph:
         return self.axes.table.resolve(self.axes.letters[node][1])
 
     def relatives(self, number: int, dim: int) -> set[Atom]:
-        return _relatives({self.atom(number, dim)}, self.axes)
+        return _derived_or_source_axes({self.atom(number, dim)}, self.axes)
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

@@ -73,18 +73,18 @@ def joined(x: Tensor) -> Tensor:
 
 
 WHYS: list[tuple[Callable[[Tensor], Tensor], str, str]] = [
-    (parts, "joins parts, each with rows of its own, to one sequence", PARTS),
-    (joined, "joins rows of the sequence and blocks of its rows to one dimension", JOINED),
-    (lambda x: of_all(x[:, ::12].sin(), x), "aten.slice.Tensor takes every 12th row of the sequence", MIXES),
-    (lambda x: of_all(x[:, torch.arange(3) * 5].sin(), x), "takes rows by number, from anywhere in the sequence", BY_NUMBER),
+    (parts, "concatenates parts with separate rows to one sequence", PARTS),
+    (joined, "concatenates rows of the sequence and blocks of its rows", JOINED),
+    (lambda x: of_all(x[:, ::12].sin(), x), "aten.slice.Tensor reads every 12th row of the sequence", MIXES),
+    (lambda x: of_all(x[:, torch.arange(3) * 5].sin(), x), "reads rows by index, from anywhere in the sequence", BY_NUMBER),
     (
         lambda x: torch.ones_like(x).index_put((torch.arange(len(x))[:, None], order(x)), x.sin()),
-        "puts rows by number, anywhere in the sequence",
+        "writes rows by index, anywhere in the sequence",
         BY_NUMBER,
     ),
-    (lambda x: x.flip(1).sin(), "puts the rows of the sequence in another order", MIXES),
+    (lambda x: x.flip(1).sin(), "changes the order of the rows of the sequence", MIXES),
     (lambda x: x.sort(1).values, "mixes the rows of the sequence", MIXES),
-    (attended, "has queries that are no rows of the sequence", MIXES),
+    (attended, "has queries that are not rows of the sequence", MIXES),
     (lambda x: x.reshape(len(x), x.shape[2], -1).mT.sin(), "reads rows of one length as rows of another", OTHER),
 ]
 

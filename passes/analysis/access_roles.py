@@ -1,10 +1,9 @@
 """Find the rows that each operator needs of its operands, and the storage class of its results.
 
 Every axis label that ranges over the sequence gets a role: the chunk's own rows (query positions), the keys that
-those rows see, or all rows. Values with two sequence dimensions (masks, scores, probabilities) decide: one dimension
-is rows, the other keys, and operators propagate that choice between values (a union-find with parity). A softmax runs
-over keys; so does, in the forward graph, the contraction of such a value with one that has a single sequence
-dimension. All other labels are rows.
+those rows see, or all rows. If a value has two sequence dimensions (masks, scores, probabilities), one is rows and the
+other keys, and operators propagate that choice between values (a union-find with parity). Two facts decide which one is
+keys: a softmax runs over keys, and a product in the forward graph contracts keys. All other labels are rows.
 
     scores [b h t t] = q [b h t d] @ k [b h d t]    ->    q: rows, k: keys, scores: rows x keys
 """
@@ -26,16 +25,16 @@ from streamfx.ir.signature import Letter, LetterShape, RunningSum, Signature, Si
 from streamfx.ir.sizes import numeric, product
 from streamfx.node_meta import COLLECTED
 from streamfx.passes.analysis.derived_axes import keeps_row_positions
-from streamfx.passes.analysis.diagnostics import why_too_many, why_whole
+from streamfx.passes.analysis.diagnostics import fallback_reason, too_many_dims_reason
 from streamfx.passes.ops.collectives import is_reduced_over_ranks, is_wait
 from streamfx.passes.ops.constants import FILLERS
 from streamfx.passes.ops.opaque import is_part_of_opaque
 from streamfx.passes.ops.traits import is_expensive, is_random
 
 aten = torch.ops.aten
-NARROW = 4096  # limit on elements per row for values that are computed once, in full: positions, rotary tables, labels
-COUNTS_ROWS = "{target} counts rows along a dimension in which the sequence is only a part of the number"
-REDUCES_PAIRS = "rows by keys are reduced over ranks, and which keys a chunk sees is found on each rank by itself"
+MAX_STATIC_WIDTH = 4096  # elements per row of values that are computed once, in full: positions, rotary tables, labels
+DEPENDS_ON_INDEX = "{target} depends on row indices along a dimension that is not the sequence alone"
+REDUCES_PAIRS = "query-by-key values are reduced over ranks, and ranks may differ in the keys that a chunk sees"
 MIXES_BLOCKS = "{target} mixes blocks of rows of the sequence"
 
 
@@ -49,7 +48,7 @@ class AccessRoles:
 
 
 def is_unanimous(facts: Facts) -> bool:
-    """Return whether all evidence on rows and keys agrees: then more evidence could not change the roles."""
+    """Return whether no evidence on rows and keys contradicts other evidence, so that more layers would not change the roles."""
     analysis = _Analysis(facts.joint, facts.axes, facts.fallbacks, facts.separate_reductions)
     roles = analysis._orientation()
     evidence = {(node, letter) for node in {node for node, _ in roles} for letter, _ in analysis._key_labels(node)}
@@ -89,8 +88,9 @@ class _ParityUnionFind:
 class _Analysis:
     """Assigns roles to axis labels, and storage classes to results, in program order."""
 
-    def __init__(self, joint: JointGraph, axes: AxisFacts, whole: Mapping[str, str], apart: str | None) -> None:
-        self.joint, self.axes, self.whole, self.apart = joint, axes, whole, apart
+    def __init__(self, joint: JointGraph, axes: AxisFacts, fallbacks: Mapping[str, str], separate_reductions: str | None) -> None:
+        self.joint, self.axes = joint, axes
+        self.fallbacks, self.separate_reductions = fallbacks, separate_reductions
         self.roles: dict[fx.Node, dict[Letter, Role]] = {}
         self.storage_classes: dict[fx.Node, tuple[StorageClass, ...]] = {}
         self.reasons: dict[fx.Node, str] = {}
@@ -114,15 +114,15 @@ class _Analysis:
         return AccessFacts(self.roles, self.storage_classes, self.reasons)
 
     def _unchunk_cheap_neighbors(self) -> None:
-        """Do not chunk operators between unchunked operators, unless their results are larger than their operands.
+        """Run operators between unchunked operators unchunked as well, unless their results are larger than their operands.
 
         The gradients of a recurrence that was traced row by row are summed row by row: each sum would be a separate loop.
         """
-        between = set[fx.Node]()
+        candidates = set[fx.Node]()
         for node in reversed(self.joint.nodes):
-            if any(user in between or user in self.reasons for user in node.users) and self._is_cheap_unchunked(node):
-                between.add(node)
-        for node in (node for node in self.joint.nodes if node in between):
+            if any(user in candidates or user in self.reasons for user in node.users) and self._is_cheap_unchunked(node):
+                candidates.add(node)
+        for node in (node for node in self.joint.nodes if node in candidates):
             rows = [operand for operand in tensor_operands(node) if self._dims(operand)]
             if not rows and not any(user in self.reasons for user in node.users):
                 continue
@@ -130,7 +130,7 @@ class _Analysis:
                 self.storage_classes[node] = (StorageClass.WHOLE,)
 
     def _is_cheap_unchunked(self, node: fx.Node) -> bool:
-        """Return whether an operator computes rows from operands that take at least as much memory."""
+        """Return whether an operator is cheap and its result takes no more memory than its largest operand."""
         if not is_tensor(node) or self.storage_classes[node] != (StorageClass.ROWS,) or is_expensive(node) or is_random(node):
             return False
         operands = tensor_operands(node)
@@ -152,8 +152,8 @@ class _Analysis:
         """Return the number of sequence dimensions of an operator; shifted, tiled or concatenated axes count once."""
         related = [(letter, index.source) for letter, index in signature.index.items() if isinstance(index, (Window, Tile))]
         if signature.concat is not None:
-            joined, parts = signature.concat
-            related += [(part, joined) for part, _ in parts.parts]
+            letter, concat = signature.concat
+            related += [(part, letter) for part, _ in concat.parts]
         return len(letters) - sum(letter in letters and other in letters for letter, other in related)
 
     def _has_blocks(self, node: fx.Node, letters: list[Letter]) -> bool:
@@ -220,7 +220,7 @@ class _Analysis:
         return [(user, signature.results[user.args[1]]) for user in users]  # type: ignore[index]
 
     def _key_labels(self, node: fx.Node) -> list[tuple[Letter, int]]:
-        """Return labels that run over keys, with the weight of the evidence."""
+        """Return the labels for which there is evidence that they are keys, with its weight."""
         signature, letters = self.axes.signatures[node], self._sequence_letters(node)
         if signature.keys:
             return [(letter, 1000) for letter in signature.keys if letter in letters]
@@ -232,15 +232,15 @@ class _Analysis:
     # -- storage classes
 
     def _storage_classes(self, node: fx.Node, orientation: dict[tuple[fx.Node, Letter], Role]) -> tuple[StorageClass, ...]:
-        """Return the storage class of each result; record roles, or the reason if the operator is not chunked."""
+        """Return the storage class of each result. Record the operator's roles, or the reason if it falls back."""
         result_dims = self.axes.results[node]
         outside = tuple(StorageClass.WHOLE if self.axes.sequence_dims(shape) else StorageClass.OUTSIDE for shape in result_dims)
         operands = tensor_operands(node)
         has_sequence = any(self._dims(operand) for operand in operands) or StorageClass.WHOLE in outside
         if not has_sequence or is_part_of_opaque(node):
             return outside
-        if node.name in self.whole:
-            self.reasons[node] = self.whole[node.name]
+        if node.name in self.fallbacks:
+            self.reasons[node] = self.fallbacks[node.name]
             return outside
         if self._is_computed_once(node, result_dims):
             return outside
@@ -251,7 +251,7 @@ class _Analysis:
             return outside
         letters = self._sequence_letters(node)
         if self._sequence_dim_count(signature, letters) > 2 or self._has_sequence_twice(node):
-            self.reasons[node] = why_too_many(node, signature, self.axes, letters)
+            self.reasons[node] = too_many_dims_reason(node, signature, self.axes, letters)
             return outside
         if self._sequence_dim_count(signature, letters) == 2 and self._has_blocks(node, letters):
             if any(self.storage_classes[operand][0] not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for operand in operands):
@@ -259,57 +259,57 @@ class _Analysis:
             return outside
         position_labels = [letter for letter in letters if letter in signature.index_dependent]
         if any(self.axes.row_axis(self.axes.letters[node][letter]) is None for letter in position_labels):
-            self.reasons[node] = COUNTS_ROWS.format(target=node.target)
+            self.reasons[node] = DEPENDS_ON_INDEX.format(target=node.target)
             return outside
-        roles = self._roles_of(node, signature, letters, orientation)
+        roles = self._roles(node, signature, letters, orientation)
         self.roles[node] = roles
-        why_not_in_loop = REDUCES_PAIRS if Role.KEYS in roles.values() else self.apart
-        if is_reduced_over_ranks(node) and why_not_in_loop is not None:
-            self.reasons[node] = why_not_in_loop
+        outside_reason = REDUCES_PAIRS if Role.KEYS in roles.values() else self.separate_reductions
+        if is_reduced_over_ranks(node) and outside_reason is not None:
+            self.reasons[node] = outside_reason
             return outside
         if is_reduced_over_ranks(node) and self.storage_classes[operands[0]][0] is StorageClass.WHOLE:
-            return outside  # all rows exist: reduce at once
+            return outside  # all rows exist: one collective reduces them
         if self._must_run_unchunked(signature, roles):
             if self._reads_loop_values(node, signature) and COLLECTED not in node.meta:
-                self.reasons[node] = why_whole(node, signature, self.axes)
+                self.reasons[node] = fallback_reason(node, signature, self.axes)
             return outside
         return tuple(self._storage_class(letter_shape, roles) for letter_shape in signature.results)
 
     def _is_computed_once(self, node: fx.Node, result_dims: tuple[Shape, ...]) -> bool:
-        """Return whether a static value is narrow, and so are its operands: a sum of a mask must not store the full mask."""
+        """Return whether a static value and its operands are narrow: a sum of a mask must not compute the full mask."""
         if node not in self.axes.static or not all(self._is_narrow(shape) for shape in result_dims):
             return False
         storage_classes = [self.storage_classes[operand][0] for operand in tensor_operands(node)]
         return not {StorageClass.ROWS, StorageClass.PAIR}.intersection(storage_classes) and not self._is_filled_later(node)
 
     def _is_narrow(self, shape: Shape) -> bool:
-        """Return whether a static value is small enough to compute in full: one sequence axis, few elements per row."""
+        """Return whether a static value is small enough to compute in full: one sequence axis, and a limited width."""
         dims, table = self.axes.sequence_dims(shape), self.axes.table
         others = product(table.size_of_dim(dim) for i, dim in enumerate(shape) if i not in dims)
         inner = product(table.size(atom) for i in dims for atom in table.resolve(shape[i]) if not self._is_sequence_axis(atom))
         width = product((others, inner))
         materialized = sum(not self._materialized_atoms.isdisjoint(table.resolve(dim)) for dim in shape)
-        return len(dims) + materialized <= 1 and numeric(width) <= NARROW
+        return len(dims) + materialized <= 1 and numeric(width) <= MAX_STATIC_WIDTH
 
     @cached_property
     def _materialized_atoms(self) -> frozenset[int]:
-        """Return the materialized axes, whose rows are all available, as keys are."""
+        """The materialized axes: all their rows exist at once, as keys do."""
         views = [(node, dim) for node in self.joint.nodes for dim in node.meta.get(COLLECTED, ())]
         return frozenset(atom for node, dim in views for atom in self.axes.table.resolve(self.axes.shapes[node][dim]))
 
     def _is_filled_later(self, node: fx.Node) -> bool:
-        """Return whether a constant is used only by computed values, and can be created with them, chunk by chunk."""
+        """Return whether only computed values use a constant: then each chunk creates its rows."""
         return node.target in FILLERS and not any(user in self.axes.static for user in node.users)
 
     def _is_sequence_axis(self, atom: int) -> bool:
         return self.axes.sequence is not None and atom in self.axes.sequence.members
 
     def _reads_loop_values(self, node: fx.Node, signature: Signature) -> bool:
-        """Return whether an unchunked operator reads values of loops, unlike a slice of a table or its gradient."""
-        crosses_border = any(
+        """Return whether an unchunked operator reads values that loops compute. A slice of a table, or its gradient, does not."""
+        is_sliced_from_table = any(
             self._is_sliced_from_table(node, letter, window.source) for letter, window in signature.windows.items()
         )
-        return node not in self.axes.static and not crosses_border
+        return node not in self.axes.static and not is_sliced_from_table
 
     def _is_sliced_from_table(self, node: fx.Node, letter: Letter, source: Letter) -> bool:
         """Return whether a window label is the sequence while its source axis is not."""
@@ -317,13 +317,13 @@ class _Analysis:
         return self.axes.sequence_atom(letters[letter]) is not None and self.axes.sequence_atom(letters[source]) is None
 
     def _has_sequence_twice(self, node: fx.Node) -> bool:
-        """Return whether a dimension has the sequence twice (`(t t)` after a flatten), so that rows cannot be sliced."""
+        """Return whether a dimension is a product of two sequence axes, `(t t)`, so that rows cannot be sliced."""
         members = self.axes.sequence.members if self.axes.sequence else {}
         shapes: list[Shape] = [self.axes.shapes[operand] for operand in tensor_operands(node)]
         shapes += list(self.axes.results[node])
         return any(sum(atom in members for atom in self.axes.table.resolve(dim)) > 1 for shape in shapes for dim in shape)
 
-    def _roles_of(
+    def _roles(
         self, node: fx.Node, signature: Signature, letters: list[Letter], orientation: dict[tuple[fx.Node, Letter], Role]
     ) -> dict[Letter, Role]:
         """Return the role of each sequence label of an operator: rows, keys, or whole."""
@@ -337,18 +337,18 @@ class _Analysis:
             source = window.source
             if (letter in roles) != (source in roles):  # sliced from, or written into, an axis that is not the sequence
                 roles[letter if letter in roles else source] = Role.WHOLE
-            elif letter in roles and not self._is_plain_shift(node, letter, source, roles):
+            elif letter in roles and not self._is_row_shift(node, letter, source, roles):
                 roles[letter] = roles[source] = Role.WHOLE
         for letter, tile in signature.tiles.items():
             if self._are_aligned_blocks(node, letter, tile.source):
                 roles[letter] = roles[tile.source] = Role.ROWS
         if signature.concat is not None and keeps_row_positions(node, self.axes):
-            letter, joined = signature.concat
-            roles |= dict.fromkeys((letter, *(part for part, _ in joined.parts)), Role.ROWS)
+            letter, concat = signature.concat
+            roles |= dict.fromkeys((letter, *(part for part, _ in concat.parts)), Role.ROWS)
         return roles
 
     def _are_aligned_blocks(self, node: fx.Node, letter: Letter, rows: Letter) -> bool:
-        """Return whether an axis is split into blocks such that each chunk has the same interval of rows and blocks."""
+        """Return whether an operator splits rows into blocks so that each chunk has whole blocks, of its own rows."""
         sequence, table = self.axes.sequence, self.axes.table
         outer, inner = (table.resolve(self.axes.letters[node][item]) for item in (letter, rows))
         if (
@@ -359,22 +359,25 @@ class _Analysis:
             or inner[0] in sequence.blocks
         ):
             return False
-        begins_together = inner[0] in sequence.members and sequence.members[inner[0]].offset == sequence.members[outer[0]].offset
-        return begins_together and product((table.size(outer[0]), sequence.block(outer[0]))) == table.size(inner[0])
+        have_same_offset = inner[0] in sequence.members and sequence.members[inner[0]].offset == sequence.members[outer[0]].offset
+        return have_same_offset and product((table.size(outer[0]), sequence.block(outer[0]))) == table.size(inner[0])
 
     def _can_run_in_row_order(self, node: fx.Node, signature: Signature, letter: Letter, letters: list[Letter]) -> bool:
         """Return whether an operator accesses a single row, or scans rows in the direction of the loops of its graph."""
         is_backward = node not in self.joint.forward
         index = signature.index[letter]
-        moves = isinstance(index, SingleRow) or index == RunningSum(reverse=is_backward)
-        return len(letters) == 1 and self._is_single_axis(node, letter) and moves
+        is_in_order = isinstance(index, SingleRow) or index == RunningSum(reverse=is_backward)
+        return len(letters) == 1 and self._is_single_axis(node, letter) and is_in_order
 
     def _is_single_axis(self, node: fx.Node, letter: Letter) -> bool:
-        """Return whether a dimension is the sequence alone, so that an index along it is a row index."""
+        """Return whether a dimension has no other axis than the sequence, so that an index along it is a row index."""
         return len(self.axes.table.resolve(self.axes.letters[node][letter])) == 1
 
-    def _is_plain_shift(self, node: fx.Node, letter: Letter, source: Letter, roles: dict[Letter, Role]) -> bool:
-        """Return whether both sides are rows of a single axis; identical ones if keys are present: pairs are not stored."""
+    def _is_row_shift(self, node: fx.Node, letter: Letter, source: Letter, roles: dict[Letter, Role]) -> bool:
+        """Return whether a window reads shifted rows of a single axis.
+
+        If keys are present, the rows must not be shifted: query-by-key values of other chunks are not stored.
+        """
         sequence, table = self.axes.sequence, self.axes.table
         result, operand = (table.resolve(self.axes.letters[node][item]) for item in (letter, source))
         if sequence is None or len(result) != 1 or len(operand) != 1 or roles[letter] is not Role.ROWS:
@@ -387,7 +390,7 @@ class _Analysis:
         return bool(start + sequence.members[operand[0]].offset == sequence.members[result[0]].offset)
 
     def _must_run_unchunked(self, signature: Signature, roles: dict[Letter, Role]) -> bool:
-        """Return whether there are no rows to loop over, or a result is needed in full."""
+        """Return whether there are no query positions to loop over, or a result is needed in full."""
         if Role.ROWS not in roles.values():
             return True
         result_letters = {letter for shape in signature.results for dim in shape for letter in dim}

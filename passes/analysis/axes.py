@@ -2,7 +2,7 @@
 
 The analysis walks the graph once. Each operator's rule relates the axes of its operands to those of its results; a
 union-find over factored dimensions merges axes that index the same rows. The sequence is then chosen among the axes:
-the one that attention runs along; else the axis of the inputs that no parameter has and whose rows are ordered; else
+the one that attention runs along; else an axis of the inputs whose rows are ordered and that no parameter has; else
 the one along which the most bytes can be chunked. Sizes are never compared to find an axis.
 
     q [2 37 4 8], k [2 37 2 8]   ->   q [b t h d], k [b t g d]
@@ -34,7 +34,7 @@ from streamfx.runtime.rng import drawing
 
 aten = torch.ops.aten
 
-OTHER_ORDERS = "{target} meets rows that are in two orders, or split in two ways, which do not fit together"
+DIFFERENT_ORDERS = "{target} combines operands whose rows are in different orders, or split in different ways"
 
 # Operators that distinguish rows along a dimension by position.
 BY_POSITION = frozenset(
@@ -72,12 +72,12 @@ def sequence_axes(joint: JointGraph) -> AxisFacts:
     sequence = sequence_axis(joint, axes)
     if split := _split_axes(joint, axes, sequence):
         sequence_dims = frozenset((node, i) for node, i in split if _contains_sequence(sequence, axes, axes.shapes[node][i]))
-        split = sequence_dims or split  # features that are split are not rows
+        split = sequence_dims or split  # a feature axis that is split does not matter if the sequence is split
         axes_unsplit = axes_of(joint, split)
         sequence_unsplit = sequence_axis(joint, axes_unsplit)
         inputs = [(node, i) for node in joint.primals for i, _ in enumerate(axes.shapes.get(node, ())) if (node, i) in split]
         origin = {axes_unsplit.table.resolve(axes_unsplit.shapes[node][i])[0]: (node, i) for node, i in inputs}
-        # another axis looks like the sequence within its blocks
+        # the chosen axis is not a split input dimension: it may be one within blocks, so use the input dimension
         if sequence_unsplit is None or sequence_unsplit.main not in origin:
             mains = [main for main, (node, i) in origin.items() if _contains_sequence(sequence, axes, axes.shapes[node][i])]
             sequence_unsplit = sequence_of(mains[0], axes_unsplit) if mains else None
@@ -91,10 +91,10 @@ def _contains_sequence(sequence: SequenceAxis | None, axes: AxisFacts, dim: Dim)
 
 
 def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | None) -> frozenset[tuple[fx.Node, int]]:
-    """Return input dimensions that a view splits into blocks: the sequence, if it is one, must keep single rows.
+    """Return the input dimensions that a view splits into blocks: if one is the sequence, its axis must not be factored.
 
-    So must the sequence if an axis sliced from it, or padded around it, is split into blocks. An input with the rows
-    of all sequences, [(b t)], next to another input [b t d], does not count.
+    The sequence is also returned if a view splits an axis sliced from it, or padded around it. An input with the rows of
+    all sequences, [(b t)], is not returned if another input has its factors as dimensions, [b t d].
     """
     table = axes.table
     candidates = {
@@ -106,12 +106,12 @@ def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | Non
     }
     unsplit_atoms = {atom for dim in candidates.values() for atom in table.resolve(dim) if len(table.resolve(dim)) == 1}
     split = {input_dim for input_dim, dim in candidates.items() if not unsplit_atoms.issuperset(table.resolve(dim))}
-    if sequence is not None and _has_split_relative(axes, sequence):
+    if sequence is not None and _has_split_derived_axis(axes, sequence):
         split |= {input_dim for input_dim, dim in candidates.items() if table.resolve(dim) == (sequence.main,)}
     return frozenset(split)
 
 
-def _has_split_relative(axes: AxisFacts, sequence: SequenceAxis) -> bool:
+def _has_split_derived_axis(axes: AxisFacts, sequence: SequenceAxis) -> bool:
     """Return whether an axis sliced from the sequence, or padded around it, is factored into several axes."""
     for node, signature in axes.signatures.items():
         for letter, window in signature.windows.items():
@@ -131,7 +131,7 @@ def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> Ax
     results: dict[fx.Node, tuple[Shape, ...]] = {}
     signatures: dict[fx.Node, Signature] = {}
     letters: dict[fx.Node, dict[Letter, Dim]] = {}
-    declined: dict[fx.Node, str] = {}
+    missing_rules: dict[fx.Node, str] = {}
     for node in joint.sources:
         if is_tensor(node):
             shapes[node] = tuple(table.fresh(size) for size in shape_of_node(node))
@@ -144,7 +144,7 @@ def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> Ax
             continue
         outcome = _apply_rule(node, table, shapes)
         if isinstance(outcome, str):
-            declined[node] = outcome
+            missing_rules[node] = outcome
             result_dims = tuple(_unknown_dims(result, producer_of(node), table, shapes) for result in results_of(node))
         else:
             signatures[node], letters[node], result_dims = outcome
@@ -152,18 +152,18 @@ def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> Ax
         if is_tensor(node):
             shapes[node] = result_dims[0]
     _unify_concat_parts(table, signatures, letters)
-    return AxisFacts(table, shapes, results, signatures, letters, declined, static_nodes(joint))
+    return AxisFacts(table, shapes, results, signatures, letters, missing_rules, static_nodes(joint))
 
 
 def _unify_concat_parts(
     table: AxisTable, signatures: Mapping[fx.Node, Signature], letters: Mapping[fx.Node, Mapping[Letter, Dim]]
 ) -> None:
-    """Unify operands at the same position of one concatenated axis: keys and their mask are concatenated alike."""
+    """Unify the axes of operands at the same position of one concatenated axis, as keys and their mask."""
     first_by_position: dict[tuple[Dim, Size, Size], Dim] = {}
     for node, signature in signatures.items():
         if signature.concat is not None:
-            letter, joined = signature.concat
-            for part, rows_before in joined.parts:
+            letter, concat = signature.concat
+            for part, rows_before in concat.parts:
                 part_dim = table.resolve(letters[node][part])
                 key = table.resolve(letters[node][letter]), rows_before, table.size_of_dim(part_dim)
                 if len(part_dim) == len(table.resolve(first_part := first_by_position.setdefault(key, part_dim))) == 1:
@@ -171,7 +171,7 @@ def _unify_concat_parts(
 
 
 def _unknown_dims(value: torch.Tensor | None, producer: fx.Node, table: AxisTable, shapes: Mapping[fx.Node, Shape]) -> Shape:
-    """Return the dimensions of a result without a signature: new axes, or those of like operands if no rule exists."""
+    """Return the dimensions of a result without a signature: new axes, or for an opaque operator those of equal operands."""
     if value is None:
         return ()
     input_dims = places_like(value, producer) if is_opaque(producer) else [None] * value.dim()
@@ -182,12 +182,12 @@ def _unknown_dims(value: torch.Tensor | None, producer: fx.Node, table: AxisTabl
 def _apply_rule(
     node: fx.Node, table: AxisTable, shapes: dict[fx.Node, Shape]
 ) -> tuple[Signature, dict[Letter, Dim], tuple[Shape, ...]] | str:
-    """Return the node's signature, the axes of its labels and its results' dimensions, or the reason why there is none."""
+    """Return the node's signature, the dimensions of its labels and of its results, or the reason why it has no signature."""
     rule = rule_for(node)
     if rule is None:
         return str(node.meta.get(WHY_WHOLE) or why_opaque(node))
     if is_random(node) and (node.kwargs.get("generator") is not None or drawing(node.target) is None):
-        return f"{node.target} draws from a generator that it is not given, so that a chunk cannot draw the same again"
+        return f"{node.target} draws from a generator whose state a chunk cannot reproduce"
     call = RuleCall(node, table, shapes)
     signature = evaluate_rule(rule, call)
     if isinstance(signature, str):
@@ -199,19 +199,19 @@ def _apply_rule(
                 continue
             first_dim = bound.setdefault(letter_dim[0], dim)
             if first_dim is not dim and not table.unify(first_dim, dim):
-                return OTHER_ORDERS.format(target=node.target)
+                return DIFFERENT_ORDERS.format(target=node.target)
     result_dims = []
     for result_shape, letter_shape in zip(call.result_shapes, signature.results, strict=False):
         for size, letter_dim in zip(result_shape, letter_shape, strict=True):
             if len(letter_dim) == 1 and letter_dim[0] not in bound:
                 bound[letter_dim[0]] = table.fresh(size)
         result_dims.append(tuple(tuple(atom for letter in dim for atom in bound[letter]) for dim in letter_shape))
-    _keep_shifted(signature, bound, table)
+    _keep_derived_axes(signature, bound, table)
     return signature, bound, tuple(result_dims)
 
 
-def _keep_shifted(signature: Signature, bound: dict[Letter, Dim], table: AxisTable) -> None:
-    """Do not factor an axis that is sliced from an axis that must not be factored, or padded around it."""
+def _keep_derived_axes(signature: Signature, bound: dict[Letter, Dim], table: AxisTable) -> None:
+    """Mark axes as indivisible that are sliced from an indivisible axis, or padded around it."""
     for letter, window in signature.windows.items():
         result, operand = table.resolve(bound[letter]), table.resolve(bound[window.source])
         if len(result) == len(operand) == 1 and table.is_kept(operand[0]):
@@ -219,13 +219,13 @@ def _keep_shifted(signature: Signature, bound: dict[Letter, Dim], table: AxisTab
 
 
 def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
-    """Return values that depend on integers, booleans, vectors and constants alone: masks, rotary tables, labels.
+    """Return the values that depend only on integers, booleans, vectors and constants: masks, rotary tables, labels.
 
     They do not depend on parameters, and are cheap to compute in full if they have one sequence axis.
     """
     static = {node for node in joint.sources if node not in joint.tangents and (not is_tensor(node) or _is_static_input(node))}
     for node in joint.nodes:
-        if is_random(node) or is_collective(node):  # values of other ranks do not follow from this rank's integers
+        if is_random(node) or is_collective(node):  # values of other ranks depend on more than this rank's integers
             continue
         if all(source in static for source in node.all_input_nodes):
             static.add(node)
@@ -247,7 +247,7 @@ def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
 
 
 def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
-    """Return the axis that both operands of query-key products have.
+    """Return the axis that both operands of query-key products have; None if there is none, or another axis is longer.
 
     Fused attention declares it; else it is the axis that occurs twice in scores, masks and probabilities. A square
     weight and its gradient have an axis twice as well, so only values computed in the forward graph count.
@@ -272,24 +272,24 @@ def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
         return None
     sequences = input_axes & _ordered_axes(axes)  # scores within blocks have the block's axis twice
     longest = max((numeric(axes.table.size(atom)) for atom in sequences), default=0)
-    is_most = 2 * numeric(axes.table.size(ranked[0])) >= longest  # so do rows left over after blocks
-    return ranked[0] if not sequences or (is_most and ranked[0] in _relatives(sequences, axes)) else None
+    is_long = 2 * numeric(axes.table.size(ranked[0])) >= longest  # rows left over after blocks are few
+    return ranked[0] if not sequences or (is_long and ranked[0] in _derived_or_source_axes(sequences, axes)) else None
 
 
-def _relatives(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
-    """Return axes sliced from these, padded around them or concatenated from them."""
+def _derived_or_source_axes(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
+    """Return the atoms, and those related to them by slices, paddings or concatenations, in either direction."""
     links = [(source, target) for source, target, _, _ in find_slice_links(axes)]
     for node, signature in axes.signatures.items():
         if node.target is aten.cat.default:
-            whole, *parts = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.index]
-            # the rows of an operand in blocks are not related
-            related = {*whole, *(atom for part in parts for atom in part[:1])}
-            links += [(a_related, b_related) for a_related in related for b_related in related]
-    relatives: set[Atom] = set()
-    while atoms - relatives:
-        relatives |= atoms
-        atoms = {b for pair in links for a, b in (pair, pair[::-1]) if a in relatives}
-    return relatives
+            result, *parts = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.index]
+            # of an operand in blocks, only the axis of blocks is related
+            related = {*result, *(atom for part in parts for atom in part[:1])}
+            links += [(left, right) for left in related for right in related]
+    found: set[Atom] = set()
+    while atoms - found:
+        found |= atoms
+        atoms = {right for link in links for left, right in (link, link[::-1]) if left in found}
+    return found
 
 
 def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
@@ -312,16 +312,17 @@ def _input_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
 
 
 def widths(joint: JointGraph) -> Callable[[fx.Node, int], bool]:
-    """Return a predicate: whether a dimension of a value contains a feature axis, along which weights are contracted."""
+    """Return a predicate: whether a dimension of a value contains a feature axis, which products with weights contract."""
     axes = axes_of(joint)
     feature_axes = _feature_axes(joint, axes)
     return lambda node, dim: not feature_axes.isdisjoint(axes.table.resolve(axes.shapes[node][dim]))
 
 
 def _feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
-    """Return the axes of weights that products contract: widths. A mask or position table in a buffer does not count.
+    """Return the axes of weights that products contract: widths.
 
-    Nor does an axis along which a weight is expanded, as a softmax sink is for each row.
+    Products do not contract the axes of a mask or position table in a buffer. An axis along which a weight is expanded is
+    not a feature axis: a softmax sink is expanded along rows.
     """
     parameters = {node for node in joint.primals if is_tensor(node) and is_parameter(node)}
     features: set[Atom] = set()
@@ -344,7 +345,7 @@ def _atoms(node: fx.Node, axes: AxisFacts) -> set[Atom]:
 
 
 def _ordered_axes(axes: AxisFacts) -> set[Atom]:
-    """Return axes whose rows are ordered, because an operator selects them by position: a sequence rather than a batch."""
+    """Return the axes whose rows have an order, because an operator depends on their positions: sequences, not batches."""
     ordered: set[Atom] = set()
     for node, signature in axes.signatures.items():
         letters = {item for letter, window in signature.windows.items() for item in (letter, window.source)}
@@ -355,21 +356,22 @@ def _ordered_axes(axes: AxisFacts) -> set[Atom]:
 
 
 def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
-    """Return the axis along which most bytes can be chunked: no parameter has it, and best no operator needs it in full.
+    """Return the axis along which the most bytes can be chunked; None if there is none.
 
-    Views and results do not count: their memory is needed anyway. Values along a slice of an axis count for both.
-
-    Among the axes of the inputs, ordered ones come first, even if an operator needs all their rows, unless they are
-    features: these are contiguous in memory, and their slices change places, as in rotary embeddings. Axes along
-    which random numbers are drawn come last: without rows, they are drawn once, as in eager.
+    Bytes of views and results are not counted, because chunks do not save them. Values along a slice of an axis count for
+    both axes. The order of preference:
+    - ordered axes of the inputs, even if an operator needs all their rows. Features are excluded: they are contiguous in
+      memory, and their slices are concatenated in another order, as in rotary embeddings;
+    - axes that no parameter has and that no operator needs in full;
+    - axes along which no random numbers are drawn: without chunks, they are drawn at once, as in eager.
     """
     chunked_elements: dict[Atom, int] = defaultdict(int)
-    unfit: set[Atom] = set()
+    unsuitable: set[Atom] = set()
     input_axes, ordered = _input_axes(joint, axes), _ordered_axes(axes)
     returned = {*joint.outputs, *joint.gradients}
     for node, signature in axes.signatures.items():
         for letter in (letter for letter, index in signature.index.items() if isinstance(index, (FullAxis, Tile, ConcatAxes))):
-            unfit.update(axes.table.resolve(axes.letters[node].get(letter, ())))
+            unsuitable.update(axes.table.resolve(axes.letters[node].get(letter, ())))
         if node not in axes.static:
             is_freed = node not in returned and not is_moved_elements(node)
             for shape in axes.results[node]:
@@ -378,18 +380,20 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
                     chunked_elements[atom] += numel
     for node in joint.primals:
         if is_tensor(node) and node.meta[VALUE].is_floating_point() and is_parameter(node):
-            unfit |= _atoms(node, axes)
+            unsuitable |= _atoms(node, axes)
     inner = _innermost_axes(joint, axes)
     sequences = (input_axes & ordered & chunked_elements.keys()) - (inner & reordered_axes(axes))
-    candidates = sequences or (chunked_elements.keys() - unfit)
+    candidates = sequences or (chunked_elements.keys() - unsuitable)
     drawn = {atom for node in joint.nodes if is_random(node) and not tensor_operands(node) for atom in _atoms(node, axes)}
     total = {atom: sum(chunked_elements.get(member, 0) for member in find_derived_axes(atom, axes)[0]) for atom in candidates}
-    ranked = sorted(candidates, key=lambda a: (a in unfit, a in drawn, -total[a], a in inner, -numeric(axes.table.size(a)), -a))
+    ranked = sorted(
+        candidates, key=lambda a: (a in unsuitable, a in drawn, -total[a], a in inner, -numeric(axes.table.size(a)), -a)
+    )
     return ranked[0] if ranked else None
 
 
 def _innermost_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
-    """Return axes that are innermost in inputs and never outer: their slices would not be contiguous in memory."""
+    """Return the axes that are innermost in inputs, and nowhere else: their slices would not be contiguous in memory."""
     inputs = [node for node in joint.primals if is_tensor(node) and node.meta[VALUE].is_floating_point()]
     shapes = [axes.shapes[node] for node in inputs if len(axes.shapes[node]) > 1]
     last, others = (

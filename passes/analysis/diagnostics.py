@@ -1,4 +1,4 @@
-"""Explain, in the user's terms, why an operator on rows of the sequence is not chunked.
+"""The reasons, in the user's terms, why operators on rows of the sequence fall back.
 
 x.split(counts)         splits the sequence into slices of different lengths
 x[order]                gathers rows by index, from anywhere in the sequence
@@ -21,11 +21,11 @@ from streamfx.passes.ops.rules.attention import M
 from streamfx.passes.ops.traits import CUTS, is_moved_elements
 
 aten = torch.ops.aten
-JOINS = frozenset({aten.cat.default, aten.slice_scatter.default})
-TAKES = frozenset(
+CONCATENATIONS = frozenset({aten.cat.default, aten.slice_scatter.default})
+READS_BY_INDEX = frozenset(
     {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default, aten.embedding.default}
 )
-PUTS = frozenset(
+WRITES_BY_INDEX = frozenset(
     {
         aten.index_put.default,
         aten._unsafe_index_put.default,
@@ -36,57 +36,69 @@ PUTS = frozenset(
         aten.scatter_reduce.two,
     }
 )
-TURNS = frozenset({aten.flip.default, aten.roll.default})
+REORDERINGS = frozenset({aten.flip.default, aten.roll.default})
 
-CUTS_PARTS = "{target} cuts the sequence into parts, each with rows of its own"
-JOINS_PARTS = "{target} joins parts, each with rows of its own, to one sequence"
-TAKES_ROWS = "{target} takes rows by number, from anywhere in the sequence"
-PUTS_ROWS = "{target} puts rows by number, anywhere in the sequence"
-TURNS_ROWS = "{target} puts the rows of the sequence in another order"
-OTHER_QUERIES = "{target} has queries that are no rows of the sequence, and each of them sees all of it"
-CUTS_ROWS = "{target} cuts the sequence into blocks of {size} rows, or joins them, and these do not fit into chunks"
-JOINS_ROWS = "{target} cuts the sequence into blocks, or joins blocks"
-CUTS_OR_PADS = "{target} cuts or pads the sequence to what is worked on in one piece"
-JOINS_BLOCKS = "{target} joins rows of the sequence and blocks of its rows to one dimension, or cuts it apart again"
+SPLITS_PARTS = "{target} splits the sequence into parts with separate rows"
+CONCATENATES_PARTS = "{target} concatenates parts with separate rows to one sequence"
+READS_ROWS = "{target} reads rows by index, from anywhere in the sequence"
+WRITES_ROWS = "{target} writes rows by index, anywhere in the sequence"
+REORDERS_ROWS = "{target} changes the order of the rows of the sequence"
+FOREIGN_QUERIES = "{target} has queries that are not rows of the sequence, and each of them sees all keys"
+SPLITS_BLOCKS = (
+    "{target} splits the sequence into blocks of {size} rows, or concatenates them, and chunks do not align with these blocks"
+)
+SPLITS_OR_CONCATENATES = "{target} splits the sequence into blocks, or concatenates blocks"
+SLICES_OR_PADS = "{target} slices or pads the sequence to an axis that is not chunked"
+CONCATENATES_BLOCKS = "{target} concatenates rows of the sequence and blocks of its rows, or slices them apart"
 MIXES_ROWS = "{target} mixes the rows of the sequence"
-MANY_DIMENSIONS = "{target} has rows of the sequence in {count} dimensions at once: a chunk has rows in one, and keys in another"
+MANY_DIMENSIONS = (
+    "{target} has the sequence in {count} dimensions: a chunk has query positions in one, and key positions in another"
+)
 
-_FAMILIES = {CUTS: CUTS_PARTS, JOINS: JOINS_PARTS, TAKES: TAKES_ROWS, PUTS: PUTS_ROWS, TURNS: TURNS_ROWS}
+_FAMILIES = {
+    CUTS: SPLITS_PARTS,
+    CONCATENATIONS: CONCATENATES_PARTS,
+    READS_BY_INDEX: READS_ROWS,
+    WRITES_BY_INDEX: WRITES_ROWS,
+    REORDERINGS: REORDERS_ROWS,
+}
 
 
-def why_whole(node: fx.Node, signature: Signature, axes: AxisFacts) -> str:
-    """Return the reason for an operator that has no rows to loop over, or whose results are needed in full."""
+def fallback_reason(node: fx.Node, signature: Signature, axes: AxisFacts) -> str:
+    """Return the reason for an operator that has no query positions, or whose results are needed in full."""
     step = bound_arguments(node)["step"] if node.target is aten.slice.Tensor else 1
     if step != 1:
-        return f"{node.target} takes every {ordinal(step)} row of the sequence"
+        return f"{node.target} reads every {ordinal(step)} row of the sequence"
     if signature.windows:
-        return (JOINS_BLOCKS if joins_blocks(node, signature, axes) else CUTS_OR_PADS).format(target=node.target)
+        return (CONCATENATES_BLOCKS if mixes_rows_and_blocks(node, signature, axes) else SLICES_OR_PADS).format(
+            target=node.target
+        )
     if signature.tiles:
         letter, tile = next(iter(signature.tiles.items()))
         length, outer = (axes.table.size_of_dim(axes.letters[node][item]) for item in (tile.source, letter))
-        return CUTS_ROWS.format(target=node.target, size=quotient(length, outer))
+        return SPLITS_BLOCKS.format(target=node.target, size=quotient(length, outer))
     if node.target in (ATTENTION, ATTENTION_BACKWARD) and axes.sequence_atom(axes.letters[node][M]) is None:
-        return OTHER_QUERIES.format(target=node.target)
-    return (_of_family(node, signature, axes) or (JOINS_ROWS if is_moved_elements(node) else MIXES_ROWS)).format(
+        return FOREIGN_QUERIES.format(target=node.target)
+    return (_family_reason(node, signature, axes) or (SPLITS_OR_CONCATENATES if is_moved_elements(node) else MIXES_ROWS)).format(
         target=node.target
     )
 
 
-def joins_blocks(node: fx.Node, signature: Signature, axes: AxisFacts) -> bool:
-    """Return whether rows of the sequence are also rows of an axis that is sliced from blocks, or vice versa."""
+def mixes_rows_and_blocks(node: fx.Node, signature: Signature, axes: AxisFacts) -> bool:
+    """Return whether a slice or a concatenation relates rows of the sequence to blocks of its rows."""
     pairs = [(letter, window.source) for letter, window in signature.windows.items()]
     sides = [[axes.sequence_atom(axes.letters[node][item]) for item in pair] for pair in pairs]
     blocks = {} if axes.sequence is None else axes.sequence.blocks
     return any(None not in side and len({atom in blocks for atom in side}) == 2 for side in sides)
 
 
-def why_too_many(node: fx.Node, signature: Signature, axes: AxisFacts, letters: Sequence[Letter]) -> str:
+def too_many_dims_reason(node: fx.Node, signature: Signature, axes: AxisFacts, letters: Sequence[Letter]) -> str:
     """Return the reason for an operator that has the sequence in more dimensions than query positions and key positions."""
-    return (_of_family(node, signature, axes) or MANY_DIMENSIONS).format(target=node.target, count=len(letters))
+    return (_family_reason(node, signature, axes) or MANY_DIMENSIONS).format(target=node.target, count=len(letters))
 
 
-def _of_family(node: fx.Node, signature: Signature, axes: AxisFacts) -> str | None:
-    """Return the reason given for an operator's family if one of the dimensions that it needs in full is the sequence."""
+def _family_reason(node: fx.Node, signature: Signature, axes: AxisFacts) -> str | None:
+    """Return the reason for the operator's family; None if there is none, or if no dimension it needs in full is the sequence."""
     if all(axes.sequence_atom(axes.letters[node].get(letter, ())) is None for letter in signature.full_letters):
         return None
     return next((text for operators, text in _FAMILIES.items() if node.target in operators), None)

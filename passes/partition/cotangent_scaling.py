@@ -1,6 +1,6 @@
-"""Write the ones that replace a tangent in the forward graph, and the products that scale gradients.
+"""Insert the ones that replace a cotangent scale in the forward graph, and the products that scale gradients.
 
-These operators are written after the analyses have run, so this module also records their axes and storage classes.
+These operators are inserted after the analyses have run, so this module also records their axes and storage classes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Role, Shape, Storag
 from streamfx.ir.signature import LetterShape, Signature
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
-from streamfx.passes.analysis.alignment import Alignment, aligned, group_places
+from streamfx.passes.analysis.alignment import Alignment, align, group_scale_dims
 from streamfx.passes.analysis.homogeneity import RowMask
 
 aten = torch.ops.aten
 
 
 class Scaling:
-    """Writes into a joint graph, and records the new nodes in `axes` and `access`."""
+    """Inserts operators into a joint graph, and records their facts in `axes` and `access`."""
 
     def __init__(self, facts: Facts) -> None:
-        """Copy the recorded facts, so that those of other cuts do not change."""
+        """Copy the facts that this object changes: other loss stages that are tried use the originals."""
         self.axes: AxisFacts = replace(
             facts.axes,
             shapes=dict(facts.axes.shapes),
@@ -38,26 +38,26 @@ class Scaling:
             facts.access, roles=dict(facts.access.roles), storage_classes=dict(facts.access.storage_classes)
         )
         self.writer = GraphWriter(facts.joint.graph)
-        self.written_nodes: list[fx.Node] = []
+        self.new_nodes: list[fx.Node] = []
 
-    def ones_like(self, driver: fx.Node, before: fx.Node) -> list[fx.Node]:
-        """Write ones of the driver's shape before `before`, from its sizes alone; the ones are the last node."""
-        self.written_nodes, value = [], driver.meta[VALUE]
-        sizes = self._sizes(driver, self.writer.before(before))
+    def ones_like(self, scale: fx.Node, before: fx.Node) -> list[fx.Node]:
+        """Insert ones of the scale's shape before `before`; return the new nodes, the ones last. They depend on sizes alone."""
+        self.new_nodes, value = [], scale.meta[VALUE]
+        sizes = self._sizes(scale, self.writer.before(before))
         ones = self.writer.call(aten.full.default, sizes, 1.0, dtype=value.dtype, device=value.device)
-        self._record_facts(ones, (), self._letters(self.shape(driver)), self.shape(driver))
-        return self.written_nodes
+        self._record_facts(ones, (), self._letters(self.shape(scale)), self.shape(scale))
+        return self.new_nodes
 
-    def product(self, gradient: fx.Node, driver: fx.Node, selection: RowMask | None = None) -> list[fx.Node]:
-        """Multiply the gradient by its driver, in the gradient's dtype; the product is the last node returned."""
-        self.written_nodes = []
+    def product(self, gradient: fx.Node, scale: fx.Node, row_mask: RowMask | None = None) -> list[fx.Node]:
+        """Multiply a gradient by its scale, in the gradient's dtype; return the new nodes, the product last."""
+        self.new_nodes = []
         self.writer.before(gradient.next)
-        dtype, alignment = gradient.meta[VALUE].dtype, aligned(self.shape(driver), self.shape(gradient))
+        dtype, alignment = gradient.meta[VALUE].dtype, align(self.shape(scale), self.shape(gradient))
         assert alignment is not None
-        reshaped, letters = self._split(gradient, driver, alignment), self._letters(alignment.shape)
-        factor = self._factor(driver, alignment, selection)
+        reshaped, letters = self._split(gradient, scale, alignment), self._letters(alignment.shape)
+        factor = self._factor(scale, alignment, row_mask)
         factor_labels = tuple(
-            label if driver_dim is not None else () for label, driver_dim in zip(letters, alignment.places, strict=True)
+            label if scale_dim is not None else () for label, scale_dim in zip(letters, alignment.scale_dims, strict=True)
         )
         scaled = self.writer.call(aten.mul.Tensor, reshaped, factor)
         self._record_facts(scaled, (letters, factor_labels if self.shape(factor) else ()), letters, alignment.shape)
@@ -67,18 +67,18 @@ class Scaling:
         if alignment.is_split:
             restored = self.writer.call(aten.reshape.default, scaled, self._original_sizes(gradient, alignment))
             self._record_facts(restored, (letters,), self._grouped(alignment), alignment.shape)
-        return self.written_nodes
+        return self.new_nodes
 
-    def _split(self, gradient: fx.Node, driver: fx.Node, alignment: Alignment) -> fx.Node:
-        """Reshape the gradient so that the driver's dimensions are separate from all others."""
+    def _split(self, gradient: fx.Node, scale: fx.Node, alignment: Alignment) -> fx.Node:
+        """Reshape the gradient so that the scale's dimensions are separate from all others."""
         if not alignment.is_split:
             return gradient
-        gradient_sizes, driver_sizes = self._sizes(gradient), self._sizes(driver)
-        groups = group_places(alignment.places, alignment.dims)
+        gradient_sizes, scale_sizes = self._sizes(gradient), self._sizes(scale)
+        groups = group_scale_dims(alignment.scale_dims, alignment.dims)
         sizes = [
-            driver_sizes[driver_dim] if driver_dim is not None else gradient_sizes[i] if len(driver_dims) == 1 else -1
-            for i, driver_dims in enumerate(groups)
-            for driver_dim in driver_dims
+            scale_sizes[scale_dim] if scale_dim is not None else gradient_sizes[i] if len(scale_dims) == 1 else -1
+            for i, scale_dims in enumerate(groups)
+            for scale_dim in scale_dims
         ]
         split = self.writer.call(aten.reshape.default, gradient, sizes)
         return self._record_facts(split, (self._grouped(alignment),), self._letters(alignment.shape), alignment.shape)
@@ -87,46 +87,46 @@ class Scaling:
         """Return the sizes that restore the gradient's shape; -1 for the dimension that was split."""
         return [-1 if len(dims) > 1 else size for size, dims in zip(self._sizes(gradient), alignment.dims, strict=True)]
 
-    def _factor(self, driver: fx.Node, alignment: Alignment, selection: RowMask | None) -> fx.Node:
-        """Broadcast the driver to the gradient's dimensions, with size one for other axes; a scalar stays a scalar."""
-        shape = self.shape(driver)
+    def _factor(self, scale: fx.Node, alignment: Alignment, row_mask: RowMask | None) -> fx.Node:
+        """Return the scale with the gradient's dimensions, of size one if the scale lacks them; a scalar is not changed."""
+        shape = self.shape(scale)
         if singles := [i for i, dim in enumerate(shape) if not dim]:
             reduced = tuple(dim for dim in shape if dim)
             remaining = iter(self._letters(reduced))
             operand = tuple(next(remaining) if dim else () for dim in shape)
-            driver = self._record_facts(
-                self.writer.call(aten.squeeze.dims, driver, singles), (operand,), self._letters(reduced), reduced
+            scale = self._record_facts(
+                self.writer.call(aten.squeeze.dims, scale, singles), (operand,), self._letters(reduced), reduced
             )
             shape = reduced
-        if selection is not None:
+        if row_mask is not None:
             letters = self._letters(shape)
-            cleared = self.writer.call(aten.masked_fill.Scalar, driver, self._unused_rows_mask(selection, shape), 0)
-            driver = self._record_facts(cleared, (letters, letters), letters, shape)
-        for i, driver_dim in enumerate(alignment.places) if shape else ():
-            if driver_dim is None:
+            cleared = self.writer.call(aten.masked_fill.Scalar, scale, self._unused_rows_mask(row_mask, shape), 0)
+            scale = self._record_facts(cleared, (letters, letters), letters, shape)
+        for i, scale_dim in enumerate(alignment.scale_dims) if shape else ():
+            if scale_dim is None:
                 wide = (*shape[:i], (), *shape[i:])
                 letters = self._letters(wide)
                 operand = (*letters[:i], *letters[i + 1 :])
-                driver = self._record_facts(self.writer.call(aten.unsqueeze.default, driver, i), (operand,), letters, wide)
+                scale = self._record_facts(self.writer.call(aten.unsqueeze.default, scale, i), (operand,), letters, wide)
                 shape = wide
-        return driver
+        return scale
 
-    def _unused_rows_mask(self, selection: RowMask, driver_shape: Shape) -> fx.Node:
-        """Return the mask of driver rows that contribute to no gradient."""
-        condition, shape = selection.condition, self.shape(selection.condition)
-        other_dims = [i for i, dim in enumerate(shape) if dim not in driver_shape]
+    def _unused_rows_mask(self, row_mask: RowMask, scale_shape: Shape) -> fx.Node:
+        """Return the mask of the scale's rows that contribute to no gradient."""
+        condition, shape = row_mask.condition, self.shape(row_mask.condition)
+        other_dims = [i for i, dim in enumerate(shape) if dim not in scale_shape]
         letters = self._letters(shape)
-        kept = tuple(letter for letter, dim in zip(letters, shape, strict=True) if dim in driver_shape)
-        reduce = aten.any.dims if selection.when else aten.all.dims
+        kept = tuple(letter for letter, dim in zip(letters, shape, strict=True) if dim in scale_shape)
+        reduce = aten.any.dims if row_mask.when else aten.all.dims
         mask = condition
         if other_dims:
             mask = self._record_facts(self.writer.call(reduce, condition, other_dims), (letters,), kept, shape)
             self.access.roles[mask] = dict.fromkeys(self.access.roles[mask], Role.WHOLE)  # type: ignore[index]
             self.access.storage_classes[mask] = (StorageClass.OUTSIDE,)  # type: ignore[index]
-        if selection.when:
-            driver_letters = self._letters(driver_shape)
+        if row_mask.when:
+            scale_letters = self._letters(scale_shape)
             mask = self._record_facts(
-                self.writer.call(aten.logical_not.default, mask), (driver_letters,), driver_letters, driver_shape
+                self.writer.call(aten.logical_not.default, mask), (scale_letters,), scale_letters, scale_shape
             )
         return mask
 
@@ -140,7 +140,7 @@ class Scaling:
         for size in sizes:
             if isinstance(size, fx.Node):
                 self.access.storage_classes[size] = (StorageClass.OUTSIDE,)  # type: ignore[index]
-                self.written_nodes.append(size)
+                self.new_nodes.append(size)
         return sizes
 
     def _letters(self, shape: Shape) -> LetterShape:
@@ -148,7 +148,7 @@ class Scaling:
         return tuple((i,) if dim else () for i, dim in enumerate(shape))
 
     def _grouped(self, alignment: Alignment) -> LetterShape:
-        """Return these labels grouped by the gradient's original dimensions."""
+        """Return the labels of the aligned dimensions, grouped by the gradient's original dimensions."""
         letters = iter(self._letters(alignment.shape))
         return tuple(tuple(letter for _ in dims for letter in next(letters)) for dims in alignment.dims)
 
@@ -161,5 +161,5 @@ class Scaling:
         rows = [letter for letter, dim in enumerate(letters) if self.axes.sequence_atom(dim) is not None]
         self.access.roles[node] = dict.fromkeys(rows, Role.ROWS)  # type: ignore[index]
         self.access.storage_classes[node] = (StorageClass.ROWS if rows else StorageClass.OUTSIDE,)  # type: ignore[index]
-        self.written_nodes.append(node)
+        self.new_nodes.append(node)
         return node

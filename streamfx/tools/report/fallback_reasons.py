@@ -15,7 +15,7 @@ from streamfx.ir.facts import Facts, StorageClass
 from streamfx.ir.joint import is_parameter, is_tensor, tensor_operands
 from streamfx.node_meta import FORWARD_MODULES, MODULES, VALUE
 from streamfx.options import Options
-from streamfx.passes.analysis.diagnostics import JOINS, PUTS, TAKES, joins_blocks
+from streamfx.passes.analysis.diagnostics import CONCATENATIONS, READS_BY_INDEX, WRITES_BY_INDEX, mixes_rows_and_blocks
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.hub_kernels import is_attention
 from streamfx.passes.ops.opaque import is_opaque, is_triton, why_opaque
@@ -83,7 +83,7 @@ NO_SEQUENCE = "compile a larger part of the model in one graph, so that its atte
 
 OF_FUNCTIONS = {"cond": CHOICE, "while_loop": LOOP, "while_loop_stack_output": LOOP, "associative_scan": IN_PAIRS}
 
-OF_FAMILIES = {CUTS: PARTS, JOINS: PARTS, TAKES: BY_NUMBER, PUTS: BY_NUMBER}
+OF_FAMILIES = {CUTS: PARTS, CONCATENATIONS: PARTS, READS_BY_INDEX: BY_NUMBER, WRITES_BY_INDEX: BY_NUMBER}
 
 ON_BREAKS = {  # fragments of Dynamo's break reasons for which its own hint does not help, and our advice
     "RNN, GRU, or LSTM": RECURRENT,
@@ -165,9 +165,12 @@ def _advice(node: fx.Node, facts: Facts) -> str:
     if _is_of_recurrent_layer(node):
         return RECURRENT
     signature = facts.axes.signatures.get(node)
-    if signature is not None and joins_blocks(node, signature, facts.axes):
+    if signature is not None and mixes_rows_and_blocks(node, signature, facts.axes):
         return JOINED
-    if any(operand.meta[VALUE].dtype == torch.bool for operand in tensor_operands(node)[1:]) and node.target in TAKES | PUTS:
+    if (
+        any(operand.meta[VALUE].dtype == torch.bool for operand in tensor_operands(node)[1:])
+        and node.target in READS_BY_INDEX | WRITES_BY_INDEX
+    ):
         return BY_MASK
     if signature is None or not signature.full_letters:
         return OTHER
