@@ -13,6 +13,7 @@ import torch
 from tests.corpus.entries import Entry, Found, kept_in
 from tests.corpus.programs import captured
 from tests.corpus.written import NotWrittenError, Writer, written
+from tests.support.goldens import BASE, torch_version
 from tests.support.spread import spread
 
 NAMES = Entry.all()
@@ -29,6 +30,8 @@ def test_rewritten_graphs_have_the_results_of_the_graph(name: str, request: pyte
     facts = one.analysed(check_passes=False)
     one.check(facts)
     found = Found.of(facts, costs=request.config.getoption("--long") or name in NAMES[::16]).plain
+    if torch_version() != BASE:
+        del found["listing"]  # another version of FX names a few nodes otherwise
     assert found == {key: kept()[name][key] for key in found}
 
 
