@@ -1,4 +1,4 @@
-"""What a user's code, or torch's own, asserts of data is asserted: in the streamed program, too."""
+"""Assertions about data, by user code or by torch, hold in the streamed program, too."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from tests.support.decoders.parts import VOCABULARY
 from tests.support.exactness import compare
 from tests.support.spread import only
+from tests.support.used import Use, Used, batch, labelled, used
 
 pytestmark = pytest.mark.compiled
 
-WIDTH, VOCABULARY, LENGTH = 8, 11, 19
-OPTIONS: dict[str, Any] = {"chunk_size": 4, "bodies": "eager"}
-Loss = Callable[["Decoder", Tensor, Tensor], Tensor]
 
-
-class Watched(torch.autograd.Function):
-    """A function that looks at its gradient."""
+class Checked(torch.autograd.Function):
+    """A function that asserts something about its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, labels: Tensor) -> Tensor:
@@ -36,64 +34,36 @@ class Watched(torch.autograd.Function):
         return gradient * 1.0, None
 
 
-class Decoder(nn.Module):
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.loss: Any = loss
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.double()
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(ids)
-        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
-        return self.loss(self, x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0], labels)  # type: ignore[no-any-return]
-
-
-def token_loss(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(model.head(x).flatten(0, 1), labels.flatten(), ignore_index=-1)
-
-
-def asserted(check: Callable[[Decoder, Tensor, Tensor], Tensor]) -> Loss:
-    def loss(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
-        torch._assert_async(check(model, x, labels), "negative")
-        return token_loss(model, x, labels)
+def asserted(check: Callable[[Tensor, Tensor], Tensor]) -> Use:
+    def loss(model: Used, x: Tensor, labels: Tensor) -> Tensor:
+        torch._assert_async(check(x, labels), "negative")
+        return labelled(model, x, labels.relu())
 
     return loss
 
 
-def of_classes(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
-    return -(F.one_hot(labels, VOCABULARY) * model.head(x).log_softmax(-1)).sum(-1).mean()
-
-
-def of_rows(model: Decoder, x: Tensor, labels: Tensor) -> Tensor:
-    """A row of each sequence by its number, which is looked up in another way."""
-    last = torch.where((labels < 0).any(1), LENGTH, labels[:, 0])
+def by_index(model: Used, x: Tensor, labels: Tensor) -> Tensor:
+    """One row of each sequence."""
+    last = torch.where((labels < 0).any(1), x.shape[1], labels[:, 0])
     return model.head(x)[torch.arange(len(x)), last].square().mean()
 
 
-LOSSES: dict[str, Loss] = {
-    "all": asserted(lambda model, x, labels: (labels >= 0).all()),
-    "a sum": asserted(lambda model, x, labels: (labels >= 0).sum() == labels.numel()),
-    "activations": asserted(lambda model, x, labels: ((x.square().sum(-1) < 1e6) & (labels >= 0)).all()),
-    "gradients": lambda model, x, labels: token_loss(model, Watched.apply(x, labels), labels),
-    "classes": of_classes,
-    "rows": of_rows,
+LOSSES: dict[str, Use] = {
+    "a sum": asserted(lambda x, labels: (labels >= 0).sum() == labels.numel()),
+    "activations": asserted(lambda x, labels: ((x.square().sum(-1) < 1e6) & (labels >= 0)).all()),
+    "gradients": lambda model, x, labels: labelled(model, Checked.apply(x, labels), labels.relu()),
+    "classes": lambda model, x, labels: -(F.one_hot(labels, VOCABULARY) * model.head(x).log_softmax(-1)).sum(-1).mean(),
+    "rows": by_index,
     "probabilities": lambda model, x, labels: F.binary_cross_entropy(
         model.head(x)[..., 0].sigmoid(), labels.double() / VOCABULARY
     ),
 }
 
 
-def tokens(seed: int) -> Tensor:
-    return torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
-
-
 def classes_are_checked() -> bool:
-    """Whether a compiled `one_hot` refuses negative numbers, as in eager: the graphs of torch 2.11 do not assert it."""
+    """Return whether a compiled `one_hot` refuses negative numbers: graphs of torch 2.11 do not assert it."""
     try:
-        torch.compile(lambda labels: F.one_hot(labels, VOCABULARY), backend="aot_eager")(-tokens(2))
+        torch.compile(lambda labels: F.one_hot(labels, VOCABULARY), backend="aot_eager")(-batch()["labels"])
     except RuntimeError:
         return True
     assert torch.__version__.startswith("2.11.")
@@ -101,15 +71,14 @@ def classes_are_checked() -> bool:
 
 
 @pytest.mark.parametrize("name", only(["a sum", "gradients", "classes"], LOSSES))
-def test_what_is_asserted_is_looked_at(name: str) -> None:
-    """And the rest streams."""
-    model, streams = Decoder(LOSSES[name]), True if name in ("all", "a sum", "classes") else None
-    compare(model, {"ids": tokens(1), "labels": tokens(2)}, chunk_size=4, also=(7,), streams=streams)
+def test_a_failed_assertion_raises_and_the_rest_streams(name: str) -> None:
+    model, good = used(LOSSES[name]), batch()
+    compare(model, good, chunk_size=4, also=(7,), streams=True if name in ("a sum", "classes") else None)
     torch._dynamo.reset()
-    function = torch.compile(model, backend="streambp", options=OPTIONS)
-    function(tokens(1), tokens(2)).backward()
-    wrong = tokens(2)
+    function = torch.compile(model, backend="streambp", options={"chunk_size": 4, "bodies": "eager"})
+    function(**good).backward()
+    wrong = good["labels"].clone()
     wrong[0, 3] = -1
     with pytest.raises(RuntimeError) if name != "classes" or classes_are_checked() else nullcontext():
-        function(tokens(1), wrong).backward()
-    function(tokens(1), tokens(2)).backward()
+        function(good["ids"], wrong).backward()
+    function(**good).backward()

@@ -1,4 +1,4 @@
-"""What ranks write for each other: the same number goes with the same graph, whoever fails, and whoever compiles alone."""
+"""Texts that ranks exchange: texts of one graph meet, also if a rank fails, or compiles another graph alone."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ def board(store: HashStore, rank: int, subject: str = "graph", world: int = 2) -
 
 
 def heard(store: HashStore, rank: int, world: int, graphs: list[tuple[str, int]]) -> list[list[str] | None]:
-    """What a rank hears of each graph, which all compile; or rank `who` fails at it, or at another one that it compiles alone."""
+    """Return the texts that a rank receives for each graph.
+
+    All ranks compile it; or rank `who` fails at it, or at another graph that it compiles alone.
+    """
     found: list[list[str] | None] = []
-    for number, (what, who) in enumerate(graphs):
-        own = board(store, rank, f"graph{number}" if what != FAILS_ALONE else "old", world)
-        fails = what != ALL and who % world == rank
+    for number, (kind, who) in enumerate(graphs):
+        own = board(store, rank, f"graph{number}" if kind != FAILS_ALONE else "old", world)
+        fails = kind != ALL and who % world == rank
         if fails:
             own.leave("failed")
-        found.append(None if fails or what == FAILS_ALONE else own.exchanged(f"order {number}"))
+        found.append(None if fails or kind == FAILS_ALONE else own.exchanged(f"order {number}"))
     return found
 
 
@@ -45,14 +48,14 @@ def test_texts_of_one_graph_meet(world: int, graphs: list[tuple[str, int]]) -> N
     store = HashStore()
     with ThreadPoolExecutor(world) as threads:
         every = list(threads.map(lambda rank: heard(store, rank, world, graphs), range(world)))
-    for number, (what, who) in enumerate(graphs):
-        failed = who % world if what == FAILS else None
+    for number, (kind, who) in enumerate(graphs):
+        failed = who % world if kind == FAILS else None
         texts = ["failed" if rank == failed else f"order {number}" for rank in range(world)]
         for rank, found in enumerate(every):
-            assert found[number] == (None if what == FAILS_ALONE or rank == failed else texts)
+            assert found[number] == (None if kind == FAILS_ALONE or rank == failed else texts)
 
 
-def test_a_rank_that_nobody_answers_says_whom_it_waited_for() -> None:
+def test_a_timeout_names_the_missing_ranks() -> None:
     store = HashStore()
     board(store, 1, "other", 3).leave("failed")
     with within(0.3), pytest.raises(RanksMissingError, match="nothing from rank 1, 2 within"):
@@ -60,8 +63,8 @@ def test_a_rank_that_nobody_answers_says_whom_it_waited_for() -> None:
 
 
 @within(20)
-def test_a_failure_is_told_once() -> None:
-    """All of them try again, with a smaller batch: the lines of code are the same."""
+def test_a_failure_is_received_once() -> None:
+    """All ranks try again, with a smaller batch: the lines of code are the same."""
     store = HashStore()
     first, second = (board(store, rank) for rank in range(2))
     first.leave("failed")
@@ -72,7 +75,7 @@ def test_a_failure_is_told_once() -> None:
         assert first.exchanged("an order") == later.result() == ["an order"] * 2
 
 
-def test_what_was_agreed_on_is_known_by_what_it_is_about() -> None:
+def test_agreements_are_known_by_subject() -> None:
     own = board(HashStore(), 0, world=1)
     assert own.agreed("values") is None
     own.agree("values", "an order")

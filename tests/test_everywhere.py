@@ -1,4 +1,4 @@
-"""Written out for all scores, a score function gives what it gives score by score."""
+"""A score function, evaluated for all scores at once, equals its values score by score."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def one_by_one(function: Callable[..., Tensor], scores: Tensor, *captured: Tenso
 
 
 def everywhere(function: Callable[..., Tensor], scores: Tensor, *captured: Tensor) -> Tensor:
-    """The graph of the function of one score, as `flex_attention` is given it, written out for all scores, and run."""
+    """Vectorize the graph of the function of one score, which `flex_attention` gets, and run it."""
     with TransformGetItemToIndex():
         inner = make_fx(function)(scores[0, 0, 0, 0], *torch.zeros(4, dtype=torch.int64).unbind(), *captured)
     graph, mode = fx.Graph(), FakeTensorMode()
@@ -57,12 +57,12 @@ def everywhere(function: Callable[..., Tensor], scores: Tensor, *captured: Tenso
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_law(name: str) -> None:
+def test_vectorized_functions_have_the_same_values(name: str) -> None:
     scores, heads, table = (torch.randn(*shape, dtype=torch.float64) for shape in (SIZES, (3,), (3, 9)))
     given = scores, heads, table, torch.randint(0, 2, (2, 5))
     torch.testing.assert_close(everywhere(FUNCTIONS[name], *given), one_by_one(FUNCTIONS[name], *given))
 
 
-def test_what_has_no_form() -> None:
+def test_a_sum_is_not_elementwise() -> None:
     with pytest.raises(NotElementwiseError, match="sum"):
         everywhere(lambda score, b, h, m, n, heads: score + heads[h].sum(), torch.randn(SIZES), torch.randn(3, 4))

@@ -1,6 +1,6 @@
-"""Which axes are relatives of the sequence: cut out of it, padded around it, or joined of parts of it?
+"""Relatives of the sequence axis: its slices, its padded forms, and concatenations with it.
 
-Where an axis stands twice in a product, as rows and keys do, that has to be told from the rows of a block of the sequence.
+An axis that a product has twice, as query and key positions, must not be taken for the rows of a block of the sequence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def leaf(*shape: int) -> Tensor:
 
 
 class Graph:
-    """The axes of a function's inputs, before a sequence is chosen."""
+    """The axes of a function's inputs, before a sequence axis is chosen."""
 
     def __init__(self, function: Callable[..., Tensor], *inputs: Tensor) -> None:
         recorded, _ = traced(lambda *own: function(*own).square().sum(), inputs, chunk_size=2, loss_chunk_size=2)
@@ -36,7 +36,7 @@ class Graph:
         return atom
 
     def joined(self) -> Dim:
-        """The dimension that is joined of parts."""
+        """The concatenated dimension."""
         (node,) = (node for node in self.joint.nodes if node.target is torch.ops.aten.cat.default)
         return self.axes.table.resolve(self.axes.letters[node][1])
 
@@ -45,7 +45,7 @@ class Graph:
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_blocks_are_relatives_of_what_is_joined_of_them_and_their_rows_are_none(at: int) -> None:
+def test_blocks_are_relatives_of_their_concatenation_and_their_rows_are_not(at: int) -> None:
     def joined(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         parts = [y, z]
         parts.insert(at, x.flatten(1, 2))
@@ -57,8 +57,8 @@ def test_blocks_are_relatives_of_what_is_joined_of_them_and_their_rows_are_none(
     assert found.isdisjoint({graph.atom(0, 0), graph.atom(0, 2), graph.atom(0, 3)})  # batch, rows of a block, features
 
 
-def test_several_sequences_side_by_side_are_relatives() -> None:
-    """What is joined is shown as sequences of rows afterwards: each of the two axes counts."""
+def test_concatenated_sequences_are_relatives() -> None:
+    """A view splits the concatenation into two axes: both are relatives."""
 
     def joined(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         return torch.cat([x, y, z.flatten(1, 2)], 1).unflatten(1, (4, ROWS)).cumsum(2)

@@ -1,7 +1,7 @@
-"""`StreamCallback` in a real trainer, and the plugins of `examples/plugins` for launchers that make the trainer themselves.
+"""`StreamCallback` in a real trainer, and the plugins of `examples/plugins` for launchers that create the trainer themselves.
 
-On while it trains, off behind it, with eager's losses and weights (float32, 1e-5). Launchers are stand-ins with the interface
-that the source of Axolotl and LLaMA-Factory shows.
+A callback streams while the trainer trains, with eager's losses and weights (float32, 1e-5). Stand-ins have the interface that
+the source of Axolotl and LLaMA-Factory shows.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def trained(folder: Path, callback: Any = None, **arguments: Any) -> Any:
     return trainer
 
 
-def assert_streamed(callback: Any, said: str, lengths: int = 1) -> None:
-    told = [line for line in said.splitlines() if line.startswith("streamfx: ")]
-    assert len(told) == 1 and "every stage streams, 7 rows per chunk" in told[0], told
+def assert_streamed(callback: Any, text: str, lengths: int = 1) -> None:
+    lines = [line for line in text.splitlines() if line.startswith("streamfx: ")]
+    assert len(lines) == 1 and "every stage streams, 7 rows per chunk" in lines[0], lines
     assert callback.enabled is not None and not callback.enabled.is_enabled
     assert callback.enabled.calls["model"].counts.compiled == lengths
 
 
-def test_it_trains_as_eager_does_and_undoes_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_with_the_callback_equals_eager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, callback = trained(tmp_path), StreamCallback(**OPTIONS)
     capsys.readouterr()
     streamed = trained(tmp_path, callback)
@@ -67,7 +67,7 @@ def test_it_trains_as_eager_does_and_undoes_itself(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.long
-def test_what_was_enabled_before_stays_enabled(tmp_path: Path) -> None:
+def test_an_enabled_model_stays_enabled(tmp_path: Path) -> None:
     trainer, callback = build("transformers", tmp_path, max_steps=1), StreamCallback(chunk_size=7)
     with streamfx.enable(trainer, chunk_size=7) as before:
         trainer.add_callback(callback)
@@ -75,7 +75,7 @@ def test_what_was_enabled_before_stays_enabled(tmp_path: Path) -> None:
         assert callback.enabled is before and before.is_enabled
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_wrong_options_and_trainers_that_compile_are_refused(tmp_path: Path) -> None:
     with pytest.raises(streamfx.OptionError, match="did you mean 'chunk_size'"):
         StreamCallback(chunksize=7)
     with pytest.raises(streamfx.IntegrationError, match="is configured to compile it"):
@@ -83,7 +83,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
-    """A module of this name, inside of packages."""
+    """Put a module of this name, and its packages, into `sys.modules`."""
     parts = name.split(".")
     for i in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(".".join(parts[:i])))
@@ -93,7 +93,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None
 def test_axolotl_reads_options_and_refuses_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "axolotl.integrations.base", BasePlugin=object)
     plugin = importlib.import_module("streamfx_axolotl").StreamPlugin()
-    module, name = plugin.get_input_args().rsplit(".", 1)  # as Axolotl does with it
+    module, name = plugin.get_input_args().rsplit(".", 1)  # as Axolotl does
     read = getattr(importlib.import_module(module), name)
     for given in ({}, OPTIONS):
         (callback,) = plugin.add_callbacks_pre_trainer(read(streamfx=given) if given else read(), None)

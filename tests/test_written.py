@@ -1,4 +1,4 @@
-"""Buffers that a step reads and then writes to: the backward half has the values that were read."""
+"""A step reads buffers and then writes to them: the backward half uses the values before the write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTH = 21
 
 
 class Written(Used):
-    """A decoder beside which buffers, and a weight that is not trained, are read and written."""
+    """A decoder that reads and writes buffers and a weight that is not trained."""
 
     def __init__(self, step: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__(lambda own, x, labels: labelled(own, x + own.attend[0](own.norms[0](step(own, x))), labels))
@@ -82,5 +82,5 @@ STEPS = (averaged, quantized, written_twice, written_by_slice, cached, averaged_
 
 
 @pytest.mark.parametrize("step", only([averaged, cached, counted], STEPS), ids=lambda step: step.__name__)
-def test_the_backward_half_has_what_was_read(step: Callable[[Written, Tensor], Tensor]) -> None:
+def test_the_backward_half_has_the_values_before_a_write(step: Callable[[Written, Tensor], Tensor]) -> None:
     compare(made(lambda: Written(step)), batch(LENGTH), chunk_size=8, streams=None)

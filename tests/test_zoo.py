@@ -1,4 +1,4 @@
-"""Model types of transformers, tiny: exact, and what is to stream does."""
+"""Tiny models of all model types of transformers are exact, and some stream in all stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.zoo.runs import known, text_of, tidy
 
 pytestmark = pytest.mark.long
 
-# all of one of a kind each streams; the attention that is to be found
+# one model per kind of attention, which must stream
 STREAMS = {
     "bloom": {"causal"},  # slopes per head
     "cohere2": {"causal", "window(8)"},  # parallel blocks, sliding mixed with full
@@ -29,7 +29,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("name", model_types())
-def test_is_exact(name: str) -> None:
+def test_model_types_are_exact(name: str) -> None:
     grouped_products_in_float64()
     row = measured(name)
     if row["status"] in ("not built", "not traced") and name not in STREAMS:
@@ -39,7 +39,7 @@ def test_is_exact(name: str) -> None:
         assert not row["reasons"] and row["share"] == 1 and STREAMS[name] <= set(row["attention"]), row
 
 
-def test_layers_that_show_every_kind_in_sizes_that_never_grow() -> None:
+def test_a_shrunk_model_has_a_layer_of_each_kind() -> None:
     class Config:
         num_attention_heads = 32
 
@@ -51,7 +51,7 @@ def test_layers_that_show_every_kind_in_sizes_that_never_grow() -> None:
     assert shrunk_value("hidden_size", 16, Config()) == 16 and shrunk_value("eos_token_id", 50256, Config()) < 97
 
 
-def test_rows_and_report(tmp_path: Path) -> None:
+def test_reports_count_reasons_and_keep_the_last_row(tmp_path: Path) -> None:
     reason = "no rule for x (/a/b/modeling.py:7, in forward: y = f(x)): write it with operators that streamfx knows"
     assert counted([reason, reason]) == {"no rule for x (modeling.py:7, in forward: y = f(x))": 2}
     path = tmp_path / "rows.jsonl"

@@ -100,9 +100,9 @@ def self_test() -> dict[str, Any]:
 
 def _package_text(name: str, version: str | None) -> str:
     """Describe the version of a package, and whether it is too old."""
-    from streamfx.integrations.minimum_versions import LEAST, is_too_old
+    from streamfx.integrations.minimum_versions import MIN_VERSIONS, is_too_old
 
-    too_old = f" (streamfx.enable needs {LEAST[name]})" if is_too_old(name, version) else ""
+    too_old = f" (streamfx.enable needs {MIN_VERSIONS[name]})" if is_too_old(name, version) else ""
     return f"{name} {version or 'not installed'}{too_old}"
 
 
