@@ -86,14 +86,14 @@ def check(seed: int) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "half", "single"])
-def test_any_layout_will_do(device: str) -> None:
+def test_attention_is_exact_for_any_memory_layout(device: str) -> None:
     with nullcontext() if device == "cpu" else in_their_place(half=device == "half"):
         for seed in range(150):
             check(seed)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.01), (torch.float32, 1e-5)])
-def test_real_types(dtype: torch.dtype, tolerance: float) -> None:
+def test_attention_is_as_exact_as_its_type_allows(dtype: torch.dtype, tolerance: float) -> None:
     """Log-sum-exps are in single precision, biases in what the queries are in: kernels look at no type."""
     with in_their_place(half=True):
         for seed in range(40):
@@ -105,7 +105,7 @@ def test_real_types(dtype: torch.dtype, tolerance: float) -> None:
             near([out, lse, *found], case.by_plain(), tolerance, seed)
 
 
-def test_plain_attention_is_autograd_s() -> None:
+def test_plain_attention_matches_autograd() -> None:
     """What the kernels are compared with, and what runs where there are none."""
     for seed in range(20):
         case = drawn(seed)
@@ -122,21 +122,15 @@ def test_plain_attention_is_autograd_s() -> None:
 
 
 @pytest.mark.parametrize(("capability", "is_plain"), [((7, 5), True), ((8, 0), False)])
-def test_bfloat16_before_ampere(capability: tuple[int, int], is_plain: bool) -> None:
-    """Turing's kernels know float16 and float32 alone, and refuse."""
+def test_types_without_a_kernel_run_plain_attention(capability: tuple[int, int], is_plain: bool) -> None:
+    """Turing's kernels know float16 and float32 alone, and refuse; no kernel of CUDA knows float64."""
+    types = torch.bfloat16, torch.float16, torch.float32, torch.float64
     with pretend_device(DeviceKind("cuda", capability, True)):
-        chosen = [sdpa._kernels(torch.empty(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-    assert [one is sdpa.PLAIN for one in chosen] == [is_plain, False, False]
+        chosen = [sdpa._kernels(torch.empty(1, dtype=dtype)) for dtype in types]
+    assert [one is sdpa.PLAIN for one in chosen] == [is_plain, False, False, True]
 
 
-@pytest.mark.parametrize("rows", [1, 20])
-def test_types_without_a_kernel(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's kernels know no double precision (`flex_attention` does)."""
-    monkeypatch.setitem(sdpa.KERNELS, "cpu", sdpa.KERNELS["cuda"])
-    check(rows)
-
-
-def test_flash_attention_on_other_keys_is_left_alone() -> None:
+def test_causal_flash_attention_over_more_keys_falls_back() -> None:
     """Its causal mask ends at the last row and key, where all others begin at the first."""
 
     def function(x: Tensor, y: Tensor) -> Tensor:
@@ -150,7 +144,7 @@ def test_flash_attention_on_other_keys_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("scale", [-0.4, 0.0])
-def test_a_causal_mask_beside_a_scale_that_turns_scores_around(scale: float) -> None:
+def test_a_causal_mask_with_a_negative_scale_is_exact(scale: float) -> None:
     """The kernel's own causal mask is minus infinity before it scales: NaN here, where eager's mask is added behind."""
 
     def function(x: Tensor) -> Tensor:

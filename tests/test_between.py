@@ -90,7 +90,7 @@ noted.register_fake(lambda x: torch.empty_like(x))
 noted.register_autograd(lambda ctx, gradient: gradient)
 
 
-def test_what_need_not_give_the_same_twice_runs_once() -> None:
+def test_an_unknown_operator_is_not_recomputed() -> None:
     """An operator of another package: nobody knows what it holds."""
     options: dict[str, Any] = {"save": "inputs", "chunk_size": 8, "loss_chunk_size": 8}
     model = torch.compile(Mixing(to_keys(noted)), backend="streambp", options=options)
@@ -100,7 +100,7 @@ def test_what_need_not_give_the_same_twice_runs_once() -> None:
     assert len(seen) == LAYERS
 
 
-def test_what_runs_whole_is_there_for_one_layer_at_a_time() -> None:
+def test_values_between_loops_are_live_for_one_layer_at_a_time() -> None:
     """A layer leaves what enters it, and keys and values for the loop of its attention; not keys that were sorted."""
     options = {"chunk_size": 32, "loss_chunk_size": 32, "save": "inputs"}
     models = (Mixing(MIXERS["to sorted"], layers) for layers in (3, 6))
@@ -134,7 +134,7 @@ def test_sequence_parallel_takes_no_more_than_checkpointing(ranks: None, kind: t
 
 
 @pytest.mark.parametrize("kind", [Gathered, Ulysses])
-def test_what_ranks_exchange_follows_from_no_size(ranks: None, kind: type[Layer]) -> None:
+def test_the_order_of_exchanges_depends_on_no_size(ranks: None, kind: type[Layer]) -> None:
     """Not from lengths, chunks, budgets, or the bytes of weights: other ranks have others."""
 
     def text(rows: int, **options: Any) -> str:
@@ -149,7 +149,7 @@ def test_what_ranks_exchange_follows_from_no_size(ranks: None, kind: type[Layer]
     assert len(again) == 2 * (2 if kind is Gathered else 4)
 
 
-def test_all_of_it_in_one_stage_is_kept(ranks: None) -> None:
+def test_values_of_a_single_stage_are_saved(ranks: None) -> None:
     """It would be there at once, and be sent twice."""
     facts = facts_of(parallel(Ulysses, 1), data_of(0, ROWS), lambda text, *_, **__: [text])
     assert not facts.plan.recomputed

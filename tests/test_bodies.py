@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import sympy
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -55,7 +54,9 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("make", [decoders.Plain, decoders.Triangle, decoders.Window], ids=lambda make: make.__name__)
-def test_decoders(make: Callable[[], nn.Module], forms: dict[Any, list[FamilyCode]], caplog: pytest.LogCaptureFixture) -> None:
+def test_compiled_bodies_are_exact(
+    make: Callable[[], nn.Module], forms: dict[Any, list[FamilyCode]], caplog: pytest.LogCaptureFixture
+) -> None:
     """Chunks of two sizes: the last one is shorter, and there is one form of each stretch for both."""
     ids = layouts.tokens(decoders.VOCABULARY, 2, 19)
     compare(decoders.made(make), {"ids": ids, "labels": ids}, streams=True, **INDUCTOR)
@@ -71,7 +72,7 @@ def test_decoders(make: Callable[[], nn.Module], forms: dict[Any, list[FamilyCod
         ("shapes_for", KeyError(1024), "streamfx failed (KeyError: 1024; please report this)"),
     ],
 )
-def test_what_does_not_compile_is_interpreted(
+def test_a_body_that_does_not_compile_is_interpreted(
     place: str, error: Exception, text: str, forms: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And said once; a failure of ours is not called Inductor's."""
@@ -94,7 +95,7 @@ OTHERS = (RuntimeError("out of resource: shared memory, Required: 262144, Hardwa
 
 
 @pytest.mark.parametrize("error", [*OUT_OF_MEMORY, *OTHERS], ids=repr)
-def test_errors_that_say_that_memory_ran_out(error: Exception) -> None:
+def test_out_of_memory_errors_are_recognized(error: Exception) -> None:
     """Inductor's own errors wrap them."""
     with pytest.raises(InductorFailedError) as raised, inductor_runs():
         raise RuntimeError("backend='inductor' raised") from error
@@ -102,7 +103,7 @@ def test_errors_that_say_that_memory_ran_out(error: Exception) -> None:
 
 
 @pytest.mark.parametrize(("failures", "attempts"), [(1, [1]), (2, [1, 3]), (9, [1, 3, 7, 15, 31])])
-def test_a_body_is_compiled_when_memory_is_free_again(
+def test_a_body_compiles_after_memory_is_free(
     failures: int, attempts: list[int], forms: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It runs eagerly between attempts, which become rare. An attempt has two tries, the second with an empty allocator cache."""
@@ -142,7 +143,7 @@ class Settings(CustomGraphPass):
 
 
 @needs_compiler
-def test_settings_of_bodies() -> None:
+def test_bodies_compile_without_cuda_graphs() -> None:
     """A replayed CUDA graph overwrites results of other chunks, and tuning ahead takes memory that no plan counts."""
     noted = Settings()
     user = {"triton.cudagraphs": True, "triton.unique_kernel_names": False, "post_grad_custom_pre_pass": noted}
@@ -164,7 +165,7 @@ ASKS: dict[str, tuple[Callable[[Any], Any], set[int]]] = {
 
 
 @pytest.mark.parametrize("asks", ASKS)
-def test_sizes_that_compilation_settles(asks: str) -> None:
+def test_code_is_reused_for_sizes_that_pass_its_guards(asks: str) -> None:
     """A compiler may find that its code is for one size, or for some: it holds for the size it was made for at least."""
 
     def compiler(module: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -177,7 +178,7 @@ def test_sizes_that_compilation_settles(asks: str) -> None:
 
 
 @needs_compiler
-def test_inductor_settles_a_size(caplog: pytest.LogCaptureFixture) -> None:
+def test_code_for_one_size_is_not_reused_for_another(caplog: pytest.LogCaptureFixture) -> None:
     """A literal in the graph is as long as the chunk: the code is for that length, and is kept."""
 
     def add(x: Tensor) -> tuple[Tensor]:
@@ -191,7 +192,7 @@ def test_inductor_settles_a_size(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("kind", chunked_scans.WITHIN)
-def test_the_fake_result_of_a_reverse_scan_lies_in_memory_as_the_real_one_does(kind: str) -> None:
+def test_a_reverse_scan_has_the_strides_of_its_fake_result(kind: str) -> None:
     """Compiled code asserts the strides of the fake result."""
     rows = torch.ones(2, 5, 3).transpose(1, 2)
     reverse = getattr(torch.ops.streamfx, f"reverse_{kind}")
@@ -242,42 +243,17 @@ def waits() -> Iterator[Counter[str]]:
         yield mode.found
 
 
-class Packed(nn.Module):
-    """Layers in which a token sees the earlier ones of its own document, or all earlier ones where none is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor, document: Tensor | None) -> Tensor:
-        row = torch.arange(x.shape[1])
-        seen = (row <= row[:, None])[None]
-        if document is not None:
-            seen = seen & (document[:, :, None] == document[:, None])
-        for weight in self.weights:
-            heads = (x @ weight)[:, None]
-            x = x + F.scaled_dot_product_attention(heads, heads, heads, attn_mask=seen[:, None])[:, 0]
-        return x
-
-
-ROW = torch.arange(61).expand(2, -1)
-MASKED: dict[str, tuple[Callable[[], nn.Module], Tensor | None]] = {
-    "causal": (Packed, None),
-    "padding": (lambda: Padded(layers=3, width=8), torch.tensor([[59], [60]]) > ROW),
-    "packed documents": (Packed, ROW // 11),
-}
-
-
 @pytest.mark.compiled
-@pytest.mark.parametrize("name", MASKED)
-def test_a_step_with_a_mask_of_data_waits_once(name: str) -> None:
-    """Not once per chunk, nor per layer, nor again in the backward half; and not at all without data in the mask."""
-    make, data = MASKED[name]
-    call, x = torch.compile(make(), backend="streambp", options={"chunk_size": 8}), torch.randn(2, 61, 8)
+@pytest.mark.parametrize("reads_data", [False, True])
+def test_the_host_waits_once_per_step_if_a_mask_depends_on_data(reads_data: bool) -> None:
+    """Not once per chunk or layer, and not again in backward; never if no mask depends on data."""
+    keep = torch.tensor([[59], [60]]) > torch.arange(61)
+    given = (torch.randn(2, 61, 8), keep) if reads_data else (tokens(2, 61), tokens(2, 61))
+    call = torch.compile(Padded(layers=3, width=8) if reads_data else Causal(), backend="streambp", options={"chunk_size": 8})
     for _ in range(2):
         with waits() as found:
-            call(x, data).square().sum().backward()
-        assert +found == Counter(cpu=int(data is not None))
+            call(*given).square().sum().backward()
+        assert +found == Counter(cpu=int(reads_data))
 
 
 ROWS, OTHER = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
@@ -305,7 +281,7 @@ def drawn_size(random: Random) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_sizes_are_written_as_they_are_computed(seed: int) -> None:
+def test_generated_size_code_equals_the_size_functions(seed: int) -> None:
     """Whatever a size of a chunk is part of, and whatever else has been written."""
     random = Random(seed)
     wanted = [drawn_size(random) for _ in range(16)]
@@ -323,14 +299,14 @@ def test_sizes_are_written_as_they_are_computed(seed: int) -> None:
     assert space["found"] == computed, lines
 
 
-def test_numbers_that_follow_from_sizes_need_not_be_whole() -> None:
+def test_numbers_computed_from_sizes_may_be_fractions() -> None:
     n = sympy.Symbol("n", integer=True, positive=True)
     assert runtime_sizes.compiled_size(Real(n * sympy.Float(0.25)))({"n": 5}) == 1.25
     assert runtime_sizes.compiled_size(Truth(n > 3))({"n": 4}) is True
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_inputs_that_lie_otherwise_take_other_code(several: bool) -> None:
+def test_inputs_with_other_strides_use_other_code(several: bool) -> None:
     """Code is found by how inputs lie, and reads them so."""
     segment, x = Segment(fx.symbolic_trace(lambda x: (x + 1,))), torch.randn(4, 4)
     with interpreted():

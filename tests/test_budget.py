@@ -8,23 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
 import streamfx
 import streamfx.frontend.split_graphs
 from streamfx import budget
-from streamfx.budget import STATE, budget_bytes, free_memory, is_budget, total_memory
+from streamfx.budget import STATE_PER_PARAMETER, budget_bytes, free_memory, total_memory
 from streamfx.cost.memory import cost_of
 from streamfx.cost.meter import Meter
 from streamfx.errors import OverBudgetError
-from streamfx.ir.facts import Facts
+from streamfx.frontend.quick_bound import find_fitting_lengths, max_activation_bytes
+from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.program import Program
 from streamfx.options import SAVE_LEVELS, resolve_options
 from streamfx.passes.partition.budget_search import held_bytes
-from streamfx.passes.partition.two_sequences import where_to_split
 from streamfx.runtime.outer import HostProgramRunner
+from streamfx.tools.report.fallback_reasons import FITS
+from tests.random_decoders.checking import executed
+from tests.random_decoders.kinds import numbered
 from tests.support import hf
-from tests.support.exactness import gradient_errors, outcome, recorder
+from tests.support.calls import noted
+from tests.support.exactness import gradient_errors, outcome, recorder, scalar_of
 from tests.support.hf import ROTARY
 from tests.support.peaks import however_small
 from tests.support.small import Causal, tokens
@@ -102,40 +106,7 @@ def test_models_within_four_budgets(make: Any) -> None:
         assert step.held() + peak_as_predicted(recorded, program) <= amount
 
 
-def handed_over(monkeypatch: pytest.MonkeyPatch, compiler: Any, **options: Any) -> tuple[float, str]:
-    """The error of gradients with a budget in which everything fits and `compiler` in Inductor's place; what explain says."""
-    monkeypatch.setattr("streamfx.frontend.backend.compile_whole", compiler)
-    model, ids = Causal().double(), tokens(2, 11)
-    options = {"memory_budget": "1GiB", "bodies": "inductor", **options}
-    compiled = torch.compile(model, backend="streambp", options=options)
-    truth, found = (outcome(run, model, (ids, ids)).gradients for run in (model, compiled))
-    return max(gradient_errors(found, truth).values()), str(streamfx.explain(model, ids, ids, options=options))
-
-
-def test_what_fits_is_given_to_inductor_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-
-    def compiler(module: Any, inputs: Any) -> Any:
-        given.append(module)
-        return module
-
-    error, text = handed_over(monkeypatch, compiler)
-    assert error == 0
-    (module,) = given
-    assert any("scaled_dot_product" in str(node.target) for node in module.graph.nodes)  # Dynamo's graph, not AOTAutograd's
-    assert "nothing is cut into chunks, and Inductor compiles it" in text
-    error, text = handed_over(monkeypatch, None, bodies="eager")
-    assert error < 1e-12 and "Inductor" not in text and "as it stands" in text
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, 0.0, "much", "3 fish", True, "GiB"])
-def test_budgets_that_are_none(value: Any) -> None:
-    assert not is_budget(value) and budget_bytes("1.5 GiB", CPU) == 3 << 29 and budget_bytes("2GB", CPU) == 2 * 10**9
-    with pytest.raises(streamfx.OptionError, match="memory_budget"):
-        streamfx.configure(memory_budget=value)
-
-
-def test_a_container_allows_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_respects_the_container_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "CONTROL_GROUP", tmp_path)
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("1000000\n")
@@ -147,39 +118,176 @@ def test_a_container_allows_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.long
-def test_a_budget_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_automatic_budget_is_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that fits into it with the optimizer's state runs as it stands; else it streams, and stays within."""
     whole = Step(layers=2, memory_budget="1GiB", bodies="eager")
     most, trained = whole.peak(), sum(parameter.nbytes for parameter in whole.model.parameters())
-    monkeypatch.setattr(budget, "memory_of", lambda device: 0)
-    for free, is_whole in ((2 * most + STATE * trained, True), (most // 2 + STATE * trained, False)):
-        monkeypatch.setattr(budget, "free_on", lambda device, free=free: free)
+    monkeypatch.setattr(budget, "total_memory", lambda device: 0)
+    for free, is_whole in ((2 * most + STATE_PER_PARAMETER * trained, True), (most // 2 + STATE_PER_PARAMETER * trained, False)):
+        monkeypatch.setattr(budget, "free_memory", lambda device, free=free: free)
         step = Step(layers=2, memory_budget="auto", bodies="eager")
-        assert step.peak() <= free - STATE * trained
+        assert step.peak() <= free - STATE_PER_PARAMETER * trained
         assert (step.backend.facts[0].program is None) == is_whole
 
 
 @pytest.mark.parametrize("is_translator", [True, False])
-def test_that_no_split_is_tried_is_said_where_it_could_help(is_translator: bool) -> None:
+def test_the_error_mentions_a_split_only_if_it_could_help(is_translator: bool) -> None:
     """Of a graph of two sequences, and only there; and what a step takes at least, wherever nothing fits."""
     model = Translator(layers=1) if is_translator else Causal()
     inputs = batch(96, 24) if is_translator else (tokens(1, 32), tokens(1, 32))
     with pytest.raises(OverBudgetError, match="smallest possible peak is") as caught, however_small():
         streamfx.explain(model, *inputs, memory_budget=1000, chunk_size=5)
-    assert ("within one that is not tried" in str(caught.value)) == is_translator
+    assert ("does not try that" in str(caught.value)) == is_translator
     assert caught.value.smallest > 1000 and "parameters" in caught.value.terms and "raise the budget" in caught.value.do
 
 
-def test_a_split_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_graph_is_searched_for_a_split_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each graph, also where `strict=True` asks before whether it streams in two parts."""
-    looked: list[fx.Graph] = []
-
-    def where(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx.Node | None:
-        looked.append(graph)
-        return where_to_split(facts, graph, peak)
-
-    monkeypatch.setattr(streamfx.frontend.split_graphs, "where_to_split", where)
+    searched = noted(monkeypatch, streamfx.frontend.split_graphs, "where_to_split", lambda facts, graph, peak: graph)
     run = torch.compile(Translator(layers=1), backend="streambp", options={"bodies": "eager", "chunk_size": 5, "strict": True})
     with however_small():
         run(*batch(96, 24))
-    assert looked and len(looked) == len(set(looked))
+    assert searched and len(searched) == len(set(searched))
+
+
+# -- graphs that clearly fit into the budget are not analyzed
+
+IDS = tokens(2, 32)
+
+
+def asked(model: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[fx.Graph, Lengths | None]]:
+    """Dynamo's graphs of a call, and for which lengths each fits by far."""
+    said: list[tuple[fx.Graph, Lengths | None]] = []
+
+    def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        said.append((module.graph, find_fitting_lengths(module.graph, inputs, "1GiB")))
+        return module
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(*args, **kwargs)
+    return said
+
+
+def assert_bounded(model: nn.Module, **inputs: Any) -> int:
+    """Eager, which keeps the most, stays below what is said of all graphs of a call; how many were told of."""
+    graphs = [max_activation_bytes(graph) for graph, _ in asked(model, **inputs)]
+    with Meter() as meter:
+        scalar_of(model(**inputs)).backward()
+    known = [each for each in graphs if each is not None]
+    if len(known) == len(graphs):
+        assert meter.peak <= sum(known) + sum(parameter.nbytes for parameter in model.parameters())
+    return len(known)
+
+
+@pytest.mark.long
+def test_random_decoders_stay_below_the_quick_bound() -> None:
+    programs = [executed(numbered(number)) for number in range(120)]
+    assert sum(assert_bounded(names["model"], **names["inputs"]) for names in programs) >= 30
+
+
+def test_the_quick_bound_counts_all_pairs_of_attention() -> None:
+    """Without a fused kernel, attention makes weights for all rows and keys."""
+    assert assert_bounded(Causal(), ids=IDS, labels=IDS) == 1
+    short, long = (asked(Causal(), tokens(1, n), tokens(1, n))[0][0] for n in (64, 640))
+    assert (max_activation_bytes(long) or 0) > 50 * (max_activation_bytes(short) or 1)
+
+
+class Owned(torch.autograd.Function):
+    """The user's own gradient, which may keep anything."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.expand(1000, *x.shape).clone())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+@torch.library.custom_op("streamfx_tests::by_far", mutates_args=())
+def own_operator(x: Tensor) -> Tensor:
+    return x * 2
+
+
+own_operator.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize("run", [Owned.apply, own_operator, lambda x: x[x > 0].exp()], ids=["function", "operator", "count"])
+def test_custom_operators_have_no_quick_bound(run: Callable[[Tensor], Tensor]) -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        said = asked(lambda x: run(x).sum(), torch.randn(3, 5, requires_grad=True))
+    assert said and all(found is None for _, found in said)
+
+
+def test_an_lstm_has_no_quick_bound() -> None:
+    """They keep what each step makes."""
+
+    def steps(x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        return torch.lstm(x, (x.new_zeros(1, 1, 3),) * 2, [one, other], False, 1, 0.0, False, False, True)[0]
+
+    assert max_activation_bytes(fx.symbolic_trace(steps).graph) is None
+
+
+def test_a_quick_bound_holds_up_to_a_length() -> None:
+    """A plan for lengths that change holds for some lengths: beyond them, a call is compiled again, and streams if it must."""
+    runs: list[Lengths | None] = []
+
+    def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        runs.append(found := find_fitting_lengths(module.graph, inputs, "40MiB"))
+        if found:
+            found.guard(module.graph)
+        return module
+
+    step = torch.compile(Causal(), backend=backend, dynamic=True)
+    for length in (16, 20, 1024):
+        step(tokens(2, length), tokens(2, length))
+    assert len(runs) == 2 and runs[0] and runs[1] is None
+    assert 20 <= max(runs[0].numbers.values()) < 1024
+
+
+@pytest.fixture
+def given_to_inductor(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The graphs that a stand-in for Inductor got."""
+    given: list[Any] = []
+
+    def compiler(module: Any, inputs: Any) -> Any:
+        given.append(module)
+        return module
+
+    monkeypatch.setattr("streamfx.frontend.backend.compile_whole", compiler)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "found"),
+    [
+        ("1GiB", {}, FITS),
+        ("1GiB", {"bodies": "eager"}, FITS),
+        ("1GiB", {"chunk_size": 16}, "streams"),
+        ("30KiB", {}, "streams"),
+    ],
+    ids=["compiled", "no compiler", "chunks", "no room"],
+)
+def test_a_step_that_clearly_fits_is_not_analyzed_unless_chunks_are_requested(
+    monkeypatch: pytest.MonkeyPatch, given_to_inductor: list[Any], budget: Any, options: Any, found: str
+) -> None:
+    is_compiled = budget == "1GiB" and not options
+    if is_compiled:
+        monkeypatch.setattr("streamfx.frontend.backend.aot_autograd", None)
+    model = Causal().double()
+    truth = outcome(model, model, (IDS, IDS)).gradients
+    done = streamfx.enable(model, memory_budget=budget, **options)
+    own = outcome(model, model, (IDS, IDS)).gradients
+    streamfx.disable(model)
+    assert max(gradient_errors(own, truth).values()) < 1e-12
+    assert len(given_to_inductor) == is_compiled and found in str(done)
+    assert ("Inductor compiles it" in str(done)) or not is_compiled
+
+
+def test_evaluation_that_clearly_fits_is_compiled_unchanged(given_to_inductor: list[Any]) -> None:
+    step = torch.compile(Causal(), backend="streambp", options={"memory_budget": "1GiB"})
+    with torch.no_grad():
+        step(IDS, IDS)
+    assert len(given_to_inductor) == 1
+    assert FITS in str(streamfx.explain(Causal(), IDS, IDS, memory_budget="1GiB"))

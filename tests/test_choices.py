@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import streamfx
 from streamfx.cost.flops import flops_of_call
 from streamfx.cost.memory import cost_of
 from streamfx.cost.rates import CPU, CUDA
@@ -19,42 +19,24 @@ from streamfx.ir.stage import Stage
 from streamfx.ir.stage_plan import CHUNK_COUNT_RATIOS, MIN_ROWS, MIN_WORKING_SET, SINGLE_CHUNK_SHARE, TILE, WORK_SHARE, AutoChunk
 from streamfx.options import resolve_options
 from streamfx.passes.ops.traits import is_expensive
+from streamfx.passes.partition import loop_distribution
 from streamfx.passes.partition.chunk_sizes import OVERHEAD, worthwhile_rows
 from tests.support import hf
-from tests.support.exactness import TOLERANCE, compare, compare_replayed
+from tests.support.exactness import compare
 from tests.support.hf import LossOf, deep
+from tests.support.stages import Layers, batch
 
 pytestmark = pytest.mark.compiled
 
 LAYERS = 5
 LEVELS = ("inputs", "attention", "projections", "products")
-CHOICES: list[dict[str, Any]] = [
-    {"keep_every": 1, "save": "attention"},
-    {"keep_every": 3, "save": "attention"},
-    {"keep_every": 9, "save": "inputs"},
-    {"save": "projections"},
-    {"keep_every": 2, "save": "products"},
-    {"offload": "inputs", "keep_every": 2},
-    {"offload": "attention", "keep_every": 2},
-]
 
 
 def loops_again(facts: Facts) -> int:
     return sum("_again" in loop.spec.name for loop in known(facts.program).loops)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("make", [hf.qwen3_tied, hf.gemma2, hf.gpt_neox], ids=lambda make: make.__name__)
-def test_gradients_under_every_choice(make: Any) -> None:
-    """Also with norms after products and attention spelled out; with attention and MLP side by side, and biases."""
-    ids = torch.randint(1, hf.VOCABULARY, (2, 19))
-    report = compare(deep(make, LAYERS), {"input_ids": ids, "labels": ids}, chunk_size=6, keep_every=2)
-    assert loops_again(report.facts[0]) == 2
-    for choice in CHOICES:
-        compare_replayed(report.recorder, 5, TOLERANCE, choice)
-
-
-def test_what_each_level_keeps_and_how_many_stages_run_again() -> None:
+def test_each_level_saves_more_and_recomputes_less() -> None:
     """Values of the first layer, batch 1: each level keeps what the one before it keeps, and computes less again."""
     ids = torch.randint(1, hf.VOCABULARY, (1, 12))
     model = LossOf(deep(hf.qwen3, 2))
@@ -104,7 +86,9 @@ def layer(facts: Facts) -> Stage:
     held=st.integers(0, 100 << 30),
     cuts=st.integers(0, 100),
 )
-def test_work_takes_a_stated_share(length: int, row_bytes: int, stream_bytes: int, worthwhile: int, held: int, cuts: int) -> None:
+def test_a_chunk_takes_a_bounded_share_of_memory(
+    length: int, row_bytes: int, stream_bytes: int, worthwhile: int, held: int, cuts: int
+) -> None:
     """Of what a step holds, or as much as one value at a cut; no more rows than are worth their memory, but for whole tiles."""
     chunk = AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts)
     rows, small = (item.rows(length, row_bytes, stream_bytes) for item in (chunk, AutoChunk(row_bytes, stream_bytes)))
@@ -114,7 +98,7 @@ def test_work_takes_a_stated_share(length: int, row_bytes: int, stream_bytes: in
     assert rows * row_bytes <= max(least, min(worthwhile * row_bytes, share)) / CHUNK_COUNT_RATIOS[0] + TILE * row_bytes
 
 
-def test_totals_are_worth_rows(trained: Facts) -> None:
+def test_chunks_amortize_the_traffic_of_sums(trained: Facts) -> None:
     """Totals take a small share of the time of products; frozen weights have none, and a faster device wants more rows."""
     stage, frozen = layer(trained), facts_of("mlp", "self_attn")
     totals = [node for node in stage.backward if trained.access.storage_classes.get(node, (None,))[0] is StorageClass.SUM]
@@ -127,3 +111,21 @@ def test_totals_are_worth_rows(trained: Facts) -> None:
         idle = replace(rates, launch=0)  # which is most of what so small a layer costs
         assert worthwhile_rows(layer(frozen), frozen, idle) < worthwhile_rows(stage, trained, idle)
     assert worthwhile_rows(stage, trained, CPU) < worthwhile_rows(stage, trained, CUDA)
+
+
+FOUND_ONCE = [getattr(loop_distribution, name) for name in ("earliest_loops", "latest_loops", "fill_loops", "cheapest_placement")]
+
+
+def placed(layers: int) -> tuple[int, list[int]]:
+    """The number of regions in the plan of a decoder, and of how many different ones each step of the search was run."""
+    for function in FOUND_ONCE:
+        function.cache_clear()
+    streamfx.explain(Layers(layers), *batch(length=64), chunk_size=16).summary(with_baseline=False)
+    asked = loop_distribution.earliest_loops.cache_info()
+    return asked.hits + asked.misses, [function.cache_info().misses for function in FOUND_ONCE]
+
+
+def test_values_of_equal_layers_are_placed_once() -> None:
+    few, more = placed(3), placed(5)
+    assert more[0] >= few[0] + 4, "each layer has a forward and a backward half"
+    assert more[1] == few[1], "more layers of the same kind are no more work"

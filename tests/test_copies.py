@@ -36,31 +36,23 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
-@pytest.mark.compiled
-def test_two_inputs_are_alive_at_most(traced: Traced, device: Device) -> None:
-    traced.run(device)
-    device.check()
-    assert device.most_alive() == 2
-    assert len(device.overlaps) == 2 * (LAYERS - 1)
-
-
 ATTENTION = {"offload": "attention"}
+PLANS: list[tuple[dict[str, Any], int]] = [({}, 2), ({"keep_every": 3}, 2), ({"chunk_size": 13}, 2), (ATTENTION, 6)]
 
 
-@pytest.mark.parametrize(("options", "alive"), [({"keep_every": 3}, 2), ({"chunk_size": 13}, 2), (ATTENTION, 6)], ids=str)
-def test_other_plans(traced: Traced, device: Device, options: dict[str, Any], alive: int) -> None:
-    """Beside an input attention leaves its results and their log-sum-exps: three values of a stage."""
+@pytest.mark.parametrize(("options", "alive"), PLANS, ids=str)
+def test_values_of_two_stages_are_alive_at_most(traced: Traced, device: Device, options: dict[str, Any], alive: int) -> None:
+    """A stage saves its input; with `offload="attention"` also attention's results and their log-sum-exps."""
     traced.run(device, **options)
     device.check()
     assert 0 < device.most_alive() <= alive
+    if not options:
+        assert device.most_alive() == 2 and len(device.overlaps) == 2 * (LAYERS - 1)
+    elif options is ATTENTION:
+        assert device.runtime.most == bytes_on_host(traced.facts(**ATTENTION)) == mmap.PAGESIZE * (3 * LAYERS - 1)
 
 
-def test_blocks_of_the_host_are_those_of_the_plan(traced: Traced, device: Device) -> None:
-    traced.run(device, **ATTENTION)
-    assert device.runtime.most == bytes_on_host(traced.facts(**ATTENTION)) == mmap.PAGESIZE * (3 * LAYERS - 1)
-
-
-def test_copies_run_beside_the_loops_of_a_stage(traced: Traced, device: Device) -> None:
+def test_copies_overlap_the_loops_of_a_stage(traced: Traced, device: Device) -> None:
     """But for the first one of the backward half, whose value is needed at once."""
     traced.run(device)
     loops = min(device.overlaps[: LAYERS - 1])
@@ -80,14 +72,14 @@ class Skips(Layers):
 
 
 @pytest.mark.compiled
-def test_values_that_several_stages_read(device: Device) -> None:
+def test_values_read_by_several_stages_are_copied_correctly(device: Device) -> None:
     """In the forward half they stay for their last reader; the backward half fetches them again after a gap."""
     Traced(Skips(LAYERS)).run(device)
     device.check()
     assert 2 <= device.most_alive() <= 4
 
 
-def test_halves_in_another_order(traced: Traced, device: Device) -> None:
+def test_forwards_and_backwards_may_interleave(traced: Traced, device: Device) -> None:
     """A graph that is kept fetches the same copies twice, beside a second forward pass; of a third nobody runs the backward."""
     with device.watching():
         saved = traced.forward()
@@ -105,7 +97,7 @@ class Stopped(Exception):
 
 
 @pytest.mark.parametrize("name", ["hidden_3_forward", "hidden_3_backward_0", "hidden_4_backward_1"])
-def test_an_exception_in_the_middle(traced: Traced, device: Device, name: str) -> None:
+def test_an_exception_leaves_the_next_step_correct(traced: Traced, device: Device, name: str) -> None:
     """Memory of copies that are under way is given to the next step only after them."""
     program = traced.program()
     half = program.forward if name.endswith("_forward") else known(program.backward)
@@ -116,7 +108,7 @@ def test_an_exception_in_the_middle(traced: Traced, device: Device, name: str) -
     device.check()
 
 
-def test_several_threads(traced: Traced, device: Device) -> None:
+def test_several_threads_share_copies_without_a_race(traced: Traced, device: Device) -> None:
     """Each has a compute stream of its own; copies of all run on the one copy stream, in blocks that they share."""
     failed = list[BaseException]()
 
@@ -140,7 +132,7 @@ def test_several_threads(traced: Traced, device: Device) -> None:
 
 
 @pytest.mark.parametrize("packs", [False, True])
-def test_hooks_may_read_what_is_saved(traced: Traced, device: Device, packs: bool) -> None:
+def test_saved_tensor_hooks_may_read_saved_values(traced: Traced, device: Device, packs: bool) -> None:
     """The host waits for copies before autograd gives them to hooks, and else for none."""
     with torch.autograd.graph.save_on_cpu() if packs else nullcontext(), device.watching():
         saved = traced.forward()
@@ -153,7 +145,7 @@ def test_hooks_may_read_what_is_saved(traced: Traced, device: Device, packs: boo
 
 
 @pytest.mark.parametrize("left_out", ["copy waits", "work waits", "nothing"])
-def test_a_race_is_seen(left_out: str) -> None:
+def test_the_stand_in_detects_a_race(left_out: str) -> None:
     device = Device()
     copies, event = device.Stream(), device.Event()
     with device.watching():

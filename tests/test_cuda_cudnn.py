@@ -16,7 +16,8 @@ from streamfx.kernels import chunk_attention, cuda_attention, cuda_cudnn, flash_
 from streamfx.kernels.plain_attention import BOTTOM_RIGHT, BottomRightCausal
 from streamfx.torch_private import NoMaskForCudnn
 from tests.support import cuda_kernels
-from tests.support.cuda_kernels import another_gradient, check, drawn, in_their_place, noted, refuses, wrong
+from tests.support.calls import noted
+from tests.support.cuda_kernels import another_gradient, check, drawn, in_their_place, refuses, wrong
 from tests.support.cuda_reading import plain
 from tests.support.tracing import compare_function
 from tests.test_cuda_kernels import as_cudnn, attended
@@ -25,7 +26,7 @@ WIDTH, KEYS = 8, 24
 CPU = torch.device("cpu")
 
 
-def told(*given: Any) -> tuple[int, int, bool]:
+def shape_of_call(*given: Any) -> tuple[int, int, bool]:
     """Rows, keys, and whether there is a causal mask."""
     q, k = given[1:3] if len(given) > 5 else given[:2]
     return q.shape[2], k.shape[2], next(item for item in given[::-1] if isinstance(item, bool))
@@ -38,7 +39,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         cuda_cudnn.matches_reference.cache_clear()
         cuda_cudnn.matches_reference(CPU, torch.float64, WIDTH, WIDTH)
         cuda_kernels.PLANS.clear()
-        yield [noted(monkeypatch, cuda_cudnn, name, told) for name in ("forward", "backward")]
+        yield [noted(monkeypatch, cuda_cudnn, name, shape_of_call) for name in ("forward", "backward")]
     cuda_cudnn.matches_reference.cache_clear()
 
 
@@ -47,7 +48,7 @@ def check_chunk(q: Tensor, k: Tensor, v: Tensor, first: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_chunk_is_a_past_and_a_square_diagonal(batch: int, hopper: list[Any]) -> None:
+def test_a_chunk_is_split_into_past_and_diagonal(batch: int, hopper: list[Any]) -> None:
     q, k, v = drawn(batch, KEYS, KEYS)
     for start, stop in ((0, 8), (8, 16), (16, 24)):
         check_chunk(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], start)
@@ -68,7 +69,7 @@ LEFT: dict[str, tuple[int, int, int, Any, float | None, Any]] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_other_calls_are_left_to_other_kernels(name: str, hopper: list[Any]) -> None:
+def test_unsupported_calls_use_other_kernels(name: str, hopper: list[Any]) -> None:
     rows, keys, width, how, scale, truth = LEFT[name]
     heads = drawn(1, rows, keys, width=width)
     found = chunk_attention.forward(*heads, *how, scale=scale)
@@ -85,7 +86,7 @@ CHOSEN: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("how", CHOSEN)
-def test_what_the_user_chose_is_obeyed(how: str, hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_s_choice_of_kernels_is_respected(how: str, hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, answer = CHOSEN[how]
     monkeypatch.setattr(owner, name, lambda: answer)
     check_chunk(*drawn(1, 8, KEYS), 16)
@@ -106,7 +107,7 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
-def test_a_plan_for_another_layout_is_never_met(hopper: list[Any]) -> None:
+def test_a_plan_for_another_layout_is_never_reused(hopper: list[Any]) -> None:
     """Results and gradients come in many layouts; a user's own call of one sequence may have made a plan for another."""
     q, k, v = drawn(1, 8, 8)
     out, lse = plain_attention.forward(q, k, v, None, True, None)
@@ -127,7 +128,7 @@ def test_a_plan_for_another_layout_is_never_met(hopper: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(("groups", "length"), [(4, 32), (1, 19)])
-def test_programs_stream(groups: int, length: int, hopper: list[Any]) -> None:
+def test_programs_stream_with_cudnn(groups: int, length: int, hopper: list[Any]) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, length, (4 + 2 * groups) * WIDTH, dtype=torch.float64, requires_grad=True)
     function = lambda x: attended(as_cudnn, x, groups, None, True)  # noqa: E731
@@ -144,7 +145,7 @@ def no_gradient(real: Any, *given: Any) -> Any:
 
 
 @pytest.mark.parametrize(("fault", "back"), [(refuses, None), (at_the_last, None), (None, another_gradient), (None, no_gradient)])
-def test_kernels_that_are_wrong_are_not_called(fault: Any, back: Any) -> None:
+def test_incorrect_kernels_are_not_called(fault: Any, back: Any) -> None:
     with (
         in_their_place(half=True, cudnn=True),
         wrong(cuda_cudnn.matches_reference, cuda_cudnn, ("forward", "backward"), fault, back),
@@ -154,7 +155,7 @@ def test_kernels_that_are_wrong_are_not_called(fault: Any, back: Any) -> None:
         assert sdpa.supports_bottom_right(*drawn(1, 8, KEYS), None, BOTTOM_RIGHT)
 
 
-def test_flash_attention_3_takes_the_place_of_both(hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_3_replaces_both_kernels(hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Activated by PyTorch's own call, it answers flash attention's operators (torch/nn/attention/_fa3.py); it is asked for a
     chunk in one call, whose mask ends at the last row, and tried anew for windows.
     """
@@ -183,9 +184,7 @@ def test_flash_attention_3_takes_the_place_of_both(hopper: list[Any], monkeypatc
 
 @pytest.mark.compiled
 @pytest.mark.parametrize(("masked", "by_name"), [(False, True), (True, True), (True, False)])
-def test_the_operator_is_switched_off_while_a_mask_is_traced(
-    masked: bool, by_name: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cudnn_is_disabled_while_a_mask_is_traced(masked: bool, by_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets -65504 for what a boolean mask hides (2.11); what is planned meanwhile finds it as the user has it."""
     flags = torch.backends.cuda
     planned = noted(monkeypatch, Compilation, "partition", lambda *_: flags.cudnn_sdp_enabled())
@@ -202,7 +201,7 @@ def test_the_operator_is_switched_off_while_a_mask_is_traced(
     assert (traced[:2] == [False, True]) if masked else not traced
 
 
-def test_a_user_who_allows_cudnn_alone_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_stays_enabled_if_it_is_the_only_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     q, mask = torch.randn(1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool).tril()
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]), NoMaskForCudnn():
         monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: pytest.fail("the user's choice is changed"))

@@ -18,7 +18,8 @@ from torch import Tensor
 from streamfx.kernels import chunk_attention, cuda_attention, flash_varlen, flash_window, plain_attention
 from streamfx.kernels.mask_tiles import TileKind, tiles_of_mask
 from tests.support import cuda_documents as stand_in
-from tests.support.cuda_kernels import Heads, another_gradient, drawn, in_their_place, noted, refuses, wrong
+from tests.support.calls import noted
+from tests.support.cuda_kernels import Heads, another_gradient, drawn, in_their_place, refuses, wrong
 from tests.support.cuda_kernels import check as compared
 from tests.support.tracing import compare_function
 from tests.test_visible import as_mask, masks
@@ -104,7 +105,7 @@ def test_a_chunk_takes_one_call(chunk: int, left: int | None, calls: list[Call],
 
 
 @pytest.mark.parametrize("limit", ["documents", "keys"])
-def test_what_would_take_much_memory_takes_several_calls(limit: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_split_to_limit_memory(limit: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward makes some rows more for each document, and the gradients of keys for all heads that share them."""
     counts = noted(monkeypatch, stand_in, "flash_backward", lambda *items: (len(items[6]) - 1, items[7][-1]))
     seen = seen_by([*range(0, 40, 4), 40], 60)
@@ -137,7 +138,7 @@ FAULTS = [(refuses, None), (turned_sums, None), (other_documents, None), (anothe
 
 
 @pytest.mark.parametrize(("fault", "back"), FAULTS, ids=lambda fault: getattr(fault, "__name__", "-"))
-def test_kernels_that_differ_are_not_called(fault: Any, back: Any, calls: list[Call]) -> None:
+def test_incorrect_kernels_are_not_called(fault: Any, back: Any, calls: list[Call]) -> None:
     """Documents are then taken apart: what a device's kernels do is tried on a few rows, once."""
     with wrong(flash_varlen.separates_documents, stand_in, ("flash", "flash_backward"), fault, back):
         check_mask(bias_of(seen_by(STARTS, LENGTH)))
@@ -145,7 +146,7 @@ def test_kernels_that_differ_are_not_called(fault: Any, back: Any, calls: list[C
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.4])
-def test_a_scale_that_turns_scores_around_takes_them_apart(scale: float, calls: list[Call]) -> None:
+def test_a_scale_that_is_not_positive_splits_documents(scale: float, calls: list[Call]) -> None:
     """Flash attention seeks the greatest score before it scales."""
     heads, mask = drawn(1, LENGTH, LENGTH), bias_of(seen_by(STARTS, LENGTH))
     truth = plain_attention.forward(*heads, mask, False, scale)
@@ -154,7 +155,7 @@ def test_a_scale_that_turns_scores_around_takes_them_apart(scale: float, calls: 
 
 
 @given(masks(), st.sampled_from([1, 2, 4]), st.integers(0, 1000))
-def test_attention_by_pieces_is_attention(mask: Tensor, groups: int, seed: int) -> None:
+def test_attention_by_tiles_is_exact(mask: Tensor, groups: int, seed: int) -> None:
     """Of anything that rows may see, where each sees something."""
     mask = torch.where((mask < -1e30).all(-1, keepdim=True), 0.0, mask)[:, None]
     with in_their_place(half=True):
@@ -169,7 +170,7 @@ def kinds(seen: Tensor) -> list[tuple[TileKind, int | None]]:
     return [(piece.kind, None if piece.documents is None else len(piece.documents.rows) - 1) for piece in pieces]
 
 
-def test_what_is_documents() -> None:
+def test_document_masks_are_recognized() -> None:
     assert kinds(seen_by(STARTS, LENGTH)) == [(TileKind.PACKED, 6)]
     assert kinds(seen_by(STARTS, LENGTH, causal=False)) == [(TileKind.PACKED, 6)]
     assert kinds(seen_by(STARTS, LENGTH)[30:62]) == [(TileKind.PACKED, 2)]
@@ -185,13 +186,13 @@ NOT_ONE = {"two windows": (ONE, seen_by([0], 30, left=4)), "a document of more k
 
 
 @pytest.mark.parametrize("name", NOT_ONE)
-def test_what_is_not_one_call(name: str, calls: list[Call]) -> None:
+def test_documents_with_different_windows_take_several_calls(name: str, calls: list[Call]) -> None:
     mask = bias_of(torch.block_diag(*(seen.int() for seen in NOT_ONE[name])).bool())
     assert len(tiles_of_mask(mask[:, 0], 1, packs_documents=True)) > 1
     check_mask(mask)
 
 
-def test_a_window_of_one_document_goes_back_as_a_window(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backward_of_one_document_uses_the_window_kernel(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     """Many keys of one document are taken in blocks there, which a call of documents does not do."""
     keys = noted(monkeypatch, flash_window, "backward", lambda *items: items[2].shape[2])
     check_mask(bias_of(seen_by([0], 40, left=6)))

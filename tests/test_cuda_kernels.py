@@ -7,6 +7,7 @@ can be called (`tests/support/cuda_kernels.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,9 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamfx.kernels import chunk_attention, cuda_attention, efficient_bottom_right, flash_window, sdpa
+from streamfx.cost.meter import Meter
+from streamfx.kernels import chunk_attention, cuda_attention, cuda_products, efficient_bottom_right, flash_window, sdpa
+from streamfx.kernels.cuda_products import ADD_PRODUCT
 from streamfx.kernels.plain_attention import BOTTOM_RIGHT
-from tests.support.cuda_kernels import Heads, another_gradient, check, drawn, in_their_place, noted, refuses, wrong
+from streamfx.torch_private import FakeTensorMode
+from tests.support.calls import noted
+from tests.support.cuda_kernels import Heads, another_gradient, check, drawn, in_their_place, refuses, wrong
 from tests.support.cuda_reading import plain
 from tests.support.tracing import compare_function, traced
 
@@ -90,7 +95,7 @@ def test_kernels_stream(operator: Any, mask: Any, causal: bool, verdict: str, ha
         compare_function(function, [x], (5, 1, length), streams=True, attention={verdict})
 
 
-def test_masks_of_data_stream(half: None) -> None:
+def test_masks_that_depend_on_data_stream(half: None) -> None:
     """Padding on the left, packed documents, and rows that see some of the keys: tiles of all kinds."""
     torch.manual_seed(0)
     length = 67
@@ -113,7 +118,7 @@ REFUSED: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_ours_do_not_do_is_left_to_their_kernels(name: str, half: None) -> None:
+def test_unsupported_attention_keeps_its_operator(name: str, half: None) -> None:
     """The stand-ins have neither: the original operator is what was called."""
 
     def function(x: Tensor, bias: Tensor) -> Tensor:
@@ -177,13 +182,13 @@ def test_many_rows_take_several_calls(
     assert pairs < rows * keys or not causal or keys > rows  # what no row sees is left out
 
 
-def test_a_causal_mask_that_begins_at_the_first_row(half: None) -> None:
+def test_a_top_left_causal_mask_over_more_keys_is_exact(half: None) -> None:
     """With more keys than rows flash attention's mask begins elsewhere: another kernel takes them."""
     check(cuda_attention, drawn(2, 5, 9), (None, True, None), (None, True, None))
 
 
 @pytest.mark.parametrize("bias", [None, torch.zeros(1, 1, 9, 9, dtype=torch.bfloat16)], ids=["flash", "efficient"])
-def test_merged_results_are_rounded_to_the_type_that_kernels_read(bias: Tensor | None, half: None) -> None:
+def test_merged_results_have_the_type_of_the_kernel(bias: Tensor | None, half: None) -> None:
     q, k, v = (item.bfloat16() for item in drawn(2, 9, 9, groups=4))
     out, lse = cuda_attention.forward(q, k, v, bias, False, None)
     made = cuda_attention.backward(torch.ones_like(out).float(), q, k, v, out.float(), lse, bias, False, None)
@@ -230,7 +235,7 @@ FAULTS = [(refuses, None), (at_the_first, None), (one_key_more, None), (None, an
 
 @pytest.mark.parametrize("left", [None, -2])
 @pytest.mark.parametrize(("fault", "back"), FAULTS, ids=lambda fault: getattr(fault, "__name__", "-"))
-def test_kernels_that_end_elsewhere_are_not_called(fault: Any, back: Any, left: int | None) -> None:
+def test_kernels_with_another_mask_alignment_are_not_called(fault: Any, back: Any, left: int | None) -> None:
     """The past and the diagonal are then two calls, and a window is a bias: kernels are tried on a few rows, once."""
     heads = drawn(1, 5, 9, groups=4)
     with (
@@ -243,8 +248,71 @@ def test_kernels_that_end_elsewhere_are_not_called(fault: Any, back: Any, left: 
 
 
 @pytest.mark.parametrize(("fault", "back"), [FAULTS[0], *FAULTS[2:]], ids=lambda fault: getattr(fault, "__name__", "-"))
-def test_kernels_that_do_not_hide_are_not_called(fault: Any, back: Any, half: None) -> None:
+def test_kernels_without_windows_are_not_called(fault: Any, back: Any, half: None) -> None:
     heads = drawn(1, 5, 9, groups=4)
     with wrong(flash_window.masks_correctly, flash_window, ("_flash", "_flash_backward"), fault, back):
         assert not flash_window.masks_correctly(heads[0].device, heads[0].dtype, HEAD)
         check_window(heads, -2)
+
+
+# -- products that are added to a total of another type
+
+HALF = torch.bfloat16
+
+
+@contextmanager
+def stand_ins(takes_other_totals: bool) -> Iterator[list[str]]:
+    """cuda/Blas.cpp: _mm_dtype_out_cuda, _addmm_dtype_out_cuda; which totals are taken depends on the version of PyTorch."""
+    called: list[str] = []
+
+    def product(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+        called.append("product")
+        assert left.dtype == right.dtype == HALF and out_dtype == torch.float32
+        return left.float() @ right.float()
+
+    def added(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor, **factors: Any) -> Tensor:
+        called.append("added")
+        assert left.dtype == right.dtype == HALF and not factors
+        if out_dtype != out.dtype or out.shape != (*left.shape[:-1], right.shape[-1]):
+            raise RuntimeError("out_dtype must be the same as the dtype of the provided out tensor")
+        if total.dtype != left.dtype and not takes_other_totals:
+            raise RuntimeError("self and mat2 must have the same dtype")
+        return out.copy_(total + left.float() @ right.float())
+
+    def written(left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
+        called.append("written")
+        assert left.dtype == right.dtype == HALF and out_dtype == out.dtype
+        return out.copy_(left.float() @ right.float())
+
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in {"mm.dtype": product, "mm.dtype_out": written, "addmm.dtype_out": added}.items():
+        library.impl("baddbmm.dtype_out" if function is added else f"b{name}", function, "CPU")
+        library.impl(name, function, "CPU")
+    cuda_products.adds_in_place.cache_clear()
+    try:
+        yield called
+    finally:
+        library._destroy()
+        cuda_products.adds_in_place.cache_clear()
+
+
+@pytest.mark.parametrize("takes_other_totals", [True, False])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_a_product_is_added_to_a_wider_total(batch: tuple[int, ...], takes_other_totals: bool) -> None:
+    """In place where it can be; the other way where it cannot, and not by trying at each product."""
+    left, right = torch.randn(*batch, 5, 7).to(HALF), torch.randn(*batch, 7, 4).to(HALF)
+    total = torch.full((*batch, 5, 4), torch.nan)  # the first part is written, whatever the total holds
+    with stand_ins(takes_other_totals) as called:
+        for is_first in (True, False, False):
+            ADD_PRODUCT(total, left, right, is_first)
+    torch.testing.assert_close(total, 3 * (left.float() @ right.float()))
+    tried = 4 if takes_other_totals else 2
+    assert called[tried:] == (["written", "added", "added"] if takes_other_totals else ["product"] * 3)
+
+
+def test_adding_a_product_takes_no_memory() -> None:
+    with FakeTensorMode():
+        total, left, right = torch.zeros(64, 32), torch.zeros(64, 16, dtype=HALF), torch.zeros(16, 32, dtype=HALF)
+        with Meter() as meter:
+            ADD_PRODUCT(total, left, right, False)
+    assert (meter.peak, meter.flops, meter.moved) == (0, 2 * 64 * 16 * 32, 0)

@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from streamfx import StaleOutputError
 from streamfx.errors import NotStreamedError
-from streamfx.frontend.backend import Compilation, streambp
+from streamfx.frontend.backend import Compilation
 from streamfx.lazy import defer_outputs, recompute, steps
 from streamfx.lazy.deferred import DeferredTensor
 from streamfx.lazy.recompute import RecomputeSource
 from streamfx.options import resolve_options
+from tests.support.calls import noted
 from tests.support.deferred import OPTIONS, WEIGHTS, Compiled, assert_same, gradients
-from tests.support.heads import BATCH, HEADS, LENGTH, MIXED, VOCABULARY, Decoder, capped_head, decoder, plain_head, some_ids
+from tests.support.heads import BATCH, HEADS, LENGTH, MIXED, VOCABULARY, Decoder, capped_head, decoder, some_ids
 from tests.support.spread import only
-from tests.test_live_bytes import Shapes
 
 pytestmark = pytest.mark.compiled
 
@@ -38,52 +37,12 @@ def dynamo_graph(model: nn.Module, *arguments: Any) -> fx.GraphModule:
     return graphs[0]
 
 
-PLAN = """
-deferred made [2, 11, 40] torch.float64 on cpu, from weight, x_1
-  layer_norm = layer_norm(x_1, (8,))
-  linear_2 = linear(layer_norm, weight)
-  truediv = truediv(linear_2, 3.0)
-  tanh = tanh(truediv)
-  made = mul(tanh, 3.0)
-"""
-
-
-def test_the_plan_as_text() -> None:
-    module = dynamo_graph(decoder(), some_ids(), some_ids())
-    before = module.print_readable(print_output=False)
-    deferral = defer_outputs(module)
-    assert deferral is not None
-    names = [str(node) for node in deferral.module.graph.output_node().args[0]]  # type: ignore[union-attr]
-    assert names == ["cross_entropy", "x_1"]
-    assert str(deferral.plan) == PLAN.strip()
-    assert module.print_readable(print_output=False) == before
-
-
 def recipe_of(head: Callable[..., Any]) -> Any:
     deferral = defer_outputs(dynamo_graph(decoder(head), some_ids()))
     return None if deferral is None else deferral.plan.recipes[0]
 
 
-ROWS: dict[str, tuple[int | None, ...] | None] = {
-    "softcap": (0, 1, None),
-    "mask": (0, 1, None),
-    "log-probabilities": (0, 1, None),
-    "einsum": None,
-    "less the mean over time": (0, None, None),
-    "a norm behind a mean over time": (0, None, None),
-    "less the mean of all": None,
-    "a scale made of rows": None,
-    "all rows added": None,
-}
-
-
-@pytest.mark.parametrize("head", ROWS)
-def test_rows_are_known_where_functions_work_row_by_row(head: str) -> None:
-    rows = recipe_of(HEADS[head][0]).rows
-    assert (None if rows is None else rows.dims) == ROWS[head]
-
-
-def test_a_head_is_found_however_its_weight_is_transposed() -> None:
+def test_a_head_is_recognized_for_any_transpose_of_its_weight() -> None:
     """Dynamo writes an attribute as one until torch 2.13, later as an operator."""
     aten = torch.ops.aten
     operators = [aten.numpy_T, aten.matrix_H, aten.mT, aten.mH, aten.adjoint, aten.t, aten.t.default, torch.t, torch.adjoint]
@@ -112,7 +71,7 @@ ALONE = ["linear", "weights made of rows", "all rows added", *MIXED]
 
 
 @pytest.mark.parametrize("name", only([*ALONE[:2], "less the mean over time", "a norm behind a mean over time"], ALONE))
-def test_rows_that_are_read_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_read_alone_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of logits so large that they are never made whole, where the norm in front of the head reads other rows."""
     monkeypatch.setattr(steps, "LEAST", 1)
     model = decoder(HEADS[name][0])
@@ -143,42 +102,11 @@ def test_heads_are_exact(name: str) -> None:
     assert_same(results[0], results[1])
 
 
-def test_lengths_that_change() -> None:
-    model, compilations = decoder(), list[fx.GraphModule]()
-
-    def counted(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        compilations.append(module)
-        return streambp(module, inputs, options=OPTIONS)
-
-    compiled = torch.compile(model, backend=counted)
-    for length in (11, 7, 19, 23):
-        ids, results = some_ids(length), []
-        for function in (compiled, model):
-            loss, logits = function(ids, ids)
-            (loss + F.cross_entropy(logits.transpose(1, 2), ids.flip(1))).backward()
-            results.append((loss, logits, gradients(model)))
-        assert_same(results[0], results[1])
-        assert isinstance(results[0][1], DeferredTensor)
-    assert len(compilations) == 2
-
-
 # -- when they are computed, and what that costs
 
 
-def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[None]:
-    calls: list[None] = []
-    method = getattr(owner, name)
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(None)
-        return method(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, counted)
-    return calls
-
-
-def test_it_is_computed_once_and_only_when_its_values_are_needed(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    computed = count_calls(monkeypatch, RecomputeSource, "_run_and_record")
+def test_a_deferred_output_is_computed_once_if_its_values_are_used(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = noted(monkeypatch, RecomputeSource, "_run_and_record")
     logits = compiled.deferred()
     pytree.tree_map(lambda x: x.detach(), {"logits": [logits]})
     lazy = [logits.detach(), logits.float(), logits[:, -1], logits[0, :3].bfloat16()]
@@ -191,9 +119,9 @@ def test_it_is_computed_once_and_only_when_its_values_are_needed(compiled: Compi
     assert len(computed) == 1
 
 
-def test_few_rows_are_computed_by_themselves(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_rows_are_computed_without_the_others(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "LEAST", BATCH * LENGTH * VOCABULARY)  # the logits are large, and parts of them are not
-    whole, rows = (count_calls(monkeypatch, RecomputeSource, name) for name in ("rebuild", "rebuild_rows"))
+    whole, rows = (noted(monkeypatch, RecomputeSource, name) for name in ("rebuild", "rebuild_rows"))
     logits, dense = compiled.deferred(), compiled.dense().detach()
     assert_same(logits[:, -2:].exp().detach(), dense[:, -2:].exp())
     assert_same(logits.float()[:, 1:7:2].exp().detach(), dense.float()[:, 1:7:2].exp(), 1e-6)
@@ -201,17 +129,6 @@ def test_few_rows_are_computed_by_themselves(compiled: Compiled, monkeypatch: py
     assert_same(logits[:, 1:].exp().detach(), dense[:, 1:].exp())
     logits[:, 0].sum()
     assert (len(rows), len(whole)) == (2, 1)
-
-
-@pytest.mark.parametrize("head", [plain_head, capped_head])
-def test_no_tensor_of_all_logits_exists_when_only_the_loss_is_used(head: Callable[..., Any]) -> None:
-    """Neither the logits nor their gradient, in the forward and the backward."""
-    compiled, ids = torch.compile(decoder(head), backend="streambp", options=OPTIONS), some_ids(64)
-    compiled(ids, ids)[0].backward()
-    with Shapes() as shapes:
-        loss, logits = compiled(ids, ids)
-        loss.backward()
-    assert shapes.made and max(torch.Size(shape).numel() for shape in shapes.made) < logits.numel() == BATCH * 64 * VOCABULARY
 
 
 # -- changed weights, in every way that torch has: the outputs are what they were, or raise `StaleOutputError`
@@ -240,24 +157,18 @@ def parts(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def optimized(kind: Callable[..., torch.optim.Optimizer], **options: bool) -> Callable[[Decoder], object]:
-    def change(model: Decoder) -> None:
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        kind(model.parameters(), lr=0.1, **options).step()
-
-    return change
+def fused_step(model: Decoder) -> None:
+    """It changes memory without changing version counters."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
 
 
 def one_element(model: Decoder) -> None:
     model.weight.data[3, 5] += 1e-9
 
 
-def swapped(model: Decoder) -> None:
-    model.weight.untyped_storage().copy_((2 * model.weight.detach()).untyped_storage())
-
-
-def given(model: Decoder, values: Tensor) -> None:
+def filled(model: Decoder, values: Tensor) -> None:
     """As a shard is gathered again: the memory freed, and filled anew."""
     storage = model.weight.untyped_storage()
     size = storage.nbytes()
@@ -266,7 +177,7 @@ def given(model: Decoder, values: Tensor) -> None:
     model.weight.data.copy_(values)
 
 
-def exchanged(model: Decoder) -> None:
+def swapped(model: Decoder) -> None:
     other = nn.Parameter(torch.zeros_like(model.weight))
     try:
         torch.utils.swap_tensors(model.weight, other)
@@ -275,35 +186,25 @@ def exchanged(model: Decoder) -> None:
 
 
 STALE: dict[str, Callable[[Decoder], object]] = {
-    **{
-        f"{kind.__name__}, fused": optimized(kind, fused=True)
-        for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-    },
-    "AdamW, for each": optimized(torch.optim.AdamW, foreach=True),
-    "AdamW": optimized(torch.optim.AdamW, foreach=False),
-    "data.neg_": lambda model: model.weight.data.neg_(),
-    "data, rows in another order": lambda model: model.weight.data.copy_(model.weight.flip(0)),
-    "data, one element": one_element,
+    "a fused optimizer": fused_step,
+    "one element of data": one_element,
     "numpy": lambda model: model.weight.detach().numpy().fill(0.5),
-    "dlpack": lambda model: torch.utils.dlpack.from_dlpack(model.weight.detach()).mul_(2.0),
     "foreach on data": lambda model: torch._foreach_add_([p.data for p in model.parameters()], 1.0),
-    "memory written": swapped,
     "memory freed": lambda model: model.weight.untyped_storage().resize_(0),
-    "memory freed, then filled with others": lambda model: given(model, torch.randn_like(model.weight)),
+    "memory freed, then filled with others": lambda model: filled(model, torch.randn_like(model.weight)),
     "a buffer": lambda model: model.get_buffer("mask").data.neg_(),
 }
 SAME: dict[str, Callable[[Decoder], object]] = {
     "data =": lambda model: setattr(model.weight, "data", torch.zeros_like(model.weight)),
-    "another parameter": lambda model: setattr(model, "weight", nn.Parameter(torch.zeros_like(model.weight))),
     "assigned states": lambda model: model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}, assign=True),
     "another type": lambda model: model.float(),
-    "memory freed, then filled with the same": lambda model: given(model, model.weight.detach().clone()),
-    "tensors swapped": exchanged,
+    "memory freed, then filled with the same": lambda model: filled(model, model.weight.detach().clone()),
+    "tensors swapped": swapped,
 }
 
 
 @pytest.mark.parametrize("name", STALE)
-def test_a_change_is_noticed(shifted: Compiled, name: str) -> None:
+def test_using_an_output_after_a_weight_changed_raises(shifted: Compiled, name: str) -> None:
     logits, loss = shifted.deferred(), shifted.deferred().sum()
     STALE[name](shifted.model)
     for use in (lambda: logits.argmax(-1), lambda: logits[:, -1] * 1, lambda: logits.sum().backward()):
@@ -314,13 +215,13 @@ def test_a_change_is_noticed(shifted: Compiled, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_values_that_are_kept_elsewhere_are_those_of_the_call(shifted: Compiled, name: str) -> None:
+def test_replaced_weights_do_not_change_an_output(shifted: Compiled, name: str) -> None:
     logits, dense = shifted.deferred(), shifted.dense().detach()
     SAME[name](shifted.model)
     assert_same(logits.detach() * 1, dense)
 
 
-def test_a_changed_parameter_is_noticed(compiled: Compiled) -> None:
+def test_the_stale_output_error_explains_itself(compiled: Compiled) -> None:
     """If it changes before the first use."""
     logits, used, dense = compiled.deferred(), compiled.deferred(), compiled.dense().detach()
     used.sum()
@@ -336,7 +237,7 @@ def test_a_changed_parameter_is_noticed(compiled: Compiled) -> None:
     assert_same(used.detach() * 1, dense)
 
 
-def test_what_is_small_beside_its_weights_is_made_in_the_call(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_smaller_than_its_weights_is_computed_in_the_call(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token of a text that is generated: to read the weight again for a check would take as long as to make it."""
     monkeypatch.setattr(recompute, "SMALL", 0)
     logits, dense = compiled.deferred(), compiled.dense()

@@ -21,23 +21,26 @@ from tests.support.twins import batch, compiled, gradients
 pytestmark = pytest.mark.compiled
 
 
+def drop(x: Tensor, training: bool) -> Tensor:
+    return F.dropout(x, 0.3, training)
+
+
 class KernelHeads(decoders.Heads):
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3 if self.training else 0.0, is_causal=True)
 
 
 class DroppedHeads(decoders.Heads):
-    """Dropout on what lies in memory as the projections do, and on what the kernel returns, whose rows lie otherwise."""
+    """Dropout before and after the kernel, whose result has other strides than the projections."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mixed = super().mix(*(F.dropout(heads, 0.3, self.training) for heads in (q, k, v)))
-        return F.dropout(mixed, 0.3, self.training)
+        return drop(super().mix(*(drop(heads, self.training) for heads in (q, k, v))), self.training)
 
 
-class SpelledHeads(decoders.UnfusedHeads):
+class UnfusedHeads(decoders.UnfusedHeads):
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = self.mask(q @ k.transpose(-2, -1) / decoders.HEAD**0.5)
-        return F.dropout(torch.softmax(scores, dim=-1), 0.3, self.training) @ v
+        return drop(torch.softmax(scores, dim=-1), self.training) @ v
 
 
 class Dropped(decoders.Decoder):
@@ -46,36 +49,37 @@ class Dropped(decoders.Decoder):
     attention: type[nn.Module] = DroppedHeads
 
     def hidden(self, x: Tensor, **more: Any) -> Tensor:
-        for i, (attend, mlp) in enumerate(zip(self.attend, self.mlp, strict=True)):
-            x = x + self.branch(attend, self.norms[2 * i](x))
-            x = x + self.branch(mlp, self.norms[2 * i + 1](x))
+        for layer, norm in zip((self.attend[0], self.mlp[0], self.attend[1], self.mlp[1]), self.norms, strict=False):
+            x = x + self.branch(layer, norm(x))
         return self.norms[-1](x)
 
     def branch(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return F.dropout(layer(x), 0.3, self.training)
+        return drop(layer(x), self.training)
 
 
-class Spelled(Dropped):
-    attention = SpelledHeads
+class Unfused(Dropped):
+    attention = UnfusedHeads
 
 
 class InKernel(Dropped):
     attention = KernelHeads
 
 
-class Recomputed(InKernel):
+class Checkpointed(Dropped):
     """The program's own checkpoints draw again what they have drawn."""
+
+    attention = KernelHeads
 
     def branch(self, layer: nn.Module, x: Tensor) -> Tensor:
         inner = layer if isinstance(layer, KernelHeads) else partial(super().branch, layer)
         return checkpoint(inner, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-CASES = [(Dropped, "projections"), (Dropped, "attention"), (Spelled, "auto"), (InKernel, "auto"), (Recomputed, "auto")]
+CASES = [(Dropped, "projections"), (Dropped, "attention"), (Unfused, "auto"), (InKernel, "auto"), (Checkpointed, "auto")]
 
 
 @pytest.mark.parametrize(("kind", "save"), only(CASES[:2], CASES))
-def test_gradient_with_dropout_is_that_of_the_sample_drawn(kind: type[nn.Module], save: str) -> None:
+def test_gradients_match_the_sampled_dropout_mask(kind: type[nn.Module], save: str) -> None:
     """And a seed draws one sample: the same bits, and others under another."""
     own = decoders.made(kind)
     function, backend = compiled(own, save=save)
@@ -93,9 +97,9 @@ def test_gradient_with_dropout_is_that_of_the_sample_drawn(kind: type[nn.Module]
     check_streamed(backend.facts, True, {"causal"})
 
 
-def test_gradient_of_a_graph_that_stands_is_that_of_the_sample_drawn() -> None:
+def test_gradients_of_an_unchunked_graph_match_the_sampled_mask() -> None:
     """Its halves save states of random numbers for the checkpoints of the program."""
-    own = decoders.made(Recomputed)
+    own = decoders.made(Checkpointed)
     backend = recorder(bodies="eager")
     torch._dynamo.reset()
     with however_small():
@@ -123,7 +127,7 @@ def check_gradient(own: nn.Module, function: Callable[..., Tensor]) -> None:
         assert (sides[0] - sides[1]) / (2 * step) == pytest.approx(float((parameter.grad * direction).sum()), rel=1e-5, abs=1e-8)
 
 
-def test_dropout_drops_what_it_says() -> None:
+def test_dropout_drops_the_requested_share_independently_per_chunk() -> None:
     """A third of the elements are dropped, the others scaled; rows of different chunks are not dropped alike."""
 
     class Noise(nn.Module):
@@ -143,7 +147,7 @@ def test_dropout_drops_what_it_says() -> None:
     assert all(not torch.equal(chunks[i], chunks[j]) for i in range(10) for j in range(i))
 
 
-def test_what_is_drawn_between_loops_is_what_eager_draws() -> None:
+def test_random_values_between_loops_equal_eager() -> None:
     """Rotations that hash rows have no rows of their own: nothing else is drawn, and under the same seed they are eager's."""
 
     def function(x: Tensor) -> Tensor:

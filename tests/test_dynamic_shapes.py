@@ -47,18 +47,14 @@ def follow(
     check_streamed(backend.facts, True, attention)
 
 
-def test_other_lengths_do_not_recompile_each_time() -> None:
+def test_all_later_lengths_share_one_graph() -> None:
     """One graph is for the first length, and one for all others."""
     follow(decoders.Plain, [(2, length) for length in (13, 9, 21, 6, 30, 5)], 2, {"causal"})
 
 
 @pytest.mark.parametrize("make", only([decoders.Window], [decoders.Triangle, decoders.HalfRope, decoders.Window]), ids=str)
-def test_lengths_that_are_marked_compile_once(make: Callable[[], nn.Module]) -> None:
+def test_marked_lengths_compile_once(make: Callable[[], nn.Module]) -> None:
     follow(make, [(2, 13), (2, 9), (2, 21)], 1, None, marked=True)
-
-
-def test_batch_and_length_both_change() -> None:
-    follow(decoders.Plain, [(2, 13), (3, 9), (5, 21), (4, 4), (6, 6)], None, {"causal"})
 
 
 class Fixed(Causal):
@@ -69,7 +65,7 @@ class Fixed(Causal):
 
 
 @pytest.mark.parametrize("make", [Causal, Fixed])
-def test_batch_and_length_of_ids_and_labels_both_change(make: Callable[[], nn.Module]) -> None:
+def test_batch_and_length_may_change_together(make: Callable[[], nn.Module]) -> None:
     """Torch knows of two tensors only that they have as many elements: which rows belong together follows from their sizes."""
     model = make().double()
     eager, (function, backend) = copy.deepcopy(model), compiled(model)
@@ -143,7 +139,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", spread(GIVEN, 5))
-def test_numbers_that_follow_from_sizes_or_are_given(name: str) -> None:
+def test_operators_accept_symbolic_numbers(name: str) -> None:
     """A chunk's operator takes them as the body has them: nodes of the joint graph are none of the body."""
     program, operators = GIVEN[name]
     model, backend = GivenNumber(program).double(), recorder(bodies="eager", chunk_size=5)
@@ -161,7 +157,7 @@ def test_numbers_that_follow_from_sizes_or_are_given(name: str) -> None:
         assert any(is_size(argument) for node in calls for argument in node.all_input_nodes), target
 
 
-def test_each_operator_that_takes_numbers_is_given_some() -> None:
+def test_each_operator_with_numbers_is_tested_with_symbols() -> None:
     """Those that have a rule of their own for chunks, or for sums over chunks."""
     schemas = {
         target: str(target._schema)

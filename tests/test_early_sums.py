@@ -14,19 +14,17 @@ from streamfx.passes.partition.hoisted_reductions import early_sums
 from tests.support import decoders, layouts
 from tests.support.exactness import compare
 from tests.support.recurrent import BATCH, VOCABULARY, xlstm
-from tests.support.spread import only
 
 pytestmark = pytest.mark.compiled
 
 LAYERS, BLOCK = 2, 11
 
 
-@pytest.mark.parametrize("blocks", only([4], [3, 4]))
-def test_states_of_blocks_go_back_in_one_loop(blocks: int) -> None:
+def test_a_recurrent_layer_has_one_backward_loop() -> None:
     """The last step with a gradient reads one row of each of its values: no loop makes these again for it. Nor is the last
     product of a layer made again: FLOPs are at most those of checkpointing.
     """
-    ids = layouts.tokens(VOCABULARY, BATCH, blocks * BLOCK, 0)
+    ids = layouts.tokens(VOCABULARY, BATCH, 4 * BLOCK, 0)
     model, batch = decoders.made(lambda: xlstm(LAYERS)), {"input_ids": ids, "labels": ids}
     compare(model, batch, chunk_size=BLOCK, also=(1, 2 * BLOCK), tolerance=1e-11)
     found = streamfx.explain(model, **batch, chunk_size=BLOCK, loss_chunk_size=BLOCK).summary()
@@ -70,7 +68,7 @@ class Convolved(nn.Module):
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_each_layer_is_a_stage_whatever_the_loss_sums(scaled: bool) -> None:
+def test_each_layer_is_a_stage_if_the_loss_has_a_running_sum(scaled: bool) -> None:
     """A running sum of losses has less alive beside it than there is between layers. A sum of what runs back through the rows is
     no sum that a forward loop makes on the way, and a table that no loop waits for is not kept.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamfx.kernels.grouped_mm import GROUPED_MM
 from tests.support.decoders.parts import made
-from tests.support.exactness import Report, check_streamed, compare
+from tests.support.exactness import Report, compare
 from tests.support.sorted_experts import SPELLINGS, SortedExperts, SparseDecoder, Spelling
 from tests.support.spread import only
 from tests.support.twins import batch, compiled, same_step, twins
@@ -56,16 +56,8 @@ def test_sorted_experts_stream(name: str) -> None:
     assert not any("sort" in str(node.target) for node in facts.joint.nodes), "something is still sorted"
 
 
-def test_sorted_experts_stream_at_every_length() -> None:
-    own, eager = twins(lambda: SparseDecoder(lambda: SortedExperts(Spelling())))
-    function, backend = compiled(own)
-    for rows, length in ((2, 13), (3, 9), (5, 21)):
-        same_step(function, own, eager, batch(rows, length))
-    check_streamed(backend.facts, True, {"causal"})
-
-
 @pytest.mark.parametrize(("dtype", "groups"), [(torch.int8, 128), (torch.uint8, 256), (torch.bfloat16, 257), (torch.int64, 3)])
-def test_the_last_number_of_a_type(dtype: torch.dtype, groups: int) -> None:
+def test_group_numbers_may_reach_the_limit_of_their_type(dtype: torch.dtype, groups: int) -> None:
     """The number after it, which ends its rows, is another one in that type."""
     group = torch.tensor([groups - 1, 0, groups - 2, groups - 1])
     x, weight = torch.randn(4, 3), torch.randn(groups, 3, 2)
@@ -106,15 +98,16 @@ def from_several_places(m: SortedExperts, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("groups", "between"), [(from_several_places, None), (some_of_none, of_some)])
-def test_other_choices_stream(groups: Groups, between: Between | None) -> None:
+def test_other_routings_stream(groups: Groups, between: Between | None) -> None:
     checked(lambda: Own(groups=groups, between=between), streams=True)
 
 
-def test_groups_from_a_table_that_changes() -> None:
+def test_a_routing_table_that_changes_stays_exact() -> None:
     """Once a number is negative, nothing is known of them, and rows run whole."""
     own, eager = twins(lambda: SparseDecoder(lambda: Own(groups=looked_up), 1))
     function, _ = compiled(own)
-    same_step(function, own, eager, batch(2, 13))
+    for rows, length in ((2, 13), (3, 9)):
+        same_step(function, own, eager, batch(rows, length))
     for number in (3, -1):
         for table in (*own.buffers(), *eager.buffers()):
             table[3:, 0] = number
@@ -156,7 +149,7 @@ WHOLE: dict[str, tuple[Callable[[], SortedExperts], str]] = {
 
 
 @pytest.mark.parametrize("name", only(["negative", "descending", "none in the last bin"], WHOLE))
-def test_what_depends_on_the_order_runs_whole(name: str) -> None:
+def test_values_that_depend_on_the_order_of_rows_fall_back(name: str) -> None:
     make, why = WHOLE[name]
     (facts,) = checked(make, streams=False).facts
     assert any(why in reason for reason in facts.reasons()), facts.reasons()
@@ -164,7 +157,7 @@ def test_what_depends_on_the_order_runs_whole(name: str) -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which comes with PyTorch's builds for CUDA")
 @pytest.mark.parametrize("program", ["interpreted", "compiled"])
-def test_kernels(program: str) -> None:
+def test_triton_kernels_run_and_compile(program: str) -> None:
     """Products by group in Triton: run by its interpreter, and compiled for cards that are not there."""
     command = [sys.executable, "-m", "tests.support.triton_programs", program]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)

@@ -79,7 +79,7 @@ DEFAULT: tuple[str, ...] = ()  # each compiles a body of real size
 
 
 @pytest.mark.parametrize("name", only(DEFAULT, CASES))
-def test_all_of_it_streams(name: str) -> None:
+def test_real_configurations_stream(name: str) -> None:
     case = CASES[name]
     found = reported(length=4096, **case.asked)
     is_hybrid = case.asked["model"] is BAMBA
@@ -112,7 +112,7 @@ def listed(loop: dict[str, Any]) -> str:
     return f"{loop['name']}: {loop['chunks']} chunks of {loop['rows']} rows{sums}"
 
 
-def test_no_library_is_loaded_from_a_folder_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_is_loaded_only_from_a_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user can make a folder with a name that is known before; libraries in it would run in this user's processes."""
     shared, link, own = (tmp_path / name for name in ("shared", "link", "own"))
     shared.mkdir()
@@ -130,7 +130,7 @@ def test_no_library_is_loaded_from_a_folder_of_others(tmp_path: Path, monkeypatc
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "length"), [("attention", 2048), ("recurrent", 128)])
-def test_layers_on_two_devices(kind: str, length: int) -> None:
+def test_layers_on_two_devices_stream(kind: str, length: int) -> None:
     """Each stage streams where its weights are; what crosses is copied as in eager."""
     found = reported("two_devices", options={"chunk_size": 48, "offload": "inputs"}, kind=kind, length=length)
     assert not found["stopped"] and not found["reasons"] and found["graphs"] == 1 and found["streamed"] == 1
@@ -144,7 +144,7 @@ PLANNED = {"Gemma-3-1B": "a100", "GPT-OSS-20B": "h100"}
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PLANNED)
-def test_a_plan_is_that_of_a_trace_for_the_device(name: str) -> None:
+def test_a_plan_equals_a_trace_for_the_device(name: str) -> None:
     """It is traced on fake tensors of the CPU, and priced for another device."""
     asked: dict[str, Any] = {"model": name, "length": 4096, "device": PLANNED[name]}
     planned, traced = reported("planned", **asked), reported(**asked)

@@ -175,7 +175,7 @@ class Traced:
 
 
 @pytest.mark.parametrize("name", only(["convolution"], MAKES))
-def test_a_pass_that_fails_costs_what_it_looked_at(name: str, caplog: pytest.LogCaptureFixture, request: Any) -> None:
+def test_a_failing_pass_costs_one_operator(name: str, caplog: pytest.LogCaptureFixture, request: Any) -> None:
     """A function by chance, and one of the operators that it looks at: six faults, 100 with --long."""
     traced = Traced.of(name)
     for number in range(100 if request.config.getoption("--long") else 6):
@@ -189,7 +189,7 @@ def test_a_pass_that_fails_costs_what_it_looked_at(name: str, caplog: pytest.Log
 
 
 @pytest.mark.long
-def test_a_recurrence_that_no_plan_can_look_at_is_a_loop_again() -> None:
+def test_a_recurrence_on_which_planning_fails_becomes_a_loop_again() -> None:
     Traced.of("recurrence").checked((checkpoint_policy._StageValues.is_attention.__code__, "recurrence"), "always")
 
 
@@ -209,7 +209,7 @@ def a_step(monkeypatch: pytest.MonkeyPatch, fails: Callable[[list[str], str], bo
     return compare(model, {"ids": ids, "labels": ids}, streams=None, chunk_size=5, bodies="eager", faults=True, **options)
 
 
-def test_what_failed_is_told_with_its_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_reported_with_its_source_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One of two layers has an operator that runs whole."""
     (facts,) = a_step(monkeypatch, lambda met, name: name == met[0]).facts
     (why,) = facts.reasons()
@@ -223,14 +223,16 @@ def test_what_failed_is_told_with_its_line(monkeypatch: pytest.MonkeyPatch, capl
 
 
 @pytest.mark.long
-def test_layers_are_not_tried_one_by_one(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_failure_at_a_line_marks_the_whole_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Where a second operator of the same line fails, all of that line run whole."""
     (facts,) = a_step(monkeypatch, lambda met, name: True).facts
     assert facts.program is not None and len(facts.access.reasons) >= 2
     assert caplog.text.count("falls back, because the pass") <= 2
 
 
-def test_strict_refuses_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strict_raises_if_a_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotStreamedError) as refused:
         a_step(monkeypatch, lambda met, name: True, strict=True)
     assert "the pass 'build_program' failed at aten.cumsum.default (TypeError: no such argument)" in refused.value.found
@@ -238,7 +240,9 @@ def test_strict_refuses_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("budget", ["10GiB", "auto"])
-def test_a_budget_is_not_forgotten(budget: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_explicit_budget_is_refused_if_planning_fails(
+    budget: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Where no plan can be made, an amount that was asked for is refused; what is free is asked for by nobody."""
     monkeypatch.setattr("streamfx.frontend.backend.may_fit_whole", lambda joint, budget: False)
     monkeypatch.setattr("streamfx.frontend.backend.find_fitting_lengths", lambda graph, inputs, budget: None)

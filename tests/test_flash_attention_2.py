@@ -60,12 +60,12 @@ def told(apart: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", only(["mistral"], ["mistral", "gemma3_short"]))
-def test_several_sequences(name: str) -> None:
+def test_several_sequences_stream(name: str) -> None:
     compare(of_flash(name), batch_of("plain", 2), chunk_size=7, also=(16,), attention=hf.verdicts(name))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_it_is_what_eager_attention_is(name: str) -> None:
+def test_the_stand_in_matches_eager_attention(name: str) -> None:
     """The stand-in is held to the contract that transformers counts on."""
     for given in (batch_of("plain", 2), batch_of("packed_by_positions")):
         found, wanted = (hf.made(name, attention)(**given).logits for attention in ("flash_attention_2", "eager"))
@@ -73,7 +73,7 @@ def test_it_is_what_eager_attention_is(name: str) -> None:
 
 
 @pytest.mark.long
-def test_padding() -> None:
+def test_padding_is_exact() -> None:
     """Each layer counts the rows that are no padding, which breaks the graph there: exact, in pieces."""
     compare(of_flash("llama"), batch_of("left_padding", 3), chunk_size=7, streams=None, graphs=None)
 
@@ -91,7 +91,7 @@ GIVEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", only(["ends"], GIVEN))
-def test_one_graph(kind: str) -> None:
+def test_an_enabled_model_is_one_graph(kind: str) -> None:
     model, given = of_flash("llama"), GIVEN[kind]()
     others = given.get("cu_seq_lens_k")
     truth = outcome(model, model, given)
@@ -102,7 +102,7 @@ def test_one_graph(kind: str) -> None:
 
 
 @pytest.mark.long
-def test_the_same_model_with_one_document_and_several() -> None:
+def test_one_document_and_several_share_two_graphs() -> None:
     """Two graphs: one for rows of one document, one for all numbers of documents."""
     model = of_flash("llama")
     calls = [batch_of(layout) for layout in ("plain", "packed_by_positions", "plain")]
@@ -116,7 +116,7 @@ def test_the_same_model_with_one_document_and_several() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - compiled <= 3  # the second for other positions
 
 
-def test_positions_of_the_models_own() -> None:
+def test_positions_that_a_model_computes_itself_raise() -> None:
     """A model that finds other documents than the call was given is no silent mistake."""
     model = of_flash("llama")
 
@@ -129,7 +129,7 @@ def test_positions_of_the_models_own() -> None:
 
 
 @pytest.mark.long
-def test_packing_of_trl(tmp_path: Path) -> None:
+def test_trl_packing_has_no_graph_break(tmp_path: Path) -> None:
     """Documents of several rows in one, which the trainer's own collator describes."""
     pytest.importorskip("trl")
 
@@ -142,7 +142,7 @@ def test_packing_of_trl(tmp_path: Path) -> None:
     assert not breaks
 
 
-def test_the_question_is_put_back() -> None:
+def test_disabling_restores_the_packing_check() -> None:
     before = getattr(asking, IS_PACKED)
     one, other = (enable(of_flash("llama"), chunk_size=7) for _ in range(2))
     assert getattr(asking, IS_PACKED) is not before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import streamfx
 from streamfx.kernels import sdpa
+from streamfx.passes.ops.hub_kernels import is_attention, name_of
+from streamfx.tools.report.fallback_reasons import ATTENTION, NO_SHAPES
+from tests.support import hf, hub_kernels, layouts
+from tests.support.calls import noted
 from tests.support.exactness import compare, recorder
 from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
 from tests.support.spread import only
@@ -64,30 +71,28 @@ def packed(*ends: list[int]) -> dict[str, Tensor]:
     return {**batch(ends[0][-1]), **tensors}
 
 
-DENSE = [(name, None) for name in CASES]
-OF_DOCUMENTS = [*((name, PLAIN_ENDS) for name in CASES if "by its" not in name), ("causal", GAPS), ("all keys", GAPS)]
+DENSE = [(name, None, None) for name in CASES]
+OF_DOCUMENTS = [
+    *((name, PLAIN_ENDS, None) for name in CASES if "by its" not in name),
+    *(("causal", GAPS, None), ("all keys", GAPS, None)),
+    # ends of keys that nothing proves equal: a document's keys may be more or fewer than its rows, and both end together
+    ("causal", PLAIN_ENDS, [0, 6, 7, 8, LENGTH]),
+    ("window to both sides", PLAIN_ENDS, [0, 1, 8, 20, LENGTH]),
+    ("all keys", PLAIN_ENDS, PLAIN_ENDS),
+]
+DEFAULT = [DENSE[3], OF_DOCUMENTS[2], OF_DOCUMENTS[5], OF_DOCUMENTS[7]]
 
 
-@pytest.mark.parametrize(("name", "ends"), only([DENSE[3], OF_DOCUMENTS[2], OF_DOCUMENTS[-2]], [*DENSE, *OF_DOCUMENTS]), ids=str)
-def test_it_streams(name: str, ends: list[int] | None) -> None:
+@pytest.mark.parametrize(("name", "ends", "others"), only(DEFAULT, [*DENSE, *OF_DOCUMENTS]), ids=str)
+def test_calls_of_the_package_stream(name: str, ends: list[int] | None, others: list[int] | None) -> None:
     how, groups, seen = CASES[name]
-    given = batch() if ends is None else packed(ends)
-    compare(Decoder(how, groups).double(), given, chunk_size=6, loss_chunk_size=5, also=(1,), attention=seen)
-
-
-OTHERS = [("causal", [0, 6, 7, 8, LENGTH]), ("window to both sides", [0, 1, 8, 20, LENGTH]), ("all keys", PLAIN_ENDS)]
-
-
-@pytest.mark.parametrize(("name", "others"), only(OTHERS[:1], OTHERS), ids=str)
-def test_ends_that_nothing_proves_equal(name: str, others: list[int]) -> None:
-    """They stream too, and a document's keys may be more or fewer than its rows: both end together."""
-    how, groups, _ = CASES[name]
-    given = packed(PLAIN_ENDS, others)
-    compare(Decoder(how, groups).double(), given, chunk_size=6, loss_chunk_size=5, also=(1,), attention={"masked"})
+    given = batch() if ends is None else packed(ends) if others is None else packed(ends, others)
+    attention = seen if others is None else {"masked"}
+    compare(Decoder(how, groups).double(), given, chunk_size=6, loss_chunk_size=5, also=(1,), attention=attention)
 
 
 @pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"alibi_slopes": torch.ones(2)}, {"dropout_p": 0.1}])
-def test_what_no_kernel_of_ours_does_is_left_alone(asked: dict[str, Any]) -> None:
+def test_unsupported_arguments_fall_back(asked: dict[str, Any]) -> None:
     """The operator runs whole, and the reason names what is asked."""
 
     def function(x: Tensor) -> Tensor:
@@ -105,7 +110,7 @@ def test_what_no_kernel_of_ours_does_is_left_alone(asked: dict[str, Any]) -> Non
     assert any(name in str(facts.analysis_error) or name in " ".join(facts.reasons()) for facts in backend.facts)
 
 
-def test_keys_before_the_rows_are_left_alone() -> None:
+def test_more_keys_than_queries_fall_back() -> None:
     """A causal mask ends at the last row and key, where ours begins at the first."""
 
     def function(x: Tensor) -> Tensor:
@@ -120,17 +125,79 @@ def test_keys_before_the_rows_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.long)], ids=["one tensor", "two"])
-def test_documents_are_taken_apart(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_run_separately_without_a_mask(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their numbers: no kernel is given a mask, and no row is compared with another document's keys."""
-    seen: list[tuple[bool, int]] = []
-
-    def noted(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *others: Any) -> Any:
-        seen.append((bias is None, key.shape[2]))
-        return forward(query, key, value, bias, *others)
-
-    forward, ends = sdpa.forward, [0, 9, LENGTH]
-    monkeypatch.setattr(sdpa, "forward", noted)
+    seen = noted(monkeypatch, sdpa, "forward", lambda query, key, value, bias, *_: (bias is None, key.shape[2]))
+    ends = [0, 9, LENGTH]
     model, given = Decoder({"causal": True}, 2).double(), packed(ends, ends) if apart else packed(ends)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(model, backend=recorder(chunk_size=6))(**given), model(**given))
     assert seen and all(is_plain and keys <= LENGTH - 9 for is_plain, keys in seen)
+
+
+# -- kernels from the hub with the operators of the package, and other kernels
+
+Attention = Callable[..., Tensor]
+
+
+class Around(nn.Module):
+    """A layer of heads [b m h d] around some attention."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.attention, self.qkv, self.out = attention, nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(2)
+        return self.out(self.attention(q, k, v).flatten(2)).square().mean()
+
+
+def explained(attention: Attention) -> str:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return str(streamfx.explain(Around(attention).double(), torch.randn(2, LENGTH, 16, dtype=torch.float64), chunk_size=6))
+
+
+@pytest.mark.parametrize(("name", "given"), [("window", batch()), ("causal", packed([0, 4, 5, 11, LENGTH]))])
+def test_flash_attn2_streams(name: str, given: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    for function in ("flash_attn_func", "flash_attn_varlen_func"):
+        monkeypatch.setattr(f"{__name__}.{function}", getattr(hub_kernels.flash_attn2(), function))
+    how, groups, seen = CASES[name]
+    compare(Decoder(how, groups).double(), given, chunk_size=6, loss_chunk_size=5, attention=seen)
+
+
+@pytest.mark.long
+def test_a_hub_kernel_streams_through_transformers() -> None:
+    pytest.importorskip("transformers")
+    with hub_kernels.loaded_by_transformers() as implementation:
+        model = hf.made("llama", implementation)
+        given = layouts.LAYOUTS["plain"](layouts.tokens(hf.VOCABULARY, 2, 22))
+        compare(model, given, chunk_size=7, also=(16,), attention=hf.verdicts("llama"))
+
+
+def test_an_operator_with_other_arguments_is_not_recognized() -> None:
+    hub_kernels.flash_attn2()
+    own, other = getattr(torch.ops, f"_flash_attn2_{hub_kernels.BUILD}"), getattr(torch.ops, hub_kernels.FA3)
+    library = torch.library.Library("_flash_attn2_other", "DEF")
+    library.define("_flash_attn_forward(Tensor q, Tensor k, Tensor v, bool causal) -> Tensor")
+    assert name_of(own._flash_attn_forward.default) == "flash_attn::_flash_attn_forward"
+    assert name_of(torch.ops._flash_attn2_other._flash_attn_forward.default) == "_flash_attn2_other::_flash_attn_forward"
+    assert name_of(other._flash_attn_forward.default) == f"{hub_kernels.FA3}::_flash_attn_forward"
+    assert name_of(torch.ops.aten.mm.default) == "aten::mm" and name_of(len) is None
+    assert is_attention(other._flash_attn_forward.default) and not is_attention(torch.ops.aten.mm.default)
+
+
+OTHER = "_flash_attn4_cuda_8f3c1d2"  # has the operators of flash-attn2, which may compute something else
+FALLBACKS: dict[str, tuple[Callable[[], Attention], tuple[str, ...]]] = {
+    "softcap": (lambda: partial(hub_kernels.flash_attn2().flash_attn_func, causal=True, softcap=30.0), ("softcap=30.0",)),
+    "unknown": (lambda: partial(hub_kernels.flash_attn2(OTHER).flash_attn_func, causal=True), (f"no rule for {OTHER}",)),
+    "flash-attn3": (lambda: hub_kernels.flash_attn3, (f"no rule for {hub_kernels.FA3}._flash_attn_forward", ATTENTION)),
+    "vllm-flash-attn3": (lambda: hub_kernels.vllm_flash_attn3, (NO_SHAPES,)),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_a_fallback_names_its_operator_and_an_alternative(name: str) -> None:
+    attention, texts = FALLBACKS[name]
+    found = explained(attention())
+    assert all(text in found for text in texts)

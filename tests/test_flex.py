@@ -97,8 +97,8 @@ CASES: dict[str, tuple[dict[str, Any], set[str], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", only(["packed", "learned slopes", "log-sum-exp"], CASES))
-def test_it_streams(name: str) -> None:
+@pytest.mark.parametrize("name", only(["packed", "log-sum-exp"], CASES))
+def test_flex_attention_streams(name: str) -> None:
     how, attention, tolerance = CASES[name]
     report = compare(Decoder(**how).double(), inputs(), also=(23, 5), attention=attention, tolerance=tolerance)
     assert "flex" not in str(report.facts[0].joint.graph)
@@ -106,12 +106,12 @@ def test_it_streams(name: str) -> None:
     assert is_fused == (name in MASKS or name == "slopes")
 
 
-def test_block_mask_from_outside() -> None:
+def test_a_block_mask_may_be_an_input() -> None:
     block_mask = flex.create_block_mask(causal(torch.empty(0)), None, None, LENGTH, LENGTH, device="cpu")
     compare(Decoder().double(), inputs() | {"block_mask": block_mask}, attention=CAUSAL)
 
 
-def test_dynamic_shapes() -> None:
+def test_lengths_may_be_dynamic() -> None:
     model = Decoder(causal).double()
     own, backend = copy.deepcopy(model), recorder(chunk_size=7)
     function = torch.compile(own, backend=backend, dynamic=True)
@@ -122,7 +122,7 @@ def test_dynamic_shapes() -> None:
     assert set(backend.facts[0].key_spans.span_kinds.values()) == CAUSAL
 
 
-def test_what_cannot_be_written_out_runs_whole() -> None:
+def test_a_score_function_that_cannot_be_expanded_falls_back() -> None:
     """A sum inside of the score function has no form for all scores at once."""
 
     def score(block: Block) -> Callable[..., Tensor]:
@@ -141,8 +141,8 @@ HALF_SCORES: dict[str, Scored] = {
 }
 
 
-@pytest.mark.parametrize("name", HALF_SCORES)
-def test_what_is_added_to_scores_of_half_precision_is_not_rounded(name: str) -> None:
+@pytest.mark.parametrize("name", only(["in float32"], HALF_SCORES))
+def test_score_biases_are_not_rounded_to_half_precision(name: str) -> None:
     """Scores are in float32, whatever queries are: ALiBi's slopes times positions are more than bfloat16 tells apart."""
     model = Decoder(causal, HALF_SCORES[name]).bfloat16()
     for block in model.blocks:
@@ -163,8 +163,9 @@ def test_what_is_added_to_scores_of_half_precision_is_not_rounded(name: str) -> 
     assert error(torch.compile(model, backend=recorder(chunk_size=7, loss_chunk_size=7))) <= 1.5 * error(model)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_transformers() -> None:
+def test_transformers_flex_attention_streams() -> None:
     """transformers makes its block mask in graphs of their own; compared with its own spelled-out attention."""
     pytest.importorskip("transformers")
     from tests.support import hf

@@ -58,7 +58,7 @@ FUSED: dict[str, tuple[Callable[..., Any], int, int]] = {
 
 
 @pytest.mark.parametrize("what", FUSED)
-def test_bytes_and_kernels(what: str) -> None:
+def test_fused_kernels_are_counted_with_their_bytes(what: str) -> None:
     function, fused, kernels = FUSED[what]
     with FakeTensorMode():
         tensors = torch.empty(ROWS, WIDTH), torch.empty(WIDTH, INNER), torch.empty(INNER, WIDTH)
@@ -83,14 +83,14 @@ def test_bytes_and_kernels(what: str) -> None:
         ("H100", "streamfx::attention", True, 128, ""),
     ],
 )
-def test_attention_is_counted_by_its_kernel(device: str, name: str, masked: bool, width: int, kernel: str) -> None:
+def test_attention_is_attributed_to_its_kernel(device: str, name: str, masked: bool, width: int, kernel: str) -> None:
     with FakeTensorMode(), pretend_device(device_called(device).kind):
         heads = torch.empty(1, 4, 256, width, dtype=torch.bfloat16)
         given = {"query": heads, "key": heads, "value": heads, "attn_mask": torch.empty(256, 256) if masked else None}
         assert kernel_of(name, given) == kernel
 
 
-def test_seconds_are_those_of_each_kernel() -> None:
+def test_seconds_depend_on_the_kernel() -> None:
     card, other = device_called("H100"), device_called("L40S")
     attention = Work(flops=100, attention_flops=40, cudnn=30, flash_backward=10)
     expected = 60 / card.flops + 30 / card.attention["cudnn"] + 10 / card.attention["flash_backward"]

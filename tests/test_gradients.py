@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import streamfx
 from tests.support import decoders, hf, layouts
 from tests.support.decoders import VOCABULARY, WIDTH
-from tests.support.exactness import compare
+from tests.support.exactness import check_streamed, compare
 from tests.support.spread import only
+from tests.support.twins import batch, compiled, twins
 
 pytestmark = pytest.mark.compiled
 
@@ -46,6 +49,17 @@ class Broken(decoders.Plain):
         return self.norms[-1](x)
 
 
+class Checkpointed(decoders.Plain):
+    def hidden(self, x: Tensor, **more: Any) -> Tensor:
+        for i in range(2):
+            x = checkpoint(self.layer, x, i, use_reentrant=True)  # type: ignore[assignment]
+        return self.norms[-1](x)
+
+    def layer(self, x: Tensor, i: int) -> Tensor:
+        x = x + self.attend[i](self.norms[2 * i](x))
+        return x + self.mlp[i](self.norms[2 * i + 1](x))
+
+
 def rows(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
@@ -62,10 +76,89 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any]]
     ),
     "no attention": (lambda: decoders.SwiGLU(WIDTH), lambda: (rows(2, LENGTH, WIDTH),), {}),
     "a graph break": (Broken, handwritten_batch, {"graphs": None}),
+    "reentrant checkpoints": (Checkpointed, handwritten_batch, CAUSALLY),
 }
 
 
-@pytest.mark.parametrize("name", only(["a graph break"], ODD))
-def test_other_models(name: str) -> None:
+@pytest.mark.parametrize("name", only(["a graph break", "reentrant checkpoints"], ODD))
+def test_other_models_are_exact(name: str) -> None:
     make, inputs, asked = ODD[name]
     compare(decoders.made(make), inputs(), also=CHUNKS, **asked)
+
+
+# -- over several steps that are compiled once
+
+
+def test_training_steps_equal_eager() -> None:
+    """Parameters change in place between steps."""
+    own, eager = twins()
+    function, backend = compiled(own)
+    for run, model in ((function, own), (eager, eager)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for seed in range(3):
+            optimizer.zero_grad()
+            run(**batch(seed=seed)).backward()
+            optimizer.step()
+    assert len(backend.compilations) == 1
+    for (name, one), (_, other) in zip(own.named_parameters(), eager.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.long)])
+def test_without_gradients(mode: Callable[[], Any]) -> None:
+    own, eager = twins()
+    function, backend = compiled(own)
+    with mode():
+        torch.testing.assert_close(function(**batch()), eager(**batch()), rtol=1e-12, atol=0)
+    check_streamed(backend.facts, True, {"causal"})
+
+
+def test_backward_twice_is_refused() -> None:
+    function, _ = compiled(decoders.made(decoders.Plain))
+    loss = function(**batch())
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+# -- without gradients: a cache of a prompt, calls that continue from it, a loss in the memory of one layer
+
+ROWS, PROMPT = 40, 23
+CACHED: dict[str, Any] = {"chunk_size": 7, "loss_chunk_size": 7, "bodies": "eager"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_prompt_and_its_continuation_equal_eager(mode: Any) -> None:
+    """A token, and all that is left; the second prompt is shorter than that, and its length a symbol."""
+    model, ids = hf.made("llama").eval(), layouts.tokens(hf.VOCABULARY, 2, ROWS)
+    both = torch.compile(model, backend="streambp", options=CACHED), model
+    with mode():
+        for prompt in (PROMPT, 6):
+            pasts: list[Any] = [None, None]
+            for first, last in ((0, prompt), (prompt, prompt + 1), (prompt + 1, ROWS)):
+                results = [
+                    run(ids[:, first:last], past_key_values=past, use_cache=True) for run, past in zip(both, pasts, strict=True)
+                ]
+                pasts = [result.past_key_values for result in results]
+                caches = [[(layer.keys, layer.values) for layer in past.layers] for past in pasts]
+                torch.testing.assert_close(results[0].logits + 0, results[1].logits, rtol=1e-10, atol=1e-12)
+                torch.testing.assert_close(*caches, rtol=1e-10, atol=1e-12)
+
+
+def test_the_continuation_of_a_prompt_streams() -> None:
+    model, ids = hf.made("llama").eval(), layouts.tokens(hf.VOCABULARY, 2, ROWS)
+    with torch.no_grad():
+        past = model(ids[:, :PROMPT], use_cache=True).past_key_values
+        found = streamfx.explain(model, ids[:, PROMPT:], past_key_values=past, use_cache=True, chunk_size=5, bodies="eager")
+    assert [(stage.kind, stage.attention) for stage in found.stages] == [("streamed", ("causal",))] * 2
+
+
+def test_a_loss_takes_the_memory_of_one_layer() -> None:
+    ids, peaks = layouts.tokens(hf.VOCABULARY, 2, 60), []
+    for layers in (2, 5):
+        with torch.no_grad():
+            found = streamfx.explain(hf.deep(hf.llama, layers).eval(), ids, labels=ids, use_cache=False, **CACHED)
+        assert all(stage.kind == "streamed" for stage in found.stages)
+        peaks.append(found.summary(with_baseline=False)["peak_bytes"])
+    assert peaks[0] == peaks[1]

@@ -61,7 +61,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamfx.ir.dynamic_lengths.MAX_DOUBLINGS", 2)
 
 
-def test_what_fits_whole_for_one_length_does_not_for_all() -> None:
+def test_an_unchunked_plan_holds_up_to_a_length() -> None:
     """A short call first: the long one stays within the budget."""
     budget = 800 << 10
     calls = Calls(memory_budget=budget, **CHEAP)
@@ -75,7 +75,7 @@ def test_what_fits_whole_for_one_length_does_not_for_all() -> None:
     assert calls.step(700) is None  # by the plan that was made for longer ones
 
 
-def test_what_fits_no_length_is_refused_when_it_comes() -> None:
+def test_a_length_that_fits_no_plan_is_refused_on_its_call() -> None:
     calls = Calls(memory_budget=100 << 10, chunk_size=8, loss_chunk_size=8, **CHEAP)
     calls.step(16)
     with pytest.raises(OverBudgetError, match="smallest possible peak is"):
@@ -83,7 +83,7 @@ def test_what_fits_no_length_is_refused_when_it_comes() -> None:
     assert calls.step(20) is None
 
 
-def test_what_is_kept_because_it_is_small() -> None:
+def test_values_saved_because_they_are_small_are_saved_up_to_a_length() -> None:
     """Results of attention are kept while they are small beside the model: for so long, and not for a longer sequence."""
     calls = Calls(chunk_size=8, loss_chunk_size=8)
     short = calls.step(9)
@@ -95,7 +95,7 @@ def test_what_is_kept_because_it_is_small() -> None:
     assert calls.step(64) is calls.step(8) is None
 
 
-def test_parts_of_a_plan_hold_for_the_lengths_that_both_hold_for() -> None:
+def test_joined_plans_hold_for_the_lengths_of_both() -> None:
     s, t = sympy.symbols("s t")
     assert Lengths({s: 5, t: 6}).intersection(Lengths({s: 7, t: 3})) == Lengths({s: 5, t: 3})
     assert Lengths({s: 5}).intersection(None) == Lengths({s: 5})

@@ -85,13 +85,13 @@ def shapes_of(name: str, chunk: int) -> list[tuple[int, ...]]:
     return sorted(too_large(shapes.made))
 
 
-def test_a_whole_step_is_seen() -> None:
+def test_an_unchunked_step_has_large_tensors() -> None:
     """The check can fail: one chunk of all rows is everything that is not to be."""
     assert {VOCABULARY, INNER} <= {size for shape in shapes_of("opt", ROWS) for size in shape}
 
 
 @pytest.mark.parametrize("name", only(["falcon"], ALL))
-def test_nothing_is_made_in_one_piece(name: str) -> None:
+def test_a_chunked_step_has_no_large_tensor(name: str) -> None:
     assert not shapes_of(name, 5), "made in one piece"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,7 +66,7 @@ def adapted(peft: Any, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", only(["lora"], KINDS))
-def test_adapters(kind: str, peft: Any) -> None:
+def test_adapters_are_exact(kind: str, peft: Any) -> None:
     """Checkpointed as trainers do it; rotations of weights solve equations of weights, and leave the layers their loops."""
     model = adapted(peft, kind)
     with torch.no_grad():
@@ -90,7 +88,7 @@ def test_adapters(kind: str, peft: Any) -> None:
 
 
 @pytest.mark.long
-def test_weights_with_a_magnitude_are_one_graph_while_a_model_is_enabled(peft: Any) -> None:
+def test_dora_weights_are_one_graph_while_a_model_is_enabled(peft: Any) -> None:
     """peft asks in each layer whether a weight is quantized, in a way that Dynamo does not trace."""
     asks = vars(importlib.import_module("peft.tuners.lora.dora"))
     model, before = adapted(peft, "dora"), asks["dequantize_module_weight"]
@@ -102,39 +100,7 @@ def test_weights_with_a_magnitude_are_one_graph_while_a_model_is_enabled(peft: A
     assert asks["dequantize_module_weight"] is before
 
 
-@pytest.mark.long
-def test_lightnings_trainer(tmp_path: Path) -> None:
-    """It calls the model inside of its module, whose parameters it updates."""
-    lightning: Any = pytest.importorskip("lightning")
-    base: Any = lightning.LightningModule
-    batches: Any = [batch(step) for step in range(3)]
-
-    class Training(base):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model = model
-
-        def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-            return self.model(**batch).loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    found = []
-    for is_enabled in (True, False):
-        model = tiny.causal_model().double()
-        before = copy.deepcopy(model.state_dict())
-        with enable(model, chunk_size=5) if is_enabled else nullcontext() as done:
-            quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-            trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1, default_root_dir=tmp_path, **quiet)
-            trainer.fit(Training(model), torch.utils.data.DataLoader(batches, batch_size=None))
-        assert done is None or done.calls["model"].counts.compiled == 3
-        found.append(dict(model.state_dict()))
-    assert_close(*found)
-    assert any(not torch.equal(value, before[name]) for name, value in found[0].items())
-
-
-def test_generation_runs_as_it_was_and_training_keeps_no_cache() -> None:
+def test_generation_is_unchanged_and_training_keeps_no_cache() -> None:
     """`use_cache` is on by default: in training nobody reads the keys and values of every layer."""
     model: Any = tiny.causal_model().eval()
     prompt = batch(length=5)["input_ids"]
@@ -149,7 +115,7 @@ def test_generation_runs_as_it_was_and_training_keeps_no_cache() -> None:
         assert model(**batch(), use_cache=True).past_key_values is not None
 
 
-def test_nothing_is_left_behind() -> None:
+def test_disabling_restores_the_model() -> None:
     """A wrapped module is the one that is enabled."""
     model: Any = tiny.causal_model()
     model.gradient_checkpointing_enable()

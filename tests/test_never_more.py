@@ -107,17 +107,17 @@ PROGRAMS: dict[str, Callable[[], Step]] = {
 
 
 @pytest.mark.parametrize("name", only(["no_sequence", "experts"], PROGRAMS))
-def test_no_more_than_without(name: str) -> None:
+def test_a_step_takes_no_more_memory_than_without_streamfx(name: str) -> None:
     assert peaks(*PROGRAMS[name]()).ratio <= TOLERATED
 
 
 @pytest.mark.parametrize("place", spread(range(len(FOUND["recomputed"])), len(FOUND["recomputed"])))
-def test_no_more_than_with_checkpoints_around_attention(place: int) -> None:
+def test_a_step_takes_no_more_memory_than_with_checkpoints(place: int) -> None:
     """A partitioner saves states of random numbers for them, with operators that are given the kernel."""
     assert of_random_decoder(FOUND["recomputed"][place]).ratio <= TOLERATED
 
 
-def test_chunks_that_are_asked_for_are_made() -> None:
+def test_requested_chunks_are_used() -> None:
     model, loss = PROGRAMS["decoder"]()
     open_, asked = (streamfx.explain(lambda: loss(model), **options) for options in ({}, {"chunk_size": 4}))
     assert [stage.kind for stage in open_.stages] == ["whole"]
@@ -127,7 +127,7 @@ def test_chunks_that_are_asked_for_are_made() -> None:
 
 
 @pytest.mark.long
-def test_a_graph_that_stands_is_exact_and_holds_for_longer_calls() -> None:
+def test_an_unchunked_graph_is_exact_up_to_a_length() -> None:
     """Dynamic rows: the decision holds up to a length, beyond which the graph is compiled anew."""
     model, backend = decoder().double(), recorder(bodies="eager")
     compiled = torch.compile(model, backend=backend)
@@ -138,7 +138,7 @@ def test_a_graph_that_stands_is_exact_and_holds_for_longer_calls() -> None:
     assert [facts.unchunked_reason is not None for facts in backend.facts] in ([True, True], [True, True, False])
 
 
-def test_lengths_that_no_call_exceeds() -> None:
+def test_an_unchunked_graph_holds_for_parts_of_any_length() -> None:
     """Parts of any length, which add up to all: no call has more in each."""
 
     def parts(m: Any, x: Tensor, sizes: list[int]) -> Tensor:
@@ -153,7 +153,7 @@ def test_lengths_that_no_call_exceeds() -> None:
     assert [facts.unchunked_reason is not None for facts in backend.facts] == [True]
 
 
-def test_deferred_outputs_count_once_they_are_made() -> None:
+def test_deferred_outputs_take_memory_after_their_first_use() -> None:
     """What stands for them until then has no memory; what is made inside of them has."""
     ids = torch.randint(0, 300, (1, 100))
     compiled = torch.compile(nn.Sequential(nn.Embedding(300, 8), nn.Linear(8, 300)), backend="streambp")
@@ -177,7 +177,7 @@ def scored(is_read: bool) -> Model:
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-def test_small_outputs_are_deferred_only_beside_what_follows_from_them(is_read: bool) -> None:
+def test_small_outputs_are_deferred_only_if_other_outputs_use_them(is_read: bool) -> None:
     """The caller reads logits that nothing else was made of: deferred, they take what they are rebuilt from as well."""
     graph = dynamo_graph(scored(is_read), torch.ones(2, 40, dtype=torch.int64))
     with mock.patch.object(rewrite, "is_made_whole", IS_MADE_WHOLE):
@@ -194,7 +194,7 @@ def by_columns(x: Tensor) -> Tensor:
 by_columns.register_fake(torch.empty_like)
 
 
-def test_what_lies_otherwise_than_it_was_traced_is_measured() -> None:
+def test_copies_for_unexpected_strides_are_measured() -> None:
     x, model = torch.randn(10, 20), Model(lambda m, x: (m.w * by_columns(x).view(-1)).sum(), w=nn.Parameter(torch.randn(200)))
     found = peaks(model, lambda model: model(x))
     assert min(found.others) >= 2 * x.nbytes and found.ratio <= TOLERATED
@@ -207,7 +207,7 @@ def in_documents(m: Any, ids: Tensor, documents: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("lengths", only([[20, 90, 18]], [[128], [20, 90, 18], [32, 32, 32, 32]]), ids=str)
-def test_no_documents_take_more_than_was_predicted(lengths: list[int]) -> None:
+def test_packed_documents_take_no_more_than_predicted(lengths: list[int]) -> None:
     """What rows see is cut into pieces: the gradients of one are there beside the sums over all."""
     ids, options = torch.randint(0, 30, (1, 128)), {"chunk_size": 32, "loss_chunk_size": 8}
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
@@ -218,7 +218,7 @@ def test_no_documents_take_more_than_was_predicted(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("way", ["product", "mask", "recomputed"])
-def test_what_any_run_in_one_piece_holds(way: str) -> None:
+def test_the_lower_bound_of_an_unchunked_run_is_its_saved_values(way: str) -> None:
     """A product's operands and result; results that operators on gradients read, and gradients that exist by then. Not results
     of which the forward half may keep a mask, or which the backward half recomputes.
     """

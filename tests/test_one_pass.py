@@ -73,7 +73,7 @@ def check(step: Step, batch: dict[str, Tensor], name: str) -> Recorder:
 
 
 @pytest.mark.parametrize("name", only(["dpo_with_sft", "grpo_reference_given"], OBJECTIVES))
-def test_objectives_with_a_frozen_head(name: str) -> None:
+def test_objectives_with_a_frozen_head_run_in_one_pass(name: str) -> None:
     """The head's products are those of eager, which holds the logits: none is made twice."""
     step, batch = Step(OBJECTIVES[name]), batch_of()
     for weight, parameter in step.models.policy.named_parameters():
@@ -155,16 +155,16 @@ def overlapping(call: Any) -> None:
 
 
 @pytest.mark.parametrize("step", [retained, overlapping])
-def test_calls_that_keep_the_graph_or_overlap(step: Callable[[Any], None]) -> None:
+def test_calls_may_retain_the_graph_or_overlap(step: Callable[[Any], None]) -> None:
     check_steps(step)
 
 
-def test_lengths_and_numbers_of_sequences_that_change() -> None:
+def test_lengths_and_batches_may_change() -> None:
     assert len(check_steps(in_turn((4, 13), (4, 9), (4, 4), (4, 17))).facts) == 2
     check_steps(in_turn((4, 13), (6, 9), (8, 8), (2, 17)), halves=False, dynamic=True)
 
 
-def test_the_smallest_plan_that_is_named_is_taken() -> None:
+def test_the_smallest_plan_that_an_error_names_fits() -> None:
     """With a last stage of its own for the head or without one, whichever fits."""
     with pytest.raises(OverBudgetError) as found:
         torch.compile(Small(), backend=recorder(memory_budget=1))(some_ids(rows=256))

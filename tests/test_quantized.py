@@ -182,7 +182,7 @@ def test_quantized_base_weights(kind: str, tmp_path: Path, peft: Any, monkeypatc
     assert meter.peak < (0.9 if kind == "hqq int4" else 0.8) * in_full, "weights are unpacked where they are used"
 
 
-def test_explained(tmp_path: Path, peft: Any) -> None:
+def test_explain_leaves_packed_weights_unchanged(tmp_path: Path, peft: Any) -> None:
     """A packed weight keeps its scales beside its values: tracing without data leaves it as it is."""
     model = adapted(bitsandbytes(tmp_path, torch.float32, 1, **FOUR), peft)
     ids = torch.randint(8, 60, (1, 12))

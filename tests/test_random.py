@@ -23,11 +23,11 @@ def assert_exact(*decoders: Decoder) -> None:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("numbers", only([range(5)], [range(5), *(range(n, n + 100) for n in range(5, 5005, 100))]), ids=str)
-def test_is_exact(numbers: range) -> None:
+def test_random_decoders_are_exact(numbers: range) -> None:
     assert_exact(*map(numbered, numbers))
 
 
-def test_a_failure_shrinks_to_what_it_needs() -> None:
+def test_a_failure_shrinks_to_its_cause() -> None:
     """Whatever else was drawn, the ingredient at fault alone is left."""
     begin = sensible(Decoder(layers=(Layer(core="matmul", mask="window", mlp="gated"), Layer(core="linear")), length=11, heads=4))
 
@@ -44,18 +44,18 @@ KEPT = [(kind, place) for kind in KINDS for place in range(len(FOUND[kind]))]
 
 @pytest.mark.compiled
 @pytest.mark.parametrize(("kind", "place"), only([(kind, 0) for kind in [*KINDS][::6]], KEPT))
-def test_what_was_found_stays_exact(kind: str, place: int) -> None:
+def test_decoders_that_failed_once_are_exact(kind: str, place: int) -> None:
     assert_exact(FOUND[kind][place])
 
 
-def test_a_value_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_value_is_refused() -> None:
     with pytest.raises(ValueError, match="Layer has no mask='windows'"):
         Layer(mask="windows")
     with pytest.raises(ValueError, match="Decoder has no length=99"):
         Decoder(length=99)
 
 
-def test_a_new_field_changes_no_other_and_a_new_value_those_that_draw_it() -> None:
+def test_a_new_field_changes_no_other_field() -> None:
     """A layer with one field more in front of the others, and one value more of the masks."""
     fields = {name: Layer.__dataclass_fields__[name].metadata["values"] for name in ("core", "mask")}
     values = {"new": ("a", "b"), "core": fields["core"], "mask": ("new", *fields["mask"])}
@@ -66,7 +66,7 @@ def test_a_new_field_changes_no_other_and_a_new_value_those_that_draw_it() -> No
     assert len({str(draw(Choices(f"{n}"))) for n in range(20)}) == 20 and draw(Choices("4")) == draw(Choices("4"))
 
 
-def test_decoders_that_are_kept_mean_what_they_say() -> None:
+def test_recorded_decoders_are_consistent() -> None:
     """Each of their fields has a meaning beside the others, and their text is all there is to them."""
     kept = [decoder for decoders in FOUND.values() for decoder in decoders]
     assert FOUND.keys() == KINDS.keys() and all(FOUND.values()) and len(set(kept)) == len(kept)
@@ -74,7 +74,7 @@ def test_decoders_that_are_kept_mean_what_they_say() -> None:
     assert eval(repr(kept)) == kept
 
 
-def test_simpler_decoders_are_sensible_and_hold_what_their_programs_depend_on() -> None:
+def test_simpler_decoders_are_consistent() -> None:
     """Two numbers have the norm "rms" for "layer", too."""
     assert all(other == sensible(other) for other in simpler(numbered(7)))
     assert needed(Decoder(layers=(Layer(norm="rms"),), also=4)) == Decoder(layers=(Layer(norm="layer"),), also=4)

@@ -80,7 +80,7 @@ EVERY_VIEW = [("heads", True), ("half", True), ("half", False), ("parts", True)]
 
 
 @pytest.mark.parametrize(("name", "with_gradients"), only(EVERY_VIEW, list(product(VIEWS, (True, False)))))
-def test_views_of_any_length_show_eagers_rows(name: str, with_gradients: bool) -> None:
+def test_returned_views_equal_eager_at_any_length(name: str, with_gradients: bool) -> None:
     """AOTAutograd makes them again from where our results lie: their offset is asked for, which follows from the length.
 
     What is detached asks for no gradients: a view of a result that does would ask for them, too, and give no arrays.
@@ -111,7 +111,7 @@ EVERY_TIME = [("rows", True), ("two parts, turned", False)]
 
 
 @pytest.mark.parametrize(("name", "dynamic"), only(EVERY_TIME, list(product(SHARED, (True, False)))))
-def test_results_that_share_memory_do_so(name: str, dynamic: bool) -> None:
+def test_results_share_memory_as_in_eager(name: str, dynamic: bool) -> None:
     """Without gradients nobody makes views again: the caller's write into one shows in the other."""
     layer = nn.Linear(4, 4).double()
 
@@ -148,7 +148,7 @@ class OfConjugates(nn.Module):
         return self.down(y).sin(), y.tanh()
 
 
-def test_numbers_that_are_marked_as_conjugates() -> None:
+def test_lazy_conjugates_are_exact() -> None:
     """Inputs, buffers and gradients, with the mark and without."""
     model = OfConjugates()
     function = compiled(model, bodies="inductor")
@@ -162,7 +162,7 @@ def test_numbers_that_are_marked_as_conjugates() -> None:
             torch.testing.assert_close(*results)
 
 
-def test_gradients_that_are_marked_as_conjugates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_get_no_lazy_conjugates(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled of a loop's body reads memory: nothing that a loop is given may be marked."""
     forward = Loop.forward
 
@@ -191,7 +191,7 @@ MARKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize(("name", "with_gradients"), only([("a conjugate", False)], list(product(MARKED, (True, False)))))
-def test_a_result_that_is_marked(name: str, with_gradients: bool) -> None:
+def test_a_lazily_conjugated_result_falls_back(name: str, with_gradients: bool) -> None:
     """The graph runs as it stood: code outside may ask for the mark, and AOTAutograd makes views of memory that others lie in."""
     model = OfConjugates()
     sine = model.turn.imag

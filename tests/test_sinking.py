@@ -35,7 +35,7 @@ class Drawn:
         return sunk(self.nodes, starts, self.bytes.__getitem__)
 
 
-def test_any_order_can_be_computed() -> None:
+def test_sinking_keeps_a_valid_order() -> None:
     """Random graphs: nothing is lost, and everything stands after its operands; parts stand with their tuples' other uses."""
     for seed in range(200):
         draw, d = random.Random(seed), Drawn()
@@ -66,7 +66,7 @@ def early_exits(model: Used, x: Tensor, labels: Tensor) -> Tensor:
     return loss + F.nll_loss(teacher.flatten(0, 1), labels.flatten())
 
 
-def test_early_exits() -> None:
+def test_logits_of_early_exits_do_not_wait() -> None:
     (facts,) = compare(used(early_exits, layers=3), batch(13), chunk_size=5, also=(1, 16), attention={"causal"}).facts
     wide = [node for stage in facts.stages for node in stage.outputs if VOCABULARY in node.meta["val"].shape]
     assert not wide, "logits of an early layer wait for the last one"

@@ -20,7 +20,7 @@ SPACES = st.text(" \t", max_size=2)
 
 
 @given(st.data(), st.integers(1, 1 << 70), st.sampled_from(sorted(UNITS)))
-def test_every_unit_in_any_spelling_is_exact(data: st.DataObject, number: int, unit: str) -> None:
+def test_every_unit_parses_exactly(data: st.DataObject, number: int, unit: str) -> None:
     written = "".join(data.draw(st.sampled_from((letter.lower(), letter.upper()))) for letter in unit)
     text = "".join((data.draw(SPACES), str(number), data.draw(SPACES), written, data.draw(SPACES)))
     assert parse_amount(text) == budget_bytes(text, CPU) == number * UNITS[unit] and isinstance(parse_amount(text), int)
@@ -28,13 +28,13 @@ def test_every_unit_in_any_spelling_is_exact(data: st.DataObject, number: int, u
 
 
 @given(st.integers(1, 1 << 60))
-def test_what_reports_print_is_read_again(size: int) -> None:
+def test_printed_sizes_parse_back(size: int) -> None:
     amount = parse_amount(format_bytes(size))
     assert isinstance(amount, int) and abs(amount - size) <= size / 20
 
 
 @given(st.integers(1, 10000))
-def test_a_share_is_the_same_in_percent_and_as_a_number(hundredths: int) -> None:
+def test_percentages_equal_fractions(hundredths: int) -> None:
     share, written = hundredths / 10000, f"{hundredths // 100}.{hundredths % 100:02}"
     shares = [parse_amount(share), parse_amount(f"{written}%"), parse_amount(f"{written} %"), parse_amount(f"{share:.4f}")]
     assert shares == [share] * 4 and all(isinstance(item, float) for item in shares)
@@ -45,7 +45,7 @@ TEXTS = ("", "G", "-1G", "24 X", "24GiBi", "24i", "1,5G", "0", "0GiB", "0%", "10
 
 
 @pytest.mark.parametrize("value", [*TEXTS, 0, -1, 0.0, 1.5, -0.5, float("nan"), float("inf"), True, (), b"24G"])
-def test_what_is_no_amount_is_refused_before_anything_is_done(value: Any) -> None:
+def test_invalid_amounts_are_refused(value: Any) -> None:
     assert parse_amount(value) is None and not is_budget(value)
     with pytest.raises(streamfx.OptionError, match="24G") as error:
         streamfx.configure(memory_budget=value)
@@ -55,20 +55,20 @@ def test_what_is_no_amount_is_refused_before_anything_is_done(value: Any) -> Non
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, Fraction])
-def test_a_number_of_any_kind_is_a_share(kind: Any) -> None:
+def test_numbers_of_any_type_are_shares(kind: Any) -> None:
     assert is_budget(kind(0.5)) and not is_budget(kind(1.5))
     for asked in (streamfx.Options(memory_budget=kind(0.5)), resolve_options({"memory_budget": kind(0.5)})):
         assert asked.memory_budget == 0.5 and type(asked.memory_budget) is float
 
 
 @given(st.text(max_size=12))
-def test_any_text_is_an_amount_or_none(text: str) -> None:
+def test_any_text_parses_to_an_amount_or_none(text: str) -> None:
     amount = parse_amount(text)
     assert amount is None or amount > 0
     assert is_budget(text) == (amount is not None or text == "auto")
 
 
 @pytest.mark.parametrize("value", ["90%", 0.9, "auto"])
-def test_a_host_has_bytes_and_no_share(value: Any) -> None:
+def test_host_memory_must_be_bytes(value: Any) -> None:
     with pytest.raises(streamfx.PlanError, match="host_memory cannot be"):
         streamfx.plan("Qwen3-8B", host_memory=value)

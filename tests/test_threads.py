@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import streamfx
+from streamfx.frontend.gc_pause import collected, uncollected
 from streamfx.lazy import steps
 from tests.support import decoders
 from tests.support.small import Padded
@@ -51,7 +52,7 @@ def assert_same(found: Any, truth: Any, what: str = "") -> None:
     torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
-def test_a_run_keeps_nothing() -> None:
+def test_a_step_keeps_no_input_alive() -> None:
     """What it was given is gone with the step: nothing that is compiled holds it for another run to find."""
     weight = torch.randn(4, 4, requires_grad=True)
     call = torch.compile(lambda x: F.scaled_dot_product_attention(x @ weight, x, x, is_causal=True).sum(), backend="streambp")
@@ -81,21 +82,7 @@ class Steps:
         return torch.autograd.grad(loss, self.model.w)[0]
 
 
-def test_steps_of_several_threads() -> None:
-    """One of them without gradients."""
-    steps = Steps()
-
-    def work(number: int) -> None:
-        for _ in range(6):
-            with torch.set_grad_enabled(number != 3):
-                loss = steps.loss(number)
-            assert_same(loss.detach(), steps.model(steps.x, steps.keeps[number]).square().sum().detach())
-            assert number == 3 or torch.allclose(steps.gradient(loss), steps.truth[number], 1e-10, 1e-12)
-
-    together(work)
-
-
-def test_halves_of_steps_that_cross() -> None:
+def test_backwards_may_run_in_other_threads() -> None:
     """All forward halves come first, in one thread; each backward half runs in a thread of its own, with a step inside."""
     steps = Steps()
     losses = [steps.loss(number) for number in range(THREADS)]
@@ -120,7 +107,7 @@ class Dropping(nn.Module):
         return F.dropout(torch.rand_like(x) * x, 0.4, True)
 
 
-def test_draws_of_several_threads() -> None:
+def test_dropout_in_several_threads_is_consistent() -> None:
     """A backward half draws what its own forward half has drawn, whoever draws meanwhile; nobody's generator is set."""
     x, call = torch.ones(2, 37, 8, dtype=torch.float64), compiled(Dropping())
 
@@ -135,7 +122,7 @@ def test_draws_of_several_threads() -> None:
     together(draws)
 
 
-def test_draws_leave_the_generator_alone() -> None:
+def test_a_step_advances_the_generator_once() -> None:
     """A step takes one number from the process's generator, however many chunks draw; others may draw at the same time."""
     call = compiled(Dropping())
 
@@ -155,7 +142,7 @@ def test_draws_leave_the_generator_alone() -> None:
     assert torch.equal(after(lambda: None), after(lambda: None))
 
 
-def test_deferred_outputs_that_several_threads_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_threads_may_read_a_deferred_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """One output is read in all threads at once: whole, by rows, cast, with its gradient, which is made in chunks."""
     monkeypatch.setattr(steps, "LEAST", 1000)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 300, bias=False)).double()
@@ -205,7 +192,7 @@ def test_a_call_streams_while_another_thread_compiles() -> None:
     assert (counts.compiled, counts.plain) == (2, 0)
 
 
-def test_what_traces_a_call_traces_the_model_as_it_was() -> None:
+def test_tracers_see_the_original_model() -> None:
     """Export, and a larger function that is compiled: these see the model's own operators."""
     model, inputs = decoders.made(decoders.Plain), batch(length=37)
     with streamfx.enable(model, options=CHUNKS) as done:
@@ -213,3 +200,35 @@ def test_what_traces_a_call_traces_the_model_as_it_was() -> None:
         torch.compile(lambda: model(**inputs) * 2, backend="eager")()
     counts = done.calls["model"].counts
     assert counts.compiled == 0 and not any("streamfx" in str(node.target) for node in exported.graph.nodes)
+
+
+# -- the garbage collector is off while a step is traced
+
+
+def test_collection_pauses_except_inside_a_search() -> None:
+    with uncollected():
+        with uncollected():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        with collected():
+            assert gc.isenabled()
+            with uncollected():
+                assert not gc.isenabled()
+            assert gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_collection_resumes_after_the_last_pause() -> None:
+    first, second = uncollected(), uncollected()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+    gc.disable()
+    with uncollected(), collected():
+        assert not gc.isenabled()
+    assert not gc.isenabled()
+    gc.enable()

@@ -39,7 +39,7 @@ def explained(model: nn.Module) -> streamfx.Explanation:
     return streamfx.explain(model, torch.randn(2, 64, 8), chunk_size=16)
 
 
-def test_part_of_a_step_is_not_compared_with_all_of_it() -> None:
+def test_a_partly_traced_step_is_not_compared() -> None:
     """Behind a break in a loop the rest of a function is not traced: its memory is not in the figures."""
     found = explained(BrokenInLoop(False))
     assert any(item["given_up"] for item in found.summary()["break_reasons"])
@@ -84,7 +84,7 @@ class Dropping(Block):
         return super().forward(x).square().mean()
 
 
-def test_a_line_at_which_data_decide_is_named() -> None:
+def test_a_branch_on_data_is_named() -> None:
     found = explained(Dropping())
     assert "if torch.rand(()) < 0.5:" in found.call.stopped and "test_traced_in_part.py:" in found.call.stopped
     share = found.summary()["streamed_flops_share"]

@@ -54,7 +54,7 @@ def asked(child: Child, number: int) -> Outcome:
     return child.answer({**QUESTION, "arguments": [number]})
 
 
-def test_a_crash_ends_the_child_and_nothing_else(child: Child) -> None:
+def test_a_crash_ends_only_the_child(child: Child) -> None:
     assert asked(child, 4) == (True, "", True)
     first = child._process
     assert asked(child, 6).is_correct and child._process is first
@@ -74,7 +74,7 @@ ODD = {  # what a child does with its first question, and what is said of it
 
 
 @pytest.mark.parametrize("does", ODD)
-def test_whatever_a_child_does_is_an_outcome(does: str, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_child_behavior_is_a_failed_trial(does: str, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_selftest, "TEST_SECONDS", 1)
     monkeypatch.setattr(kernel_selftest, "EXIT_SECONDS", 1)
     child.command = [sys.executable, "-c", f"import os, subprocess, sys, time; sys.stdin.readline(); {does}"]
@@ -84,7 +84,7 @@ def test_whatever_a_child_does_is_an_outcome(does: str, child: Child, monkeypatc
 
 
 @pytest.mark.compiled
-def test_a_real_child_answers_one_question_after_the_other(child: Child) -> None:
+def test_a_child_answers_several_questions(child: Child) -> None:
     child.command = Child().command
     for number, outcome in {
         4: (True, "", True),
@@ -111,7 +111,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, child: Child) -> Itera
     even.cache_clear()
 
 
-def test_a_machine_pays_for_a_trial_once(card: Path, child: Child, caplog: pytest.LogCaptureFixture) -> None:
+def test_results_of_trials_are_cached_per_device(card: Path, child: Child, caplog: pytest.LogCaptureFixture) -> None:
     device = torch.device("cuda")
     with caplog.at_level(logging.WARNING, "streamfx"):
         assert even(device, 4) and not even(device, 5) and not even(device, -11)
@@ -126,14 +126,14 @@ def test_a_machine_pays_for_a_trial_once(card: Path, child: Child, caplog: pytes
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": [1]}', "\x00"])
-def test_a_file_of_somebody_else_is_no_answer(text: str, card: Path) -> None:
+def test_an_unreadable_cache_file_is_replaced(text: str, card: Path) -> None:
     card.parent.mkdir()
     card.write_text(text)
     assert even(torch.device("cuda"), 4)
     assert [Outcome(*item) for item in json.loads(card.read_text()).values()] == [(True, "", True)]
 
 
-def test_a_user_without_a_home_keeps_nothing(card: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_cached_without_a_home_directory(card: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

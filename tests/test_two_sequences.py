@@ -59,15 +59,15 @@ def noted(method: str) -> Iterator[list[tuple[int, Any]]]:
 ANYWHERE = list(product([Translator, Counts], range(12)))
 
 
-@pytest.mark.parametrize(("make", "seed"), only([(Counts, 0)], ANYWHERE))
-def test_any_place_is_exact(make: type[nn.Module], seed: int) -> None:
+@pytest.mark.parametrize(("make", "seed"), only([], ANYWHERE))
+def test_a_split_at_any_place_is_exact(make: type[nn.Module], seed: int) -> None:
     torch.manual_seed(seed)
     with split_at(random.Random(seed).choice) as chosen:
         assert_exact(make().double(), batch())
     assert chosen
 
 
-def test_no_place_is_inside_of_a_context() -> None:
+def test_no_split_is_inside_a_context() -> None:
     """Of autocast, of `no_grad`, and of `vmap`."""
 
     def function(x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def test_no_place_is_inside_of_a_context() -> None:
     assert {"sin", "sinh"} <= names and names.isdisjoint({"log", "matmul", "cos", "tan", "exp"}), names
 
 
-def test_what_nobody_knows_about_has_no_place_behind_it() -> None:
+def test_no_split_follows_an_unknown_operator() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     known = graph.call_function(torch.sin, (x,))
@@ -97,7 +97,7 @@ def test_what_nobody_knows_about_has_no_place_behind_it() -> None:
     assert list(places_to_split(graph)) == [unknown]
 
 
-def test_parts_take_the_sizes_that_dynamo_gives() -> None:
+def test_both_parts_get_symbolic_sizes() -> None:
     ids, labels = batch()
     torch._dynamo.mark_dynamic(ids, 1)
     module = dynamo_graph(Translator(), ids, labels)
@@ -106,18 +106,18 @@ def test_parts_take_the_sizes_that_dynamo_gives() -> None:
     assert sizes and all(set(sizes) <= set(part.given) for part in split_in_front_of(module, place))
 
 
-def test_a_part_that_writes_to_what_it_is_given_is_none() -> None:
+def test_a_part_must_not_write_to_its_inputs() -> None:
     """The first part may have saved it for its backward half."""
     with (
         split_at(lambda places: next(node for node in reversed(places) if node.target == "mul_")),
         noted("compile_in_parts") as found,
     ):
-        assert_exact(Counts().double(), batch())
+        assert_exact(Counts(1).double(), batch())
     assert [result for _, result in found] == [None]
 
 
 @pytest.mark.parametrize("way", ["detached", "no_grad"])
-def test_a_part_without_a_gradient_for_what_it_is_given_is_none(way: str) -> None:
+def test_a_part_needs_a_gradient_for_its_inputs(way: str) -> None:
     model = Unread(way).double()
     with split_at(lambda places: places[len(places) // 3]):
         assert_exact(model, batch())
@@ -141,7 +141,7 @@ def t5() -> nn.Module:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("make", "lengths"), [(bart, (64, 128)), (bart, (128, 128)), (t5, (256, 128)), (t5, (256, 256))])
-def test_encoders_and_decoders_stream_each_along_its_own_rows(make: Callable[[], nn.Module], lengths: tuple[int, int]) -> None:
+def test_encoders_and_decoders_stream_along_their_own_sequences(make: Callable[[], nn.Module], lengths: tuple[int, int]) -> None:
     torch.manual_seed(0)
     model, (ids, labels) = make().double(), batch(*lengths)
     inputs = {"input_ids": ids, "labels": labels}
@@ -166,7 +166,7 @@ class Stacked(Translator):
 
 
 @pytest.mark.long
-def test_what_is_not_split() -> None:
+def test_no_split_without_a_gain_or_within_a_budget() -> None:
     """Decoders alone, what would save too little, and what has a budget, which one plan of one graph keeps."""
     inputs = batch(64, 24)
     with however_small(), noted("compile_in_parts") as tried:
@@ -187,7 +187,7 @@ class WithLogits(Translator):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits, words
 
 
-def test_deferred_outputs_of_the_second_part() -> None:
+def test_outputs_of_the_second_part_are_deferred() -> None:
     """Logits are computed when they are touched; what the second part reads is no such output."""
     model, inputs = WithLogits().double(), batch(96, 24)
     with split_at(lambda places: next(node for node in places if node.target == "amax")):

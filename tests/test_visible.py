@@ -69,7 +69,7 @@ def cells(piece: MaskTile, mask: Tensor) -> Tensor:
 
 
 @given(masks(), st.booleans())
-def test_pieces_are_the_mask(mask: Tensor, packs: bool) -> None:
+def test_tiles_represent_the_mask(mask: Tensor, packs: bool) -> None:
     """Put together they hide what it hides; each row is in one piece. Documents are one, where they may be."""
     batch, hidden = mask.shape[0], mask <= LOWEST
     made, times = torch.full_like(mask, -INF), torch.zeros(mask.shape[:2])
@@ -82,7 +82,7 @@ def test_pieces_are_the_mask(mask: Tensor, packs: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 9), (2, 7, 1), (1, 1, 1)])
-def test_a_mask_that_is_alike_along_a_dimension_is_looked_at_once_along_it(shape: tuple[int, ...]) -> None:
+def test_constant_dimensions_of_a_mask_are_read_once(shape: tuple[int, ...]) -> None:
     for value in (0.0, -INF, 0.5):
         mask = torch.zeros(shape)
         mask[..., mask.shape[-1] // 2] = value
@@ -97,7 +97,7 @@ def test_only_minus_infinity_hides_large_scores() -> None:
     assert {piece.kind for piece in tiles_of_mask(mask, 1, finite_hides=False)} == {TileKind.MIXED}
 
 
-def test_a_row_that_sees_hardly_more_than_what_is_hidden_keeps_all_keys() -> None:
+def test_a_row_of_nearly_equal_scores_keeps_all_keys() -> None:
     """In float16, exp(-29984 + 30000) is a share that counts, and products lift one above the other."""
     mask = torch.tensor([[-29984.0, -30000.0, -30000.0], [0.0, 0.0, -30000.0]], dtype=torch.float16)
     assert [piece.keys for piece in tiles_of_mask(mask[None, :1], 1)] == [(0, 3)]
@@ -111,7 +111,7 @@ def as_mask(dense: Tensor) -> Mask:
 
 
 @given(masks(), st.integers(0, 1000))
-def test_attention_by_pieces_is_attention(mask: Tensor, seed: int) -> None:
+def test_attention_by_tiles_is_exact(mask: Tensor, seed: int) -> None:
     """Results, log-sum-exps and gradients; rows that see nothing included."""
     torch.manual_seed(seed)
     batch, rows, keys = mask.shape
@@ -146,7 +146,7 @@ class Steps:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("bodies", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_a_mask_is_looked_at_once_per_chunk(bodies: str) -> None:
+def test_a_mask_is_evaluated_once_per_chunk(bodies: str) -> None:
     """Not in each of three layers, nor again in the backward half."""
     steps, keep = Steps(bodies), torch.ones(2, 64, dtype=torch.bool)
     for _ in range(2):
@@ -156,7 +156,7 @@ def test_a_mask_is_looked_at_once_per_chunk(bodies: str) -> None:
 
 
 @pytest.mark.compiled
-def test_a_mask_that_changed_is_looked_at_again() -> None:
+def test_a_changed_mask_is_evaluated_again() -> None:
     """Also if it was written behind torch's back."""
     steps, keep = Steps(), torch.ones(2, 64, dtype=torch.bool)
     for length in (64, 40, 20):
@@ -166,17 +166,7 @@ def test_a_mask_that_changed_is_looked_at_again() -> None:
         steps.same(keep)
 
 
-@pytest.mark.compiled
-def test_steps_that_overlap() -> None:
-    """Two forward halves before the first backward half, with a mask each."""
-    steps = Steps()
-    keeps = [torch.arange(64).expand(2, -1) < length for length in (50, 30)]
-    both = [[run(steps.x, keep).square().sum() for keep in keeps] for run in (steps.layers, steps.compiled)]
-    wanted, found = (torch.autograd.grad(losses, steps.layers.w)[0] for losses in both)
-    assert torch.allclose(found, wanted, rtol=1e-12)
-
-
-def test_a_mask_of_scores_is_none_of_the_step() -> None:
+def test_a_mask_computed_in_the_loop_stays_there() -> None:
     """What is computed in the loop stays in the loop."""
 
     def function(inputs: Tensor) -> Tensor:
@@ -189,7 +179,7 @@ def test_a_mask_of_scores_is_none_of_the_step() -> None:
 
 
 @pytest.mark.parametrize("chunk", [3, 8])
-def test_rows_that_see_no_key_go_back_in_other_chunks_than_forth(chunk: int) -> None:
+def test_rows_without_keys_are_exact_for_other_backward_chunks(chunk: int) -> None:
     """What is kept of their log-sum-exp comes from a call of other rows."""
     torch.manual_seed(0)
     query, gradient = torch.randn(2, 1, 2, 8, 4, dtype=torch.float64).unbind()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from streamfx.frontend import mask_buffers
+from streamfx.ir.fingerprint import Fingerprint
 from tests.support.spread import only
 
 pytestmark = pytest.mark.compiled
@@ -76,7 +77,7 @@ def gradients(function: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor)
 
 
 @pytest.mark.parametrize("name", only(["data.copy_", "one element", "set_"], CHANGES))
-def test_the_next_call_is_exact(name: str) -> None:
+def test_a_call_after_a_buffer_changed_is_exact(name: str) -> None:
     model, x = Model().double(), torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
     compiled = torch.compile(model, backend="streambp", options={"chunk_size": 5})
     gradients(compiled, model, x)
@@ -89,7 +90,7 @@ def test_the_next_call_is_exact(name: str) -> None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12, equal_nan=True, msg=buffer)
 
 
-def test_a_frozen_weight_that_is_not_read_is_told_by_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_frozen_weight_is_identified_by_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """No version counter shows that `.data` is another tensor."""
     monkeypatch.setattr(mask_buffers, "MAX_BYTES_READ_PER_CALL", 0)
     weight = nn.Parameter(torch.ones(WIDTH, WIDTH + 1), requires_grad=False)
@@ -98,3 +99,61 @@ def test_a_frozen_weight_that_is_not_read_is_told_by_its_memory(monkeypatch: pyt
     assert mask_buffers.have_same_patterns(watched, [weight])
     weight.data = torch.full_like(weight, 1e30)
     assert not mask_buffers.have_same_patterns(watched, [weight])
+
+
+# -- fingerprints of tensors
+
+TYPES = [torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.mT,
+    "odd part": lambda tensor: tensor[..., 1:],
+    "expanded": lambda tensor: tensor.expand(3, *tensor.shape),
+    "nothing": lambda tensor: tensor[..., :0],
+}
+REARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "negated": torch.neg,
+    "rows reversed": lambda weight: weight.flip(0),
+    "columns reversed": lambda weight: weight.flip(1),
+    "pairs of rows swapped": lambda weight: weight.unflatten(0, (-1, 2)).flip(1).flatten(0, 1),
+    "every second column negated": lambda weight: weight * torch.tensor([1, -1]).repeat(weight.shape[1] // 2),
+    "one element, by its last bit": lambda weight: weight.index_put(
+        (torch.tensor(300), torch.tensor(7)), weight[300, 7] * (1 + 2**-7)
+    ),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_fingerprint_depends_on_every_element(dtype: torch.dtype, view: str) -> None:
+    for shape in ((1, 1), (3, 5), (7, 1030), (140, 130)):
+        tensor = VIEWS[view](torch.ones(shape, dtype=dtype))
+        seen = Fingerprint.of(tensor)
+        assert seen.change(tensor) is None
+        for place in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
+            index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), tensor.shape))
+            tensor.data[index] = 0
+            assert "past its version counter" in str(seen.change(tensor))
+            tensor.data[index] = 1
+        assert seen.change(tensor) is None
+
+
+@pytest.mark.parametrize("name", REARRANGED)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_fingerprint_depends_on_order_and_signs(name: str, dtype: torch.dtype) -> None:
+    """The same numbers in another order, or with other signs: sums that wrap would often be the same."""
+    weight = torch.randn(512, 256, dtype=dtype)
+    seen = Fingerprint.of(weight)
+    weight.data.copy_(REARRANGED[name](weight))
+    assert seen.change(weight) is not None
+
+
+def test_a_fingerprint_depends_on_pairs_of_signs() -> None:
+    """In sums that wrap at 32 bits every second one would not be."""
+    weight = torch.randn(8, 64)
+    seen = Fingerprint.of(weight)
+    for place in range(0, 64, 2):
+        pair = weight.data[0, place : place + 2]
+        pair.neg_()
+        assert seen.change(weight) is not None
+        pair.neg_()

@@ -79,19 +79,6 @@ def check(run: Any, heads: Heads, how: tuple[Any, ...], truth: tuple[Any, ...]) 
     torch.testing.assert_close(made, plain_attention.backward(gradient, *heads, *wanted, *truth))
 
 
-def noted(patch: pytest.MonkeyPatch, owner: Any, name: str, what: Callable[..., Any]) -> list[Any]:
-    """What is told of the arguments of each call of a function, which is called as before."""
-    calls: list[Any] = []
-    function = getattr(owner, name)
-
-    def run(*given: Any, **how: Any) -> Any:
-        calls.append(what(*given))
-        return function(*given, **how)
-
-    patch.setattr(owner, name, run)
-    return calls
-
-
 Fault = Callable[..., Any]  # of the function that is right, and its arguments
 
 

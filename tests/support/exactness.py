@@ -369,15 +369,13 @@ def check_streamed(facts: Sequence[Facts], streams: bool | None, attention: set[
         assert verdicts == attention, f"attention {verdicts} instead of {attention}"
 
 
-def compare_replayed(
-    backend: Recorder, chunk_size: int, tolerance: float, options: Mapping[str, Any], rewritten: bool = False
-) -> None:
-    """Run the recorded graphs in chunks of another size, rewritten anew if asked to, and compare with the graphs as they were."""
+def compare_replayed(backend: Recorder, chunk_size: int, tolerance: float, options: Mapping[str, Any]) -> None:
+    """Run the recorded graphs in chunks of another size, and compare with the graphs as they were."""
     own = {**backend.options.as_dict(), **options, "chunk_size": chunk_size, "loss_chunk_size": chunk_size}
     for recorded in backend.compilations:
         if recorded.joint is None or recorded.primals is None or recorded.tangents is None:
             continue
-        facts = recorded.facts_for(resolve_options(own)) if rewritten else recorded.facts_in_chunks(resolve_options(own))
+        facts = recorded.facts_in_chunks(resolve_options(own))
         if facts.program is None:
             continue
         truth, actual = recorded.joint_values(), recorded.streamed_values(facts.program)

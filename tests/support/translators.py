@@ -64,8 +64,8 @@ class Counts(Translator):
 
     seen: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__(layers)
         self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
@@ -86,7 +86,7 @@ class Unread(Translator):
     """The decoder reads what the encoder computes without its gradient: the encoder's parameters have none, not zeros."""
 
     def __init__(self, way: str) -> None:
-        super().__init__()
+        super().__init__(1)
         self.way = way
 
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
