@@ -1,6 +1,4 @@
-"""Promise one and two, for training objectives: each is traced as a user wrote it, streams with exact gradients, and makes no
-tensor of rows times vocabulary. `tests/support/objectives` has them.
-"""
+"""Training objectives stream with exact gradients and without a tensor of rows times vocabulary (`tests/support/objectives`)."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ def of_all_rows(shapes: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("name", "layers"), only([("dpo_reference_given", 1)], CASES))
-def test_objectives(name: str, layers: int) -> None:
-    """Nothing large of the first model waits while the layers of a second one run, either."""
+def test_objectives_stream_without_large_tensors(name: str, layers: int) -> None:
+    """Also in objectives of two models."""
     step, batch = Step(OBJECTIVES[name], layers), batch_of()
     truth = outcome(step, step, batch)
     backend = recorder(chunk_size=5, loss_chunk_size=5)
@@ -42,13 +40,13 @@ def test_objectives(name: str, layers: int) -> None:
             run(**batch).backward()
         assert shapes.made, "nothing was seen"
         found.append(of_all_rows(shapes.made))
-    assert not found[0], "made in one piece"
-    assert name in OF_HIDDEN or found[1], "eager makes it: the check can fail"
+    assert not found[0], "a tensor of rows times vocabulary"
+    assert name in OF_HIDDEN or found[1], "eager has none: the check cannot fail"
 
 
 @pytest.mark.long
-def test_a_token_that_is_not_there() -> None:
-    """Eager raises an IndexError: a number that is out of range must not become a loss."""
+def test_an_index_out_of_range_is_an_error() -> None:
+    """As in eager, it must not become a loss."""
     step, batch = Step(OBJECTIVES["reward_of_pairs"]), batch_of()
     compiled = torch.compile(step, backend=recorder(chunk_size=5))
     assert compiled(**batch).isfinite()

@@ -16,20 +16,20 @@ x_decoders: Any = pytest.importorskip("x_transformers") and import_module("tests
 
 
 @pytest.mark.parametrize("name", x_decoders.DECODERS)
-def test_x_transformers(name: str) -> None:
+def test_decoders_of_x_transformers_stream(name: str) -> None:
     check(x_decoders.DECODERS[name], {x_decoders.ATTENTION.get(name, "causal")})
 
 
-def test_encoder_and_decoder() -> None:
-    """The decoder streams, with all of the encoder's rows as keys of its cross attention."""
+def test_an_encoder_with_a_decoder_is_exact() -> None:
+    """The decoder streams; its cross attention has all of the encoder's rows as keys."""
     check(x_decoders.encoder_and_decoder, all_streams=False, streams=None)
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_torch(name: str) -> None:
+def test_decoders_of_torch_stream(name: str) -> None:
     check(DECODERS[name])
 
 
-def test_a_mask_that_torch_looks_at() -> None:
-    """The layers run eagerly: Dynamo compiles no frame of torch's own modules. What is compiled around them is exact."""
+def test_a_mask_that_torch_reads_is_exact() -> None:
+    """The layers run in eager: Dynamo compiles no frame of torch's modules."""
     check(BREAKS, all_streams=False, graphs=None)
