@@ -41,7 +41,7 @@ class Positions:
         return self._affine_of.get(node) if isinstance(node, fx.Node) else None
 
     def find(self, node: fx.Node) -> Affine | None:
-        """Find the affine form of a value. Each dtype must represent its numbers exactly, without wrapping or rounding."""
+        """Find and record the affine form of a value; None if it has none, or if its dtype wraps or rounds a number."""
         rule = _RULES.get(node.target)
         affine = rule(node, self) if rule is not None else None
         self._affine_of[node] = None
@@ -49,7 +49,7 @@ class Positions:
             return None
         value_range = extent(affine, shape_of_node(node))
         self._values.note(node, value_range)
-        if value_range.constant is None:  # a single row is a constant, and may be broadcast
+        if value_range.constant is None:  # else it is a constant, and has no varying dimension
             self._affine_of[node] = affine
         return self._affine_of[node]
 
@@ -59,15 +59,15 @@ class Positions:
         return is_exact_in(dtype, value_range.low, value_range.high)
 
     def operand(self, value: Any, dtype: torch.dtype) -> Affine | None:
-        """Return an operand of an operator that computes in `dtype` as an affine vector or an integer constant."""
+        """Return the affine form of an operand, or an integer constant, if `dtype`, in which the operator computes, is exact."""
         affine = self.of(value)
         if affine is not None:
             return affine if self.is_exact(affine, value, dtype) else None
-        number = self.number(value)
-        return None if number is None or not is_exact_in(dtype, number, number) else Affine(0, number, None)
+        constant = self.integer(value)
+        return None if constant is None or not is_exact_in(dtype, constant, constant) else Affine(0, constant, None)
 
-    def number(self, value: Any) -> int | None:
-        """Return the integer that all elements of a value equal, if any."""
+    def integer(self, value: Any) -> int | None:
+        """Return the integer that all elements of a value equal; None if there is none."""
         common_value = range_of_argument(value, self._values.of).constant if _is_numeric(value) else None
         return (
             int(common_value)
@@ -94,7 +94,7 @@ def _affine_or_constant(factor: int, offset: int, dim: int | None) -> Affine:
 def _arange(node: fx.Node, positions: Positions) -> Affine | None:
     """Return step * i + start."""
     arguments = bound_arguments(node)
-    start, step = positions.number(arguments.get("start", 0)), positions.number(arguments.get("step", 1))
+    start, step = positions.integer(arguments.get("start", 0)), positions.integer(arguments.get("step", 1))
     return None if start is None or step is None else _affine_or_constant(step, start, 0)
 
 
@@ -108,7 +108,7 @@ COEFFICIENTS: dict[Any, Callable[[int], tuple[int, int]]] = {  # of `self` and `
 }
 
 
-def combination(node: fx.Node) -> tuple[tuple[int, Any], tuple[int, Any]] | None:
+def linear_combination(node: fx.Node) -> tuple[tuple[int, Any], tuple[int, Any]] | None:
     """Return ((a, x), (b, y)) if an operator computes a * x + b * y with integers a and b."""
     coefficients = COEFFICIENTS.get(node.target)
     arguments = named_arguments(node, frozenset({"self", "other", "alpha"})) if coefficients is not None else None
@@ -120,7 +120,7 @@ def combination(node: fx.Node) -> tuple[tuple[int, Any], tuple[int, Any]] | None
 
 def _sum(node: fx.Node, positions: Positions) -> Affine | None:
     """Return the affine form of a * x + b * y if x and y vary along at most one common dimension."""
-    combined, dtype = combination(node), node.meta[VALUE].dtype
+    combined, dtype = linear_combination(node), node.meta[VALUE].dtype
     if combined is None:
         return None
     (a, x), (b, y) = combined
@@ -135,7 +135,7 @@ def _sum(node: fx.Node, positions: Positions) -> Affine | None:
     )
 
 
-def _negated(node: fx.Node, positions: Positions) -> Affine | None:
+def _neg(node: fx.Node, positions: Positions) -> Affine | None:
     """Return the affine form of the negated operand."""
     source = positions.of(node_argument(node))
     return None if source is None else _affine_or_constant(-source.factor, -source.offset, source.dim)
@@ -159,13 +159,13 @@ def _result_dim(node: fx.Node, operand: Any, affine: Affine) -> int | None:
     return None if affine.dim is None else affine.dim + len(shape_of_node(node)) - len(shape_of_node(operand))
 
 
-def _pass_through(node: fx.Node, positions: Positions) -> Affine | None:
+def _same_as_operand(node: fx.Node, positions: Positions) -> Affine | None:
     """Return the operand's affine form: copies and casts keep it."""
     return positions.of(node_argument(node))
 
 
 def _unsqueeze(node: fx.Node, positions: Positions) -> Affine | None:
-    """Shift the varying dimension by one if a dimension is inserted before it."""
+    """Return the affine form; its dimension shifts by one if a dimension is inserted before it."""
     source = positions.of(node_argument(node))
     if source is None or source.dim is None:
         return None
@@ -174,7 +174,7 @@ def _unsqueeze(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _expand(node: fx.Node, positions: Positions) -> Affine | None:
-    """Return the affine form with its varying dimension counted from the last one."""
+    """Return the affine form of an expanded operand; dimensions may be added in front."""
     source = positions.of(node_argument(node))
     if source is None or source.dim is None:
         return None
@@ -182,7 +182,7 @@ def _expand(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _view(node: fx.Node, positions: Positions) -> Affine | None:
-    """Propagate through views that add or drop dimensions of size one, which keep the index of the varying dimension."""
+    """Return the affine form after a view that only adds or drops dimensions of size one; None for other views."""
     source = positions.of(node_argument(node))
     if source is None or source.dim is None:
         return None
@@ -195,7 +195,7 @@ def _view(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _permute(node: fx.Node, positions: Positions) -> Affine | None:
-    """Move the varying dimension to its new position."""
+    """Return the affine form with its dimension at its new position."""
     source = positions.of(node_argument(node))
     if source is None or source.dim is None:
         return None
@@ -217,7 +217,7 @@ def _slice(node: fx.Node, positions: Positions) -> Affine | None:
     rank = len(shape_of_node(node))
     if source is None or source.dim is None or source.dim != arguments["dim"] % rank:
         return source
-    start, step = positions.number(arguments["start"] or 0), arguments["step"]
+    start, step = positions.integer(arguments["start"] or 0), arguments["step"]
     length = shape_of_node(node_argument(node))[source.dim]
     if start is not None and start < 0:
         start = max(start + length, 0) if isinstance(length, int) else None
@@ -227,9 +227,9 @@ def _slice(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _select(node: fx.Node, positions: Positions) -> Affine | None:
-    """Return the selected number as a constant, or the affine form without the selected other dimension."""
+    """Return the selected number as a constant; if another dimension is selected, the affine form without it."""
     source = positions.of(node_argument(node))
-    dim, position = int_argument(node, 1) % (len(shape_of_node(node)) + 1), positions.number(node.args[2])
+    dim, position = int_argument(node, 1) % (len(shape_of_node(node)) + 1), positions.integer(node.args[2])
     if source is None or source.dim is None:
         return None
     if source.dim != dim:
@@ -241,14 +241,14 @@ def _select(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _cat(node: fx.Node, positions: Positions) -> Affine | None:
-    """Concatenate adjacent slices to one affine vector, such as a first value before the rest of an `arange`."""
+    """Return the affine form of concatenated vectors if each continues the one before it; else None."""
     arguments, rank = bound_arguments(node), len(shape_of_node(node))
     operands, dim = arguments["tensors"], arguments["dim"] % rank
-    operand_forms = [positions.operand(piece, node.meta[VALUE].dtype) for piece in operands]
+    operand_forms = [positions.operand(item, node.meta[VALUE].dtype) for item in operands]
     facts = [fact for fact in operand_forms if fact is not None]
-    if len(facts) < len(operands) or any(len(shape_of_node(piece)) != rank for piece in operands):
+    if len(facts) < len(operands) or any(len(shape_of_node(operand)) != rank for operand in operands):
         return None
-    lengths: list[Size] = [shape_of_node(piece)[dim] for piece in operands]
+    lengths: list[Size] = [shape_of_node(operand)[dim] for operand in operands]
     factors = {fact.factor for fact, n in zip(facts, lengths, strict=True) if n != 1 or fact.dim == dim}
     if len(factors) > 1 or any(fact.dim not in (dim, None) for fact in facts):
         return None
@@ -264,15 +264,15 @@ def _cat(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _cumsum(node: fx.Node, positions: Positions) -> Affine | None:
-    """The prefix sum of a constant c is c * (i + 1)."""
+    """Return the affine form of the prefix sum of a constant c: c * (i + 1)."""
     arguments = named_arguments(node, frozenset({"self", "dim", "dtype"}))
-    number = None if arguments is None else positions.number(arguments["self"])
+    constant = None if arguments is None else positions.integer(arguments["self"])
     rank = len(shape_of_node(node))
-    return None if number is None or not rank else _affine_or_constant(number, number, int_argument(node, 1) % rank)
+    return None if constant is None or not rank else _affine_or_constant(constant, constant, int_argument(node, 1) % rank)
 
 
 def _index(node: fx.Node, positions: Positions) -> Affine | None:
-    """Index an affine vector by affine indices."""
+    """Return the affine form of an affine vector that is indexed by affine indices."""
     source, indices = positions.of(node_argument(node)), bound_arguments(node)["indices"]
     if source is None or source.dim is None:
         return None
@@ -299,14 +299,14 @@ _RULES: dict[Any, Callable[[fx.Node, Positions], Affine | None]] = {
     aten.sub.Scalar: _sum,
     aten.rsub.Tensor: _sum,
     aten.rsub.Scalar: _sum,
-    aten.neg.default: _negated,
+    aten.neg.default: _neg,
     aten.mul.Tensor: _product,
     aten.mul.Scalar: _product,
-    aten._to_copy.default: _pass_through,
-    aten.clone.default: _pass_through,
-    aten.alias.default: _pass_through,
-    aten.detach.default: _pass_through,
-    aten.lift_fresh_copy.default: _pass_through,
+    aten._to_copy.default: _same_as_operand,
+    aten.clone.default: _same_as_operand,
+    aten.alias.default: _same_as_operand,
+    aten.detach.default: _same_as_operand,
+    aten.lift_fresh_copy.default: _same_as_operand,
     aten.unsqueeze.default: _unsqueeze,
     aten.expand.default: _expand,
     aten.view.default: _view,

@@ -2,8 +2,8 @@
 
 The interval is proven: every value with rows and keys is described by facts per interval of delta = key position -
 query position (see `ir/piecewise.py`), derived from index arithmetic and propagated through masks, scores,
-probabilities and their cotangents. A reduction over keys may be restricted to an interval of delta if everything
-outside is the identity of the reduction (minus infinity before a softmax, zero before a sum). All operators of one
+probabilities and their cotangents. A reduction over keys may be restricted to an interval of delta if all values
+outside it are the identity of the reduction (minus infinity before a softmax, zero before a sum). All operators of one
 attention share one span, the smallest that is valid for all of them.
 
     where(col <= row, scores, -inf)   ->   -inf for delta > 0   ->   probabilities 0 there   ->   keys [0, e)
@@ -20,7 +20,7 @@ from torch import fx
 
 from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Role, SpanFacts, StorageClass
 from streamfx.ir.joint import JointGraph, bound_arguments, connected_components, is_tensor, tensor_operands
-from streamfx.ir.piecewise import Fact, Pieces
+from streamfx.ir.piecewise import DeltaInterval, Fact, Pieces
 from streamfx.ir.ranges import Range, constant
 from streamfx.ir.signature import Signature, Window
 from streamfx.ir.span import Span
@@ -46,7 +46,7 @@ class KeySpans:
 
 
 def _find_spans(joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> SpanFacts:
-    """Return the key span of each operator on rows and keys, one span per connected group."""
+    """Return the key span of each operator on query-by-key values; connected operators share one span."""
     masks = Masks(joint, axes, access)
     pairs = [
         node for node in joint.nodes if Role.KEYS in access.roles.get(node, {}).values() and not _is_outside_loops(node, access)
@@ -57,15 +57,15 @@ def _find_spans(joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> Span
     exact_masks: set[fx.Node] = set()
     ordinary_scores: set[fx.Node] = set()
     for group in _groups([node for node in pairs if node not in recomputed_per_consumer], axes):
-        supports = [_needed_deltas(node, masks, axes, access) for node in group]
-        bounds = [support for support in supports if support is not None]
+        needed = (_needed_interval(node, masks, axes, access) for node in group)
+        intervals = [interval for interval in needed if interval is not None]
         if any(_leaves_loops(node, joint, access) for node in group):
-            bounds.append((None, None))
-        span = _smallest_span(bounds)
+            intervals.append(DeltaInterval(None, None))
+        span = _smallest_span(intervals)
         for node in group:
             spans[node] = span
             if node not in axes.static:
-                span_kinds[node] = verdict(span)
+                span_kinds[node] = span_kind(span)
             signature = axes.signatures[node]
             if signature.keys and _mask_equals_span(node, masks, span):
                 exact_masks.add(node)
@@ -75,15 +75,15 @@ def _find_spans(joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> Span
 
 
 def _without_mask(node: fx.Node, signature: Signature) -> Signature:
-    """Drop a mask that hides exactly the keys outside of the span, which the loop does not pass to the operator."""
+    """Remove a mask that equals its span from a call, in place, and from its signature; return the signature."""
     if bound_arguments(node).get("attn_mask") is None:
         return signature
     node.update_kwarg("attn_mask", None)
     return replace(signature, operands=signature.operands[:-1])
 
 
-def verdict(span: Span) -> str:
-    """Format the span in the user's terms."""
+def span_kind(span: Span) -> str:
+    """Return the kind of a span, as reports print it."""
     if span.high == 0:
         return "causal" if span.low is None else f"window({1 - span.low})"
     return "masked" if span.low is None and span.high is None else f"band({span})"
@@ -95,7 +95,7 @@ def _is_outside_loops(node: fx.Node, access: AccessFacts) -> bool:
 
 
 def _leaves_loops(node: fx.Node, joint: JointGraph, access: AccessFacts) -> bool:
-    """Return whether a value with rows and keys leaves the loop: as a result, or to an operator that is not chunked."""
+    """Return whether a query-by-key value leaves the loop: as a result, or as an operand of an operator outside loops."""
     if StorageClass.PAIR not in access.storage_classes[node]:
         return False
     values = [node] if is_tensor(node) else [user for user in node.users if producer_of(user) is node]
@@ -105,10 +105,10 @@ def _leaves_loops(node: fx.Node, joint: JointGraph, access: AccessFacts) -> bool
 
 
 def _recomputed_per_consumer(pairs: list[fx.Node], axes: AxisFacts, access: AccessFacts) -> frozenset[fx.Node]:
-    """Return operators on positions whose result for each key depends on that key alone: masks, biases, decays.
+    """Return the static operators whose result for each key depends on that key alone: masks, biases, decays.
 
-    They are cheap and give the same result for any span, so each consumer recomputes them for its own keys. A softmax
-    or prefix sum over positions needs the keys of its own span, and so do its consumers.
+    They are cheap and have the same result for any span, so each consumer recomputes them for its keys. A softmax or a
+    prefix sum of positions needs a span, and so do its consumers.
     """
     recomputed_per_consumer: set[fx.Node] = set()
     others: set[fx.Node] = set()
@@ -122,11 +122,11 @@ def _recomputed_per_consumer(pairs: list[fx.Node], axes: AxisFacts, access: Acce
 
 
 def _is_per_key(node: fx.Node, axes: AxisFacts, access: AccessFacts) -> bool:
-    """Return whether an operator keeps each key, and reads no other key for it."""
+    """Return whether the result at each key depends on that key alone."""
     signature, roles = axes.signatures[node], access.roles[node]
     keys = {letter for letter, role in roles.items() if role is Role.KEYS}
-    moved = {letter for letter, index in signature.index.items() if not (isinstance(index, Window) and index.reach == 0)}
-    mixed = signature.keys.union(moved, *map(signature.contracted_letters, range(len(signature.results))))
+    other_access = {letter for letter, index in signature.index.items() if not (isinstance(index, Window) and index.reach == 0)}
+    mixed = signature.keys.union(other_access, *map(signature.contracted_letters, range(len(signature.results))))
     return keys.isdisjoint(mixed)
 
 
@@ -142,49 +142,47 @@ def _carries_pair(value: fx.Node, axes: AxisFacts) -> bool:
     return is_tensor(value) and len(axes.sequence_dims(axes.shapes[value])) == 2
 
 
-def _smallest_span(bounds: list[tuple[int | None, int | None]]) -> Span:
-    """Return the smallest interval that contains all bounds, and delta = 0, so that no chunk is left without keys."""
-    lows, highs = [low for low, _ in bounds], [high for _, high in bounds]
+def _smallest_span(intervals: list[DeltaInterval]) -> Span:
+    """Return the smallest span that contains all intervals, and delta = 0, so that each chunk has keys."""
+    lows, highs = [item.low for item in intervals], [item.high for item in intervals]
     low = None if not lows or None in lows else min(0, *lows)  # type: ignore[type-var]
     high = None if not highs or None in highs else max(0, *highs)  # type: ignore[type-var]
     return Span(low, high)
 
 
-def _needed_deltas(node: fx.Node, masks: Masks, axes: AxisFacts, access: AccessFacts) -> tuple[int | None, int | None] | None:
-    """Return the interval of delta that a reduction needs; None for operators that reduce neither rows nor keys of a
-    pair.
-    """
+def _needed_interval(node: fx.Node, masks: Masks, axes: AxisFacts, access: AccessFacts) -> DeltaInterval | None:
+    """Return the interval of delta that a reduction needs; None if the operator does not reduce query-by-key values."""
     signature, roles = axes.signatures[node], access.roles[node]
     if signature.keys:
-        return _needed_deltas_fused(node, masks)
+        return _needed_by_fused_attention(node, masks)
     contracted = {roles[letter] for letter in signature.contracted_letters() if letter in roles}
-    normalised = {roles[letter] for letter in signature.full_letters if letter in roles}
-    if Role.KEYS in normalised:
-        return _needed_deltas_softmax(node, masks)
+    normalized = {roles[letter] for letter in signature.full_letters if letter in roles}
+    if Role.KEYS in normalized:
+        return _needed_by_softmax(node, masks)
     if Role.KEYS in contracted or Role.ROWS in contracted:
         if signature.combine not in ("sum", "mean"):
-            return None, None
-        supports = [
+            return DeltaInterval(None, None)
+        intervals = [
             masks.of(operand).support(_is_zero)
             for operand in tensor_operands(node)
             if len(axes.sequence_dims(axes.shapes[operand])) == 2 and is_linear(node, [operand])
         ]
-        return max(supports, key=_finite_ends) if supports else (None, None)
+        return max(intervals, key=_finite_ends) if intervals else DeltaInterval(None, None)
     return None
 
 
-def _finite_ends(support: tuple[int | None, int | None]) -> tuple[bool, bool]:
-    """Return a sort key by which intervals with more finite ends, the high end first, are larger."""
-    return support[1] is not None, support[0] is not None
+def _finite_ends(interval: DeltaInterval) -> tuple[bool, bool]:
+    """Return a sort key: intervals with a finite high end come last, then those with a finite low end."""
+    return interval.high is not None, interval.low is not None
 
 
 def _is_zero(fact: Fact) -> bool:
-    """Return whether a fact proves zero, which adds nothing to a sum. If it may also be NaN, eager's own sum is NaN."""
+    """Return whether a fact proves zero, or NaN: zero adds nothing to a sum, and NaN makes eager's sum NaN as well."""
     return isinstance(fact, Range) and fact.is_zero
 
 
-def _needed_deltas_softmax(node: fx.Node, masks: Masks) -> tuple[int | None, int | None]:
-    """Return the interval in which a softmax is nonzero, or in its backward, the probabilities."""
+def _needed_by_softmax(node: fx.Node, masks: Masks) -> DeltaInterval:
+    """Return the interval in which the result of a softmax is nonzero; for its backward, that of the forward."""
     if node.target in (aten._softmax.default, aten._safe_softmax.default):
         return masks.of(node).support(_is_zero)
     if node.target is aten._softmax_backward_data.default:
@@ -192,29 +190,29 @@ def _needed_deltas_softmax(node: fx.Node, masks: Masks) -> tuple[int | None, int
     if node.target in (aten.logsumexp.default, aten.amax.default):
         scores = masks.of(tensor_operands(node)[0])
         return scores.support(masks.hidden_test(node, scores))
-    return None, None
+    return DeltaInterval(None, None)
 
 
-def _needed_deltas_fused(node: fx.Node, masks: Masks) -> tuple[int | None, int | None]:
+def _needed_by_fused_attention(node: fx.Node, masks: Masks) -> DeltaInterval:
     """Return the interval of delta that a fused attention needs, from its mask and causal flag."""
     bias = masks.fused_bias(node)
     if bias is None:
-        return None, None
+        return DeltaInterval(None, None)
     return bias.support(masks.hidden_test(node, bias))
 
 
 def _mask_equals_span(node: fx.Node, masks: Masks, span: Span) -> bool:
-    """Return whether a fused mask hides exactly the keys outside of the span and nothing else: kernels compare indices."""
+    """Return whether a fused mask hides exactly the keys outside the span, so that a kernel's causal flag or window suffices."""
     bias = masks.fused_bias(node)
-    if bias is None or masks.counted(node) is None:
+    if bias is None or masks.index_axes(node) is None:
         return False
     hidden = masks.hidden_test(node, bias)
-    is_plain = all(hidden(fact) or fact == constant(0) for fact in bias.facts)
-    return is_plain and bias.support(hidden) == (span.low, span.high) and _is_contiguous(bias, hidden)
+    is_zero_or_hidden = all(hidden(fact) or fact == constant(0) for fact in bias.facts)
+    return is_zero_or_hidden and bias.support(hidden) == DeltaInterval(span.low, span.high) and _is_contiguous(bias, hidden)
 
 
 def _is_contiguous(bias: Pieces, hidden: Callable[[Fact], bool]) -> bool:
-    """Return whether the visible intervals of delta follow each other without a hidden interval in between."""
+    """Return whether there is no hidden interval of delta between two visible ones."""
     visible = [not hidden(fact) for fact in bias.facts]
     first = visible.index(True) if True in visible else 0
     last = len(visible) - 1 - visible[::-1].index(True) if True in visible else 0

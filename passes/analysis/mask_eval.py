@@ -16,7 +16,7 @@ from streamfx.ir.joint import bound_arguments, is_tensor
 from streamfx.ir.piecewise import Fact, Pieces, Slope, absolute_value, compare_slope, constant_pieces
 from streamfx.ir.ranges import MAX_ROWS, Range, cast_range, is_exact_in
 from streamfx.node_meta import VALUE
-from streamfx.passes.analysis.affine import combination
+from streamfx.passes.analysis.affine import linear_combination
 from streamfx.passes.ops.ranges.transfer import applied, computed_in, range_of_argument
 
 aten = torch.ops.aten
@@ -28,12 +28,13 @@ COMPARISONS = {
 }
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
 COPIES = (aten._to_copy, aten.clone, aten.alias, aten.detach, aten.lift_fresh_copy)
-SAME = frozenset(packet.default for packet in COPIES)
+COPY_OPERATORS = frozenset(packet.default for packet in COPIES)
 
 
 class Intervals:
-    """Evaluates operators on one interval, with delta in [-reach, reach]. `reader` returns ranges valid for all rows
-    and keys.
+    """Evaluates operators on one interval, with delta in [-reach, reach].
+
+    `reader` returns the range of a value over all rows and keys.
     """
 
     def __init__(self, reach: int, reader: Callable[[fx.Node], Range]) -> None:
@@ -44,11 +45,12 @@ class Intervals:
         return fact.range_within(self._reach) if isinstance(fact, Slope) else fact
 
     def evaluate(self, node: fx.Node, facts: Mapping[fx.Node, Fact], result: int = 0) -> Pieces:
-        """Evaluate an operator that is elementwise, or that reduces neither rows nor keys; `facts` covers some of its
-        operands.
+        """Return the facts about a result of an operator that is elementwise, or that reduces neither rows nor keys.
+
+        `facts` has facts about some of its operands.
         """
         if any(isinstance(fact, Slope) for fact in facts.values()):
-            pieces = self._of_slope(node, facts)
+            pieces = self._evaluate_slopes(node, facts)
             if pieces is not None:
                 return pieces
         ranges = {operand: self.range(fact) for operand, fact in facts.items()}
@@ -56,8 +58,8 @@ class Intervals:
             applied(node, lambda operand: ranges[operand] if operand in ranges else self._reader(operand))[result]
         )
 
-    def compared(self, node: fx.Node, slope: Slope, value: Range, relation: str) -> Pieces | None:
-        """Compare a slope with a number, if the dtype of the comparison represents the slope exactly."""
+    def compare(self, node: fx.Node, slope: Slope, value: Range, relation: str) -> Pieces | None:
+        """Return the result of comparing a slope with a number; None if the dtype of the comparison rounds the slope."""
         dtype = computed_in(node, bound_arguments(node))
         number = None if dtype is None else cast_range(value, dtype).constant
         if number is None or dtype is None or not self.is_exact(slope, dtype):
@@ -70,15 +72,15 @@ class Intervals:
         return is_exact_in(dtype, slope_range.low, slope_range.high)
 
     def if_exact(self, slope: Slope, node: fx.Node) -> Pieces | None:
-        """Return a slope if the dtype of the node's result represents it exactly."""
+        """Return a slope as facts about a node's result; None if its dtype does not represent the slope exactly."""
         return constant_pieces(slope) if self.is_exact(slope, node.meta[VALUE].dtype) else None
 
-    def _of_slope(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
+    def _evaluate_slopes(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
         """Evaluate a comparison, copy, negation, absolute value or linear combination of slopes; None for others."""
         if node.target in COMPARISONS:
-            return self._comparison(node, facts)
+            return self._compare_operands(node, facts)
         operand_fact = facts[node.args[0]] if node.args and node.args[0] in facts else None  # type: ignore[index]
-        if node.target in SAME and isinstance(operand_fact, Slope):
+        if node.target in COPY_OPERATORS and isinstance(operand_fact, Slope):
             return self.if_exact(operand_fact, node)
         if node.target is aten.neg.default and isinstance(operand_fact, Slope):
             return self.if_exact(Slope(-operand_fact.factor, -operand_fact.offset), node)
@@ -88,20 +90,20 @@ class Intervals:
                 if self.is_exact(Slope(-operand_fact.factor, -operand_fact.offset), node.meta[VALUE].dtype)
                 else None
             )
-        return self._combined(node, facts)
+        return self._linear_combination(node, facts)
 
-    def _comparison(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
+    def _compare_operands(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
         """Compare a slope with a number, in either order; None if both operands or none are slopes."""
         left, right = (self._fact(item, facts) for item in node.args[:2])
         if isinstance(left, Slope) and not isinstance(right, Slope):
-            return self.compared(node, left, right, COMPARISONS[node.target])
+            return self.compare(node, left, right, COMPARISONS[node.target])
         if isinstance(right, Slope) and not isinstance(left, Slope):
-            return self.compared(node, right, left, MIRRORED[COMPARISONS[node.target]])
+            return self.compare(node, right, left, MIRRORED[COMPARISONS[node.target]])
         return None
 
-    def _combined(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
-        """Combine a * slope + b * number, in either order."""
-        terms, dtype = combination(node), node.meta[VALUE].dtype
+    def _linear_combination(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
+        """Evaluate a * x + b * y, with slopes or constant integers x and y."""
+        terms, dtype = linear_combination(node), node.meta[VALUE].dtype
         if terms is None:
             return None
         factor = offset = 0
@@ -114,14 +116,14 @@ class Intervals:
         return self.if_exact(Slope(factor, offset), node)
 
     def _fact(self, item: object, facts: Mapping[fx.Node, Fact]) -> Fact:
-        """Return the fact about an argument: given for this interval, or its range over all positions."""
+        """Return the fact about an argument: from `facts`, or its range over all positions."""
         if is_tensor(item) and item in facts:
             return facts[item]  # type: ignore[index]
         return range_of_argument(item, self._reader)
 
 
 def _constant_slope(value_range: Range) -> Slope | None:
-    """Return an integer as a slope with factor zero."""
+    """Return an integer as a slope with factor zero; None if the range is not a single integer."""
     number = value_range.constant
     return Slope(0, int(number)) if number is not None and abs(number) < float("inf") and number == int(number) else None
 

@@ -34,7 +34,7 @@ from streamfx.ir.ranges import (
 )
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import PATTERN, VALUE
-from streamfx.passes.analysis.affine import COEFFICIENTS, Positions, combination
+from streamfx.passes.analysis.affine import COEFFICIENTS, Positions, linear_combination
 from streamfx.passes.analysis.fused_scores import scores_of
 from streamfx.passes.analysis.mask_eval import COMPARISONS, Intervals, reach_of
 from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
@@ -46,7 +46,7 @@ from streamfx.passes.ops.traits import MOVES_ELEMENTS, is_random
 
 aten = torch.ops.aten
 
-# Operators that reduce other dimensions, or include a matrix product: ranges of an interval suffice to evaluate them.
+# Operators that reduce dimensions other than rows and keys: the ranges of an interval determine the range of the result.
 SUMS, PRODUCTS = (aten.sum.dim_IntList, aten.mean.dim), (aten.addmm.default, aten.baddbmm.default)
 FUSED = (ATTENTION, ATTENTION_BACKWARD)
 REDUCES_OTHERS = frozenset((*SUMS, *PRODUCTS, aten._softmax_backward_data.default))
@@ -72,7 +72,7 @@ class Masks:
                 self._record_maximum(node)
 
     def _find_facts(self, node: fx.Node) -> None:
-        """Find the facts about one value: its affine form, its pattern, and its facts per interval of delta."""
+        """Find and record the facts about one value: its affine form, its pattern, and its facts per interval of delta."""
         if node in self._axes.static:
             self._positions.find(node)
         self._propagate_pattern(node)
@@ -100,15 +100,15 @@ class Masks:
         return bias
 
     def _index_distance(self, node: fx.Node) -> int | None:
-        """Return the distance between key i and query i of a fused attention: `is_causal` compares indices."""
-        sequence, atoms = self._axes.sequence, self.counted(node)
+        """Return the sequence distance from query i to key i of a fused attention; `is_causal` compares indices."""
+        sequence, atoms = self._axes.sequence, self.index_axes(node)
         if sequence is None or atoms is None:
             return None
         key, query = (sequence.members[atom].offset for atom in atoms)
         return key - query if isinstance(key - query, int) else None
 
-    def counted(self, node: fx.Node) -> tuple[Atom, Atom] | None:
-        """Return the axes of a fused attention's keys and queries if an index along them is the index of a sequence row."""
+    def index_axes(self, node: fx.Node) -> tuple[Atom, Atom] | None:
+        """Return the axes of keys and queries of a fused attention; None unless indices along both are row indices."""
         keys, queries = (self._axes.row_axis(self._axes.letters[node][letter]) for letter in (N, M))
         return None if keys is None or queries is None else (keys, queries)
 
@@ -121,18 +121,18 @@ class Masks:
     def _facts_by_interval(self, node: fx.Node) -> Pieces:
         """Evaluate a node by interval if that is more precise than its range over all rows and keys."""
         target = node.target
-        rule = _SPECIAL.get(target)
+        rule = _RULES.get(target)
         if rule is not None:
             return rule(self, node)
         if target in MOVES_ELEMENTS:
             source = node_argument(node)
             keeps_roles = self._is_pair(source) or not self._dims(source)
-            return self._operand_facts(source, node) if keeps_roles else self._range_everywhere(node)
+            return self._operand_facts(source, node) if keeps_roles else self._range_of_all(node)
         if target in REDUCES_OTHERS or self._is_elementwise(node):
             return self._evaluate(node)
-        return self._range_everywhere(node)
+        return self._range_of_all(node)
 
-    def _range_everywhere(self, node: fx.Node) -> Pieces:
+    def _range_of_all(self, node: fx.Node) -> Pieces:
         """Return the range of all elements, at any position."""
         return constant_pieces(self.values.of(node))
 
@@ -157,18 +157,18 @@ class Masks:
         producer = node_argument(node)
         if producer.target is aten.native_dropout.default and isinstance(node.args[1], int):
             return self._evaluate(producer, node.args[1])
-        return self._range_everywhere(node)
+        return self._range_of_all(node)
 
     def _one_tap_convolution(self, node: fx.Node) -> Pieces:
         """Return the facts about a convolution over rows and keys that only mixes heads."""
         taps = shape_of_node(node_argument(node, 1))[2:]
-        return self._evaluate(node) if all(size == 1 for size in taps) else self._range_everywhere(node)
+        return self._evaluate(node) if all(size == 1 for size in taps) else self._range_of_all(node)
 
     def _padded_facts(self, node: fx.Node) -> Pieces:
-        """Return the facts about padded heads; padding of rows or keys would shift delta."""
+        """Return the facts about a padded value, unless its rows or keys are padded, which would shift delta."""
         source, signature = node_argument(node), self._axes.signatures.get(node)
-        moves = signature is None or any(letter in signature.windows for letter in self._access.roles.get(node, {}))
-        return self._range_everywhere(node) if moves or not self._is_pair(source) else self._evaluate(node)
+        is_shifted = signature is None or any(letter in signature.windows for letter in self._access.roles.get(node, {}))
+        return self._range_of_all(node) if is_shifted or not self._is_pair(source) else self._evaluate(node)
 
     # -- buffers that hold a mask, as patterns of column - row in their last two dimensions
 
@@ -201,7 +201,7 @@ class Masks:
         return node.target in (aten.clone.default, aten.alias.default, aten.detach.default)
 
     def _facts_from_pattern(self, operand: fx.Node, user: fx.Node) -> Pieces:
-        """Convert a buffer's pattern to facts about delta, by the roles that its user assigns to its dimensions."""
+        """Return a buffer's pattern as facts about delta, given the roles of its dimensions for `user`."""
         roles = self._operand_roles(operand, user)
         keys_last = roles[-2:] == [Role.ROWS, Role.KEYS]
         offsets = self._pattern_offset(operand, keys_last)
@@ -231,7 +231,7 @@ class Masks:
         return self._axes.sequence_dims(self._axes.shapes[node])
 
     def _operand_facts(self, operand: fx.Node, user: fx.Node) -> Pieces:
-        """Return the facts about an operand, whether it has rows and keys or is constant along both."""
+        """Return the facts about an operand: per interval of delta, or its range over all rows and keys."""
         if operand in self._patterns:
             return self._facts_from_pattern(operand, user)
         facts = self._pieces.get(operand)
@@ -259,20 +259,20 @@ class Masks:
         return self._operand_facts(source, node)  # sliced from a table
 
     def _mask_slice_facts(self, node: fx.Node, source: fx.Node) -> Pieces:
-        """A slice that starts at the first row keeps delta; another start would shift it."""
+        """Return the facts about a slice of a mask. A slice that does not start at the first row would shift delta."""
         signature = self._axes.signatures.get(node)
         starts = [window.start for window in signature.windows.values()] if signature is not None else [None]
         source_facts = self.of(source) if source in self._pieces else self._operand_facts(source, node)
-        return source_facts if all(start == 0 for start in starts) else self._range_everywhere(node)
+        return source_facts if all(start == 0 for start in starts) else self._range_of_all(node)
 
     def _triangle_facts(self, node: fx.Node) -> Pieces:
-        """Return the facts about `tril` and `triu`: elements outside of the triangle become zero."""
+        """Return the facts about `tril` and `triu`: zero outside the triangle."""
         arguments, roles = bound_arguments(node), self._roles_by_dim(node)
         source, diagonal, rank = arguments["self"], arguments["diagonal"], len(shape_of_node(node))
         last_role, other_role = roles.get(rank - 1), roles.get(rank - 2)
         offsets = self._key_offset_less_row_offset(node)
         if not isinstance(diagonal, int) or offsets is None or {last_role, other_role} != {Role.ROWS, Role.KEYS}:
-            return self._range_everywhere(node)
+            return self._range_of_all(node)
         sign = 1 if last_role is Role.KEYS else -1  # column - row = sign * delta, plus the offsets of the axes
         relation = "le" if node.target is aten.tril.default else "ge"
         inside = compare_slope(relation, Slope(sign, -sign * offsets), diagonal)
@@ -307,21 +307,21 @@ class Masks:
     def hidden_test(self, node: fx.Node, scores: Pieces) -> Callable[[Fact], bool]:
         """Return a test for scores that do not contribute to a softmax or maximum over keys.
 
-        Minus infinity never contributes. A large negative number does not either if each query position sees its own
-        key: the score of that key is much larger.
+        Minus infinity does not contribute. A large negative number does not contribute if each query position sees its own
+        key, because the score of that key is much larger.
         """
         first = tensor_operands(node)[0]
         half = first.meta[VALUE].dtype == torch.float16
-        least, most = (VISIBLE_SCORE_HALF, HIDDEN_SCORE_HALF) if half else (VISIBLE_SCORE, HIDDEN_SCORE)
+        min_visible, max_hidden = (VISIBLE_SCORE_HALF, HIDDEN_SCORE_HALF) if half else (VISIBLE_SCORE, HIDDEN_SCORE)
         products = scores_of(node, self.values) if node.target in FUSED else constant(0)
 
         def score(fact: Fact) -> Range:
             return plus(self._intervals.range(fact), products)
 
-        sees_itself = score(scores.at(0)).low >= least and self._sees_own_key(node)
-        return lambda fact: score(fact).high <= (most if sees_itself else -INFINITY)
+        is_own_key_visible = score(scores.at(0)).low >= min_visible and self._has_own_keys(node)
+        return lambda fact: score(fact).high <= (max_hidden if is_own_key_visible else -INFINITY)
 
-    def _sees_own_key(self, node: fx.Node) -> bool:
+    def _has_own_keys(self, node: fx.Node) -> bool:
         """Return whether the keys of an operator include, for each row of the sequence, the key of that row."""
         sequence, letters = self._axes.sequence, self._axes.letters.get(node, {})
         roles = self._access.roles.get(node, {})
@@ -336,12 +336,12 @@ class Masks:
         return is_static and first_key <= first_row and first_row + row_count <= first_key + key_count  # type: ignore[operator]
 
     def _record_maximum(self, node: fx.Node) -> None:
-        """Record that the maximum score of a row is at least the score of its own key."""
+        """Record a range for the maximum over keys: it is at least the score of each row's own key."""
         source = tensor_operands(node)[0]
         if (
             node.target in (aten.amax.default, aten.max.dim, aten.logsumexp.default)
             and source in self._pieces
-            and self._sees_own_key(node)
+            and self._has_own_keys(node)
         ):
             diagonal = self._intervals.range(self._operand_facts(source, node).at(0))
             bounds = self.values.of(node if is_tensor(node) else source)
@@ -355,13 +355,13 @@ class Masks:
     # -- index vectors
 
     def _compare_positions(self, node: fx.Node) -> Pieces | None:
-        """Evaluate a comparison or difference of two index vectors, one along the rows and one along the keys."""
+        """Return the facts about a comparison or difference of index vectors along rows and along keys; None for others."""
         relation = COMPARISONS.get(node.target)
         if relation is not None:
             terms: Any = ((1, node.args[0]), (-1, node.args[1]))
             dtype = computed_in(node, bound_arguments(node))
         elif node.target in COEFFICIENTS:
-            terms, dtype = combination(node), node.meta[VALUE].dtype
+            terms, dtype = linear_combination(node), node.meta[VALUE].dtype
             if terms is not None and not all(is_exact_in(dtype, a, a) for a, _ in terms):
                 return None
         else:
@@ -372,7 +372,7 @@ class Masks:
         return self._intervals.if_exact(slope, node) if relation is None else compare_slope(relation, slope, 0)
 
     def _slope_of_terms(self, node: fx.Node, parts: tuple[tuple[int, Any], ...], dtype: torch.dtype) -> Slope | None:
-        """Write a * rows + b * keys as a multiple of keys - rows, if the dtype represents both terms exactly."""
+        """Return a * rows + b * keys as a slope of delta; None unless a = -b and the dtype represents both terms exactly."""
         terms: dict[Role, tuple[int, int]] = {}
         for coefficient, operand in parts:
             affine = self._affine_along_role(operand, node, dtype)
@@ -385,7 +385,7 @@ class Masks:
         return Slope(terms[Role.KEYS][0], terms[Role.KEYS][1] + terms[Role.ROWS][1])
 
     def _affine_along_role(self, operand: Any, user: fx.Node, dtype: torch.dtype) -> tuple[Role, int, int] | None:
-        """Return (role, factor, offset) if the operand is factor * position + offset along the rows or keys of `user`."""
+        """Return (role, factor, offset) of an operand factor * position + offset along the rows or keys of `user`, or None."""
         affine = self._positions.of(operand)
         if affine is None or affine.dim is None or not self._positions.is_exact(affine, operand, dtype):
             return None
@@ -396,7 +396,7 @@ class Masks:
         return role, affine.factor, affine.offset - affine.factor * start
 
 
-_SPECIAL: dict[Any, Callable[[Masks, fx.Node], Pieces]] = {
+_RULES: dict[Any, Callable[[Masks, fx.Node], Pieces]] = {
     operator.getitem: Masks._dropout_result,
     aten.convolution.default: Masks._one_tap_convolution,
     aten.slice.Tensor: Masks._slice_facts,
