@@ -96,7 +96,7 @@ def uncompiled_stretches() -> Iterator[None]:
     with (
         mock.patch(one, lambda module, inputs: module),
         mock.patch(several, lambda module, like, shapes: (module, lambda n: True)),
-        mock.patch("streamfx.runtime.compiled_segments._forms", {}),
+        mock.patch("streamfx.runtime.compiled_segments._versions", {}),
     ):
         yield
 

@@ -20,7 +20,7 @@ from streamfx.ir.joint import is_tensor, results_of
 from streamfx.ir.sizes import Size, free_symbols, shape_of, size_of
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.opaque import is_opaque
-from streamfx.runtime.outer import COPIES_WHERE_NEEDED
+from streamfx.runtime.outer import COPYING_VIEWS
 from streamfx.torch_private import OpOverload, fake_mode_of
 from streamfx.torch_private.symbolic_sizes import without_guards
 
@@ -67,7 +67,7 @@ def _call(node: fx.Node) -> tuple[Any, ...]:
 def _wrong_result(node: fx.Node) -> Iterator[str]:
     """Run a call on fake tensors; yield an error if dtype or shape differs from the recorded result."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta[VALUE])
-    mode, function = fake_mode_of([node.meta[VALUE]]), COPIES_WHERE_NEEDED.get(node.target, node.target)
+    mode, function = fake_mode_of([node.meta[VALUE]]), COPYING_VIEWS.get(node.target, node.target)
     operands = [value for operand in node.all_input_nodes for value in (*results_of(operand), operand.meta[VALUE])]
     known_symbols = free_symbols(size for value in operands for size in _sizes(value))
     with torch.no_grad(), mode, without_guards(mode):

@@ -115,7 +115,7 @@ class StaleGraphError(StreamFXError, RuntimeError):
 
     Example:
         >>> import streamfx
-        >>> error = streamfx.StaleGraphError("a parameter asks for a gradient that the compiled graph does not compute")
+        >>> error = streamfx.StaleGraphError("a parameter requires a gradient that the compiled graph does not compute")
         >>> isinstance(error, RuntimeError), error.asked.split()[:2]
         (True, ['a', 'parameter'])
     """

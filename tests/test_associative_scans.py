@@ -17,7 +17,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch.utils.checkpoint import checkpoint
 
 from streamfx.runtime.associative import Associative, AssociativeBackward
-from streamfx.runtime.prefix_scan import levels_behind, pulled_back, scanned
+from streamfx.runtime.prefix_scan import block_levels, scan_levels, vjp_of_scan
 from tests.support.mixers import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, compared, operators
 from tests.support.spread import only
 
@@ -217,7 +217,7 @@ def draw(rows: int) -> list[Tensor]:
 
 
 def recomputed(first: int, rows: list[Tensor], given: Any, blocks: dict[int, list[Tensor]]) -> Any:
-    return scanned(many, rows, blocks, first)
+    return scan_levels(many, rows, blocks, first)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 8, 13])
@@ -231,16 +231,16 @@ def test_rows_are_combined_as_in_pytorch(length: int) -> None:
         before: list[dict[int, list[Tensor]]] = [{}]
         made = []
         for own in chunks:
-            part, blocks = scanned(many, [leaf[own].detach() for leaf in rows], before[-1], own.start)
+            part, blocks = scan_levels(many, [leaf[own].detach() for leaf in rows], before[-1], own.start)
             made.append(part)
             before.append(blocks)
-            assert sorted(blocks) == levels_behind(own.stop)
+            assert sorted(blocks) == block_levels(own.stop)
         assert all(torch.equal(torch.cat(parts), whole) for parts, whole in zip(zip(*made, strict=True), truth, strict=True))
         left: Any = {}
         back: list[Any] = []
         for own, blocks in zip(reversed(chunks), before[-2::-1], strict=True):
             given, after = [leaf[own] for leaf in rows], [leaf[own] for leaf in cotangents]
-            handed, left = pulled_back(partial(recomputed, own.start), given, [], blocks, after, left)
+            handed, left = vjp_of_scan(partial(recomputed, own.start), given, [], blocks, after, left)
             back.insert(0, handed)
         torch.testing.assert_close(
             [torch.cat(parts) for parts in zip(*back, strict=True)], list(gradients), rtol=1e-13, atol=1e-13

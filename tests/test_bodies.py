@@ -25,7 +25,7 @@ from streamfx.runtime.chunks import Chunks
 from streamfx.runtime.compiled_segments import Segment
 from streamfx.runtime.loop_codegen import LoopWriter
 from streamfx.runtime.outer import HostProgram
-from streamfx.runtime.shape_families import Family, FamilyCode, single
+from streamfx.runtime.shape_families import Family, FamilyCode, single_member
 from streamfx.torch_private import FakeTensorMode, TorchDispatchMode
 from streamfx.torch_private.inductor import InductorFailedError, InductorMemoryError, inductor_runs
 from streamfx.torch_private.symbolic_sizes import with_sizes
@@ -42,8 +42,8 @@ INDUCTOR: dict[str, Any] = {"chunk_size": 4, "bodies": "inductor"}
 def forms(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[FamilyCode]]:
     """What a test compiles; what was said before may be said again."""
     found: dict[Any, list[FamilyCode]] = {}
-    monkeypatch.setattr(compiled_segments, "_forms", found)
-    monkeypatch.setattr(compiled_segments, "_told", set())
+    monkeypatch.setattr(compiled_segments, "_versions", found)
+    monkeypatch.setattr(compiled_segments, "_warned", set())
     return found
 
 
@@ -149,7 +149,7 @@ def test_bodies_compile_without_cuda_graphs() -> None:
     user = {"triton.cudagraphs": True, "triton.unique_kernel_names": False, "post_grad_custom_pre_pass": noted}
     x, family = torch.randn(4, 3), Family((1, 0, 0, 0), (0, 3, 3, 1), 0)
     with inductor_config.patch(user):
-        for own in (family, single((4, 3, 3, 1))):
+        for own in (family, single_member((4, 3, 3, 1))):
             form = compiled_segments.compiled(fx.symbolic_trace(lambda x: (x + 1,)), own, (4, 3, 3, 1), [x])
             assert not isinstance(form.run, fx.GraphModule)
     assert noted.found == [(False, None, False)] * 2
@@ -191,7 +191,7 @@ def test_code_for_one_size_is_not_reused_for_another(caplog: pytest.LogCaptureFi
     assert torch.equal(form.call(numbers, [x])[0], x + 2)
 
 
-@pytest.mark.parametrize("kind", chunked_scans.WITHIN)
+@pytest.mark.parametrize("kind", chunked_scans.SCANS)
 def test_a_reverse_scan_has_the_strides_of_its_fake_result(kind: str) -> None:
     """Compiled code asserts the strides of the fake result."""
     rows = torch.ones(2, 5, 3).transpose(1, 2)
@@ -311,4 +311,4 @@ def test_inputs_with_other_strides_use_other_code(several: bool) -> None:
     segment, x = Segment(fx.symbolic_trace(lambda x: (x + 1,))), torch.randn(4, 4)
     with interpreted():
         for given in (x, x.t(), x, x.t(), x.double(), x):
-            assert torch.equal(segment(given, several=several)[0], given + 1)
+            assert torch.equal(segment(given, has_several_lengths=several)[0], given + 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from streamfx.runtime.custom_scan import Backward, Forward
-from streamfx.runtime.segment_sum import DECAYED_SUMS, SUMS_BEHIND
+from streamfx.runtime.segment_sum import DECAYED_SUMS, SUMS_AFTER
 from tests.support.exactness import Report
 from tests.support.mixers import WIDTH, Mixed, Mixer, all_in_rows, compared, operators
 from tests.support.spread import only
@@ -194,7 +194,7 @@ def test_the_first_decay_is_in_no_weight() -> None:
 
 
 def test_it_checks_shapes_and_counts_flops() -> None:
-    with pytest.raises(ValueError, match="do not fit together"):
+    with pytest.raises(ValueError, match="incompatible shapes"):
         DECAYED_SUMS(torch.zeros(1, 3), torch.zeros(2, 3, 4), None)
     decays, rows = (torch.zeros(shape, requires_grad=True) for shape in ((2, 3, 5), (2, 3, 5, 4)))
     with FlopCounterMode(display=False) as counter:
@@ -204,7 +204,7 @@ def test_it_checks_shapes_and_counts_flops() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("is_first", [False, True])
-@pytest.mark.parametrize("operator", [DECAYED_SUMS, SUMS_BEHIND])
+@pytest.mark.parametrize("operator", [DECAYED_SUMS, SUMS_AFTER])
 def test_the_operator_equals_the_matmul(count: int, is_first: bool, operator: Any) -> None:
     generator = torch.Generator().manual_seed(count)
 

@@ -186,7 +186,7 @@ def test_gradients_through_deferred_tensors_are_exact(
 ) -> None:
     if least is not None:
         monkeypatch.setattr(steps, "LEAST", least)
-        monkeypatch.setattr(streamed, "_forms", {})
+        monkeypatch.setattr(streamed, "_versions", {})
     assert_behaves(compiled, BACKWARDS[name])
 
 

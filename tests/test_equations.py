@@ -234,7 +234,7 @@ if not IS_STAND_IN:  # the package itself traces for GPUs alone
     SEEN = {name: cases for name, cases in SEEN.items() if "flash_attn" not in name}
 OTHERWISE = {
     "decompose_flex_attention",
-    "nested_getitem_to_part_of",
+    "nested_getitem_to_item_at",
     "scan_to_recurrence",
     "causal_conv1d_to_recurrence",
     "index_by_list_to_slices",

@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives
 from torch import fx
 
 from streamfx.passes.lowering.gradient_release import release_segments
-from streamfx.runtime.in_place import scaled_once
+from streamfx.runtime.in_place import scale_saved_in_place
 
 aten = torch.ops.aten
 mm, t = aten.mm.default, aten.t.default
@@ -49,7 +49,7 @@ PLACES: dict[str, tuple[Build, Any, list[list[int]]]] = {
     "the second is a view of input 0": (three_products, ((), (0,), ()), [[0, 1], [2]]),
     "the third is a view of input 0": (three_products, ((), (), (0,)), [[1], [0, 2]]),
     "the head's, scaled in place, before the loops": (
-        lambda call, a, b, c, g: [call(mm, b, g), call(mm, c, g), call(scaled_once, a, g)],
+        lambda call, a, b, c, g: [call(mm, b, g), call(mm, c, g), call(scale_saved_in_place, a, g)],
         NO_VIEWS,
         [[2], [0], [1]],
     ),

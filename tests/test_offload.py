@@ -16,7 +16,7 @@ import torch
 
 import streamfx
 from streamfx.runtime import files
-from streamfx.runtime.files import mapped
+from streamfx.runtime.files import copy_to_file
 
 STATUS = Path("/proc/self/status")
 
@@ -28,13 +28,13 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not STATUS.exists(), reason="only Linux tells")
 def test_pages_belong_to_the_file() -> None:
-    mapped(torch.ones(8))
+    copy_to_file(torch.ones(8))
     value = torch.randn(1 << 23)
     before = resident_bytes()
-    held = mapped(value)
+    held = copy_to_file(value)
     assert resident_bytes() - before < value.nbytes // 4
     assert torch.equal(held, value)
-    assert mapped(torch.empty(0, 4)).shape == (0, 4)
+    assert copy_to_file(torch.empty(0, 4)).shape == (0, 4)
 
 
 @pytest.fixture
@@ -51,11 +51,11 @@ def test_a_limit_on_files(folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
     try:
         with pytest.raises(streamfx.OffloadSpaceError) as found:
-            mapped(torch.ones(1 << 12))
+            copy_to_file(torch.ones(1 << 12))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (found.value.folder, found.value.needed) == (str(folder), 1 << 14)
-    assert "no room for 16.0 KiB: File too large; RLIMIT_FSIZE lets a file have 4.0 KiB" in str(found.value)
+    assert "no space for 16.0 KiB: File too large; RLIMIT_FSIZE limits a file to 4.0 KiB" in str(found.value)
     assert "ulimit -f" in str(found.value) and "are free" not in str(found.value)
     assert str(folder) in str(found.value)
     assert not list(folder.iterdir())
@@ -67,13 +67,13 @@ def test_a_full_disk(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
     if name == "write":
         monkeypatch.delattr(os, "posix_fallocate", raising=False)
-        assert torch.equal(mapped(torch.ones(1 << 19)), torch.ones(1 << 19))
+        assert torch.equal(copy_to_file(torch.ones(1 << 19)), torch.ones(1 << 19))
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(os, name, mock.Mock(side_effect=full), raising=False)
     with pytest.raises(
-        streamfx.OffloadSpaceError, match=r"no room for 32 bytes: No space left on device; [\d.]+ \w+ are free"
+        streamfx.OffloadSpaceError, match=r"no space for 32 bytes: No space left on device; [\d.]+ \w+ are free"
     ) as found:
-        mapped(torch.ones(8))
+        copy_to_file(torch.ones(8))
     assert found.value.free == pytest.approx(shutil.disk_usage(folder).free, rel=0.5)
     assert not list(folder.iterdir())
 
@@ -82,7 +82,7 @@ def test_no_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     none = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/a', '/b']")
     monkeypatch.setattr(tempfile, "gettempdir", mock.Mock(side_effect=none))
     with pytest.raises(streamfx.OffloadSpaceError, match="No usable temporary directory"):
-        mapped(torch.ones(8))
+        copy_to_file(torch.ones(8))
 
 
 def test_a_folder_in_memory_is_warned_of_once(
@@ -94,13 +94,13 @@ def test_a_folder_in_memory_is_warned_of_once(
     written = str(mounts).replace(" ", r"\040")
     table.write_text(f"/dev/x {folder} ext4 rw 0 0\nnone {written} tmpfs rw 0 0\nx / ext4 rw 0 0\n")
     monkeypatch.setattr(files, "MOUNTS", table)
-    assert files.kind_of_disk(str(folder)) == "ext4"
-    mapped(torch.ones(8))
+    assert files.file_system_of(str(folder)) == "ext4"
+    copy_to_file(torch.ones(8))
     assert not caplog.records
     monkeypatch.setattr(tempfile, "tempdir", str(mounts / "tmp"))
     with caplog.at_level(logging.WARNING, "streamfx"):
-        mapped(torch.ones(8))
-        mapped(torch.ones(8))
+        copy_to_file(torch.ones(8))
+        copy_to_file(torch.ones(8))
     assert ["in memory itself (tmpfs)" in record.getMessage() for record in caplog.records] == [True]
     monkeypatch.setattr(files, "MOUNTS", folder / "none")
-    assert files.kind_of_disk(str(folder)) == ""
+    assert files.file_system_of(str(folder)) == ""

@@ -87,7 +87,7 @@ def test_blocks_of_all_lengths_do_not_pile_up(device: Device, blocks: PinnedBloc
 
 
 def test_blocks_that_were_not_used_lately_are_given_back(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "LATELY", 20)
+    monkeypatch.setattr(pinned, "RECENT_ALLOCATIONS", 20)
     blocks = PinnedBlocks(device, CPU, device.Stream())
     step(blocks, 16)
     for _ in range(6):
@@ -121,7 +121,7 @@ def test_torch_pins_memory_that_cannot_be_registered(
     assert [int(value[-1]) for value in kept] == list(range(4))
     (record,) = caplog.records
     whole, wasted = (f"{size / 1024:.1f} KiB" for size in (4 * PAGE, 4 * PAGE - 5 * PAGE // 2))
-    assert f"power of two: {whole} for this one, {wasted} of them wasted" in record.getMessage()
+    assert f"power of two: this value takes {whole}, of which {wasted} are wasted" in record.getMessage()
     assert device.runtime.refused == [3 * PAGE]
     device.check()
 
@@ -130,10 +130,10 @@ def test_a_full_host(blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch, devi
     """The system would end the process; unused blocks are given back before the step is refused."""
     step(blocks, 4, 2)
     free = iter([3 * PAGE, 11 * PAGE, 11 * PAGE, 11 * PAGE])
-    monkeypatch.setattr(pinned, "free_on", lambda _: next(free))
+    monkeypatch.setattr(pinned, "free_memory", lambda _: next(free))
     kept = held(blocks, 10)
     assert taken(device) == 10 * PAGE
-    why = r"no room for 48.0 KiB: 44.0 KiB of the host's memory are free(?s:.*)limit"
+    why = r"no space for 48.0 KiB: 44.0 KiB of the host's memory are free(?s:.*)limit"
     with pytest.raises(streamfx.OffloadSpaceError, match=why) as found:
         held(blocks, 12)
     assert (found.value.needed, found.value.free, found.value.folder) == (12 * PAGE, 11 * PAGE, "")
@@ -143,7 +143,7 @@ def test_a_full_host(blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch, devi
 
 def test_a_mapping_that_the_system_refuses(blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "mmap", mock.Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")))
-    with pytest.raises(streamfx.OffloadSpaceError, match=r"no room for 4\.0 KiB: Cannot allocate memory"):
+    with pytest.raises(streamfx.OffloadSpaceError, match=r"no space for 4\.0 KiB: Cannot allocate memory"):
         held(blocks, 1)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import streamfx
-from streamfx.runtime.probes import watching
+from streamfx.runtime.probes import measurement
 from streamfx.tools.report.profile_text import measured
 from tests.support.layered import Layered
 from tests.support.small import Causal, tokens
@@ -188,7 +188,7 @@ def test_one_profile_at_a_time_measures_one_block() -> None:
         refused.append(str(caught.value))
 
     with streamfx.profile() as profile:
-        assert watching.by is not None
+        assert measurement.probe is not None
         with pytest.raises(streamfx.ProfileError, match="still running"):
             str(profile)
         in_a_thread(other)
@@ -200,6 +200,6 @@ def test_one_profile_at_a_time_measures_one_block() -> None:
         streamfx.profile().__enter__()
     with pytest.raises(ZeroDivisionError), streamfx.profile() as failed:
         _ = 1 / 0
-    assert watching.by is None
+    assert measurement.probe is None
     with pytest.raises(streamfx.ProfileError, match="ended with an error"):
         failed.summary()

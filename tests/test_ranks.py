@@ -171,7 +171,7 @@ def two_reductions(x: Tensor, weight: Tensor) -> Tensor:
 def test_a_body_begins_reductions_in_the_order_of_the_graph_and_waits_where_a_sum_is_needed(ranks: None) -> None:
     spec = known(facts_of(two_reductions, rows_and_weight()).program).loops[0].spec
     nodes = list(spec.body.graph.nodes)
-    for order in (nodes, [node for call in split(spec) for node in call.stands_for]):
+    for order in (nodes, [node for call in split(spec) for node in call.executed]):
         assert [str(node.meta[REDUCED]).split()[0] for node in order if node.target is begin] == ["sum", "max"]
     waits = [i for i, node in enumerate(nodes) if node.target is end]
     assert all(nodes[i + 1] in nodes[i].users or nodes[i + 1].target is end for i in waits)

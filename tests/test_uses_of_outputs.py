@@ -31,7 +31,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 @pytest.fixture(autouse=True)
 def small_values_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "LEAST", 50_000)
-    monkeypatch.setattr(streamed, "_forms", {})
+    monkeypatch.setattr(streamed, "_versions", {})
 
 
 class Model(nn.Module):
@@ -161,7 +161,7 @@ def test_all_lengths_share_two_compiled_forms() -> None:
         ours, largest = results(compiled, network, loss, some_ids(length))
         assert_close(ours, results(network, network, loss, some_ids(length))[0])
         assert largest < 2 * length * VOCABULARY // 2
-    assert all(len(forms) <= 2 for forms in streamed._forms.values())
+    assert all(len(forms) <= 2 for forms in streamed._versions.values())
 
 
 # -- as plain tensors would

@@ -99,7 +99,7 @@ def test_eager_runs_without_the_backend(how: str, monkeypatch: pytest.MonkeyPatc
     assert found == streamfx.explain(Causal().double(), IDS, IDS, outputs="dense").summary()
     assert (str(enabled), part._compiled_call_impl) == before
     monkeypatch.setattr(
-        accumulate, "add", lambda total, part, is_first: (total.zero_() if is_first else total).add_(part, alpha=2)
+        accumulate, "add_part", lambda total, part, is_first: (total.zero_() if is_first else total).add_(part, alpha=2)
     )
     torch._dynamo.reset()
     assert not streamfx.verify(call, IDS, IDS, outputs="dense").ok

@@ -30,7 +30,7 @@ from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.opaque import is_opaque, places_like, why_opaque
 from streamfx.passes.ops.rules.registry import RuleCall, evaluate_rule, rule_for
 from streamfx.passes.ops.traits import is_moved_elements, is_random, producer_of
-from streamfx.runtime.rng import drawing
+from streamfx.runtime.rng import find_seeded_variant
 
 aten = torch.ops.aten
 
@@ -186,7 +186,7 @@ def _apply_rule(
     rule = rule_for(node)
     if rule is None:
         return str(node.meta.get(WHY_WHOLE) or why_opaque(node))
-    if is_random(node) and (node.kwargs.get("generator") is not None or drawing(node.target) is None):
+    if is_random(node) and (node.kwargs.get("generator") is not None or find_seeded_variant(node.target) is None):
         return f"{node.target} draws from a generator whose state a chunk cannot reproduce"
     call = RuleCall(node, table, shapes)
     signature = evaluate_rule(rule, call)

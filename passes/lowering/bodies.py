@@ -48,7 +48,7 @@ from streamfx.passes.partition.loop_distribution import LoopContent
 from streamfx.passes.partition.value_table import is_loop_value
 from streamfx.runtime import buffers as buffer_ops
 from streamfx.runtime.chunked_scans import carry_type
-from streamfx.runtime.outer import COPIES_WHERE_NEEDED
+from streamfx.runtime.outer import COPYING_VIEWS
 from streamfx.runtime.rng import replay
 from streamfx.runtime.runtime_sizes import first_in_chunk, first_shifted, rows_in_chunk, rows_in_span, rows_shifted
 
@@ -382,7 +382,7 @@ def find_lowering(node: fx.Node) -> Lowering:
 def emit_copy(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Copy the operator for the chunk's rows."""
     args, kwargs = builder.arguments(node)
-    target = COPIES_WHERE_NEEDED.get(node.target, node.target)
+    target = COPYING_VIEWS.get(node.target, node.target)
     return builder.graph.call_function(target, args, kwargs)
 
 

@@ -38,7 +38,7 @@ from streamfx.passes.ops.traits import is_expensive, is_random, producer_of, unp
 from streamfx.passes.partition.hoisted_reductions import early_sums
 from streamfx.passes.partition.loop_distribution import Region, place
 from streamfx.runtime.offload import from_host, wait_for_copy
-from streamfx.runtime.restride import is_marked, unmarked
+from streamfx.runtime.restride import is_lazy_conj_or_neg, resolve_conj_and_neg
 from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
@@ -127,13 +127,15 @@ class _ProgramBuilder:
         for node in self.joint.primals:
             input_ = outer.graph.placeholder(node.name)
             input_.meta = dict(node.meta)
-            outer.env[node] = self._resolve_lazy(outer, input_) if is_tensor(node) and is_marked(node.meta[VALUE]) else input_
+            outer.env[node] = (
+                self._resolve_lazy(outer, input_) if is_tensor(node) and is_lazy_conj_or_neg(node.meta[VALUE]) else input_
+            )
         outer.symbols.update(symbols_of(self.joint, outer))
 
     def _resolve_lazy(self, outer: HostProgramBuilder, placeholder: fx.Node) -> fx.Node:
         """Return a call that resolves the lazy conjugate or negative of an input."""
-        call = outer.graph.call_function(unmarked, (placeholder,))
-        call.meta = {**placeholder.meta, VALUE: unmarked(placeholder.meta[VALUE])}
+        call = outer.graph.call_function(resolve_conj_and_neg, (placeholder,))
+        call.meta = {**placeholder.meta, VALUE: resolve_conj_and_neg(placeholder.meta[VALUE])}
         return call
 
     def _values_used_outside(self, stage: Stage) -> list[fx.Node]:

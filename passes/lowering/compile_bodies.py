@@ -28,7 +28,7 @@ from streamfx.ir.structural_hash import structure
 from streamfx.node_meta import HAS_KEYS, STACK_TRACE
 from streamfx.options import Options
 from streamfx.runtime.collective_calls import begin
-from streamfx.runtime.compiled import CompiledBody, segment_call, single_call, tallied
+from streamfx.runtime.compiled import CompiledBody, report_progress, segment_call, single_call
 from streamfx.runtime.compiled_segments import Segment
 from streamfx.runtime.expanded_code import CodeCall
 from streamfx.torch_private import OpOverload
@@ -53,7 +53,7 @@ class CompileBodies:
             first, calls = calls_by_key.setdefault(_structural_key(loop.spec), (loop.spec, []))
             calls += split(first) if not calls else []
             loop.compiled = CompiledBody(_calls_for(loop.spec, first, calls), loop.spec.body)
-        tallied([loop.compiled for loop in program.loops], self.options.progress)
+        report_progress([loop.compiled for loop in program.loops], self.options.progress)
         return replace(facts, program=program)
 
 
@@ -68,9 +68,9 @@ def _calls_for(spec: LoopSpec, first: LoopSpec, calls: Sequence[CodeCall]) -> li
     """Return the calls of a body, given the calls of an equal body: the same segments, applied to this body's nodes."""
     node_of = dict(zip(first.body.graph.nodes, spec.body.graph.nodes, strict=True))
     return [
-        replace(call, args=tuple(node_of[node] for node in call.args), makes=tuple(node_of[node] for node in call.made))
+        replace(call, args=tuple(node_of[node] for node in call.args), outputs=tuple(node_of[node] for node in call.defs))
         if isinstance(call.run, Segment)
-        else single_call(node_of[call.stands_for[0]], spec.body)
+        else single_call(node_of[call.executed[0]], spec.body)
         for call in calls
     ]
 

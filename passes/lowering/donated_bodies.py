@@ -4,8 +4,8 @@ The head's gradient is computed in the forward graph and scaled by the loss's ta
 embedding is tied to the head, the lookup's gradient is added. Each of these values is as large as the vocabulary, and
 each would be alive together with the previous one.
 
-    scaled = mul(saved, tangent)    ->   scaled_once(saved, tangent)      one buffer, unless the graph is retained
-    both = add(scaled, looked_up)   ->   added(scaled, looked_up)
+    scaled = mul(saved, tangent)    ->   scale_saved_in_place(saved, tangent)      one buffer, unless the graph is retained
+    both = add(scaled, looked_up)   ->   add_in_place(scaled, looked_up)
 
 Only the result of a loop that has no other user is overwritten.
 """
@@ -21,15 +21,15 @@ from torch import Tensor, fx
 
 from streamfx.node_meta import SAVED_FOR_ONE, VALUE
 from streamfx.passes.ops.traits import is_moved_elements
-from streamfx.runtime.in_place import OVER_FIRST, added, scaled, scaled_once
+from streamfx.runtime.in_place import OVERWRITES_FIRST, add_in_place, scale_in_place, scale_saved_in_place
 from streamfx.runtime.loop import Loop
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 # by operator: the variant that writes over a value of this graph, and the one that writes over a saved value, if any
 IN_PLACE: dict[OpOverload, tuple[Callable[..., Tensor], Callable[..., Tensor] | None]] = {
-    aten.add.Tensor: (added, None),
-    aten.mul.Tensor: (scaled, scaled_once),
+    aten.add.Tensor: (add_in_place, None),
+    aten.mul.Tensor: (scale_in_place, scale_saved_in_place),
 }
 
 
@@ -70,7 +70,7 @@ def find_view_base(node: fx.Node) -> fx.Node:
 
 def is_owned_here(node: fx.Node, module: Any) -> bool:
     """Return whether a value is one of a loop's results, or was itself written in place."""
-    if node.target in OVER_FIRST:
+    if node.target in OVERWRITES_FIRST:
         return True
     if node.target is not operator.getitem:
         return False

@@ -4,11 +4,11 @@ Autograd's accumulators and their hooks (a reducer, an optimizer in the backward
 the backward graph. They may modify a gradient, and write to its parameter. So a segment releases a gradient only if
 no later operator reads the memory of the gradient or of its parameter.
 
-    head.weight                        scaled_once(saved, tangent)
+    head.weight                        scale_saved_in_place(saved, tangent)
     ---------------------------------  a loop follows
     layer 1's weights                  layer_1_backward_0, layer_1_backward_1
     ---------------------------------
-    layer 0's, embed.weight if tied    layer_0_backward_0, layer_0_backward_1, added(...)
+    layer 0's, embed.weight if tied    layer_0_backward_0, layer_0_backward_1, add_in_place(...)
 
 The graph is not changed. Operators that only lead to gradients (transposes, scaling, casts) and are placed after all
 loops run as soon as their operands are ready.
@@ -29,7 +29,7 @@ from streamfx.ir.release_plan import ReleaseSegment, Saved, Sources, released_in
 from streamfx.node_meta import SAVED_FOR_ONE
 from streamfx.passes.ops.aliasing import memories
 from streamfx.passes.ops.traits import is_expensive, is_random
-from streamfx.runtime.in_place import OVER_FIRST
+from streamfx.runtime.in_place import OVERWRITES_FIRST
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import HostProgramRunner
 from streamfx.runtime.stagewise import GradientReleaseChain, StagewiseRunner
@@ -50,8 +50,8 @@ def plan_chain(
     """Record which gradients can be released early; inputs that the graph writes to are excluded."""
     plan = partial(_release_spec, joint, forward, backward, num_outputs, num_inputs)
     no_release = ReleaseSpec({}, (), ())
-    chain.sources, chain.saved, chain.places = try_step(plan, no_release, GRADIENTS_AT_END, strict=False)
-    chain.keep_out(mutated_inputs(joint))
+    chain.sources, chain.saved, chain.gradients_by_segment = try_step(plan, no_release, GRADIENTS_AT_END, strict=False)
+    chain.exclude_inputs(mutated_inputs(joint))
 
 
 def _release_spec(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int) -> ReleaseSpec:
@@ -69,10 +69,14 @@ def _release_spec(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, 
 def run_in_segments(runner: HostProgramRunner, chain: GradientReleaseChain) -> Callable[[list[Any]], Any]:
     """Return a runner that releases gradients after each segment; the plain runner if the graph has changed since planning."""
     segments = no_segments = tuple[ReleaseSegment, ...]()
-    if chain.places:
+    if chain.gradients_by_segment:
         split = partial(release_segments, runner.module, chain.saved)
         segments = try_step(split, no_segments, GRADIENTS_AT_END, strict=False)
-    return StagewiseRunner(runner, segments, chain) if segments and released_indices(segments) == chain.places else runner
+    return (
+        StagewiseRunner(runner, segments, chain)
+        if segments and released_indices(segments) == chain.gradients_by_segment
+        else runner
+    )
 
 
 def inputs_aliased_by_saved(forward: fx.Graph, num_outputs: int) -> Saved:
@@ -167,7 +171,7 @@ def _movable_operators(module: fx.GraphModule) -> set[fx.Node]:
 
 def _may_run_any_time(node: fx.Node) -> bool:
     """Return whether an operator may run at any time, unlike a collective or an operator that waits for one."""
-    if node.target is operator.getitem or node.target in OVER_FIRST:
+    if node.target is operator.getitem or node.target in OVERWRITES_FIRST:
         return True
     return isinstance(node.target, OpOverload) and node.target.namespace == "aten" and not is_random(node)
 

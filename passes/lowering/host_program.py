@@ -25,8 +25,8 @@ from streamfx.passes.partition.value_table import is_loop_value
 from streamfx.runtime.chunked_recurrences import Recurrence
 from streamfx.runtime.chunked_scans import carry_type
 from streamfx.runtime.loop import Loop
-from streamfx.runtime.outer import COPIES_WHERE_NEEDED
-from streamfx.runtime.restride import laid_out, part_of_memory, placed, placed_together
+from streamfx.runtime.outer import COPYING_VIEWS
+from streamfx.runtime.restride import restride, restride_at, restride_together, view_of_storage
 from streamfx.runtime.runtime_sizes import SizeOf
 
 aten = torch.ops.aten
@@ -106,7 +106,7 @@ class HostProgramBuilder:
             return
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._argument_mapper(node))
-        copy = self.graph.call_function(COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
+        copy = self.graph.call_function(COPYING_VIEWS.get(node.target, node.target), args, dict(kwargs))
         copy.meta = {**node.meta, TRACED: node.name, RUN: self.runs}
         self.env[node] = copy
         for user in node.users:
@@ -131,14 +131,14 @@ class HostProgramBuilder:
         """Return a value with its traced strides. Inputs have them already, and so have contiguous results of loops."""
         if node.op == "placeholder" or (value.meta.get(STACKED) and _are_dense(strides, shape_of_node(node))):
             return value
-        call = self.graph.call_function(laid_out, (value, *(self.size_argument(stride) for stride in strides)))
+        call = self.graph.call_function(restride, (value, *(self.size_argument(stride) for stride in strides)))
         call.meta = {VALUE: node.meta[VALUE], JOINT: node.name}
         return call
 
     def place_at_offset(self, value: fx.Node, place: MemoryPlace) -> fx.Node:
         """Return a copy of a result that starts at an offset in its storage."""
         offset, *strides = (self.size_argument(size) for size in (place.offset, *place.strides))
-        call = self.graph.call_function(placed, (value, offset, *strides))
+        call = self.graph.call_function(restride_at, (value, offset, *strides))
         call.meta = dict(value.meta)
         return call
 
@@ -146,7 +146,7 @@ class HostProgramBuilder:
         """Return copies of results that share one storage."""
         offsets = [self.size_argument(place.offset) for place in places]
         strides = [[self.size_argument(stride) for stride in place.strides] for place in places]
-        call = self.graph.call_function(placed_together, (list(values), offsets, strides))
+        call = self.graph.call_function(restride_together, (list(values), offsets, strides))
         views = [self.graph.call_function(operator.getitem, (call, i)) for i in range(len(values))]
         for view, value in zip(views, values, strict=True):
             view.meta = dict(value.meta)
@@ -157,7 +157,7 @@ class HostProgramBuilder:
         sizes = shape_of_node(node)
         sizes_and_strides = (self.size_argument(item) for item in (*sizes, *place.strides))
         arguments = base, node.meta[VALUE].dtype, self.size_argument(place.offset), len(sizes), *sizes_and_strides
-        call = self.graph.call_function(part_of_memory, arguments)
+        call = self.graph.call_function(view_of_storage, arguments)
         call.meta = {VALUE: node.meta[VALUE], JOINT: node.name}
         return call
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from streamfx.ir.joint import is_size
 from streamfx.ir.sizes import Size
-from streamfx.runtime.in_place import OVER_FIRST
+from streamfx.runtime.in_place import OVERWRITES_FIRST
 from streamfx.runtime.restride import RestridedOperator
 from streamfx.torch_private import OpOverload
 
@@ -45,7 +45,7 @@ def memories(node: fx.Node) -> frozenset[fx.Node]:
         if producer.op != "call_function" or not producer.all_input_nodes or not _may_alias(producer.target):
             owners.add(value)
             continue
-        aliased = producer.all_input_nodes[:1] if producer.target in OVER_FIRST else producer.all_input_nodes
+        aliased = producer.all_input_nodes[:1] if producer.target in OVERWRITES_FIRST else producer.all_input_nodes
         operands = [source for source in aliased if not is_size(source)]
         todo += [source for source in operands if source not in seen]
         seen.update(operands)

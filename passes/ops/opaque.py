@@ -21,7 +21,7 @@ from streamfx.passes.ops.rules.registry import rule_for
 from streamfx.passes.ops.rules.stateful import BACKWARDS
 from streamfx.passes.ops.traits import READS_STRIDES
 from streamfx.runtime.collective_calls import ALL_REDUCE
-from streamfx.runtime.restride import part_of, strided, strided_scatter
+from streamfx.runtime.restride import item_at, strided, strided_scatter
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, HigherOrderOperator, OpOverload
 
 aten = torch.ops.aten
@@ -103,4 +103,4 @@ def places_like(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] 
 
 def is_part_of_opaque(node: fx.Node) -> bool:
     """Return whether a node selects a tensor of a nested result."""
-    return node.target is part_of and is_tensor(node)
+    return node.target is item_at and is_tensor(node)

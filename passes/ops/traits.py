@@ -12,7 +12,7 @@ from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.chunked_recurrences import Recurrence
 from streamfx.runtime.collective_calls import ALL_REDUCE
-from streamfx.runtime.restride import part_of
+from streamfx.runtime.restride import item_at
 from streamfx.runtime.rng import draw_seed
 from streamfx.torch_private import OpOverload
 
@@ -109,7 +109,7 @@ def unpacks(node: fx.Node) -> bool:
 
 def is_part(node: fx.Node) -> bool:
     """Return whether a node selects one result of a tuple-valued operator."""
-    return node.target is operator.getitem or node.target is part_of
+    return node.target is operator.getitem or node.target is item_at
 
 
 def producer_of(node: fx.Node) -> fx.Node:

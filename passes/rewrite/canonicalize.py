@@ -49,7 +49,7 @@ from streamfx.runtime.rng import draw_seed
 
 RULES: tuple[RewriteRule, ...] = (
     flex.decompose_flex_attention,
-    strided_access.nested_getitem_to_part_of,
+    strided_access.nested_getitem_to_item_at,
     merge_all_reduces.fuse_all_reduce_with_wait,
     no_ops.remove_alias,
     lazy_conj.conj_to_conj_physical,

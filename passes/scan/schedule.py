@@ -36,7 +36,7 @@ from streamfx.ir.signature import LetterShape
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import READS_LAYOUT
 from streamfx.passes.scan.row_access import ConcatAccess, RowAccess
-from streamfx.runtime.outer import COPIES_WHERE_NEEDED
+from streamfx.runtime.outer import COPYING_VIEWS
 
 MOST_FINALS = 24  # limit on results of single rows
 
@@ -241,7 +241,7 @@ class _Planner:
             return StepValue(self.number[item])
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), numbered)
-        return Operation(self.number[node], COPIES_WHERE_NEEDED.get(node.target, node.target), args, dict(kwargs))
+        return Operation(self.number[node], COPYING_VIEWS.get(node.target, node.target), args, dict(kwargs))
 
     def _concat_result(self, join: ConcatAccess) -> ConcatResult:
         """Return a concatenation of rows as a result that lists the value number of each row."""

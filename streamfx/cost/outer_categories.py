@@ -16,8 +16,8 @@ from torch import fx
 from streamfx.cost.categories import ATTENTION, EXCHANGED, GRADIENTS, WEIGHTS
 from streamfx.cost.comm import GATHERS, traffic_of_node
 from streamfx.cost.flops import is_fused_attention
-from streamfx.runtime.outer import COPIES_WHERE_NEEDED
-from streamfx.runtime.restride import LIES_AS_TRACED
+from streamfx.runtime.outer import COPYING_VIEWS
+from streamfx.runtime.restride import RESTRIDE_FUNCTIONS
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ LAYOUT_OPERATORS = (
     aten.view.default,
     aten.permute.default,
     aten.transpose.int,
-    *LIES_AS_TRACED,
+    *RESTRIDE_FUNCTIONS,
 )
 WAIT_NAMES = ("_c10d_functional::wait_tensor", "_c10d_functional_autograd::wait_tensor")
 
@@ -45,7 +45,7 @@ def terms_between_loops(module: fx.GraphModule, is_backward: bool) -> dict[str, 
 
 def may_allocate(node: fx.Node) -> bool:
     """Return whether a node calls an operator that may allocate; not a view, nor a view that copies if needed."""
-    return node.op == "call_function" and node.target not in COPIES_WHERE_NEEDED and not getattr(node.target, "is_view", False)
+    return node.op == "call_function" and node.target not in COPYING_VIEWS and not getattr(node.target, "is_view", False)
 
 
 def gathered_weights(module: fx.GraphModule) -> frozenset[fx.Node]:

@@ -17,8 +17,8 @@ from streamfx.cost.gradient_copies import needs_no_copy
 from streamfx.cost.meter import Delta, Meter
 from streamfx.ir.release_plan import ReleaseSegment
 from streamfx.kernels.mask_programs import use_mask_cache
-from streamfx.runtime.expanded_segments import Stretches, stretches_of
-from streamfx.runtime.outer import call_of, mask_cache_of
+from streamfx.runtime.expanded_segments import SegmentGenerator, generate_segments
+from streamfx.runtime.outer import code_call_of, mask_cache_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _release(results: dict[int, Any], released: ReleasedGradients, inputs: Seque
             meter.add_peak(Delta(gradient.nbytes, {GRADIENTS: gradient.nbytes}))
 
 
-def _segments_of(backward: fx.GraphModule, released: ReleasedGradients) -> Stretches:
+def _segments_of(backward: fx.GraphModule, released: ReleasedGradients) -> SegmentGenerator:
     """Return the segments of a backward graph as callables; nodes of the release plan are looked up by name."""
     nodes_by_name = {node.name: node for node in backward.graph.nodes}
 
@@ -67,6 +67,6 @@ def _segments_of(backward: fx.GraphModule, released: ReleasedGradients) -> Stret
         return ReleaseSegment(tuple(nodes_by_name[node.name] for node in segment.operators), (), gradients)
 
     segments = [
-        (segment, [call_of(node, backward) for node in segment.operators]) for segment in map(in_graph, released.segments)
+        (segment, [code_call_of(node, backward) for node in segment.operators]) for segment in map(in_graph, released.segments)
     ]
-    return stretches_of("backward", backward.graph.find_nodes(op="placeholder"), segments)
+    return generate_segments("backward", backward.graph.find_nodes(op="placeholder"), segments)

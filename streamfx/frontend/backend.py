@@ -198,7 +198,9 @@ class Compilation(SplittableCompilation):
         deferral = self.deferred = self.deferral() if self.on_one_rank else None
         self.chain = GradientReleaseChain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.traced if deferral is None else deferral.module, inputs)
-        compiled = StagewiseFunction(compiled, self.chain) if self.chain is not None and self.chain.places else compiled
+        compiled = (
+            StagewiseFunction(compiled, self.chain) if self.chain is not None and self.chain.gradients_by_segment else compiled
+        )
         if deferral is not None:
             compiled = DeferredCall(compiled, deferral.plan, Uses(self.options, compiled_use), deferral.unread)
         watched = [item for item in self.watched if item.fingerprint is not None]
@@ -367,9 +369,9 @@ class Compilation(SplittableCompilation):
         """Return a runner for the forward host program; AOTAutograd calls this as its forward compiler."""
         keep_saved_tensors()
         if self.chain is not None:
-            self.chain.keep_out(inputs_in_results())
+            self.chain.exclude_inputs(inputs_in_results())
         runner = HostProgramRunner(module, self.num_outputs, asked_gradients(module.graph))
-        runner.about = priced(self.facts[-1]) if self.facts else None
+        runner.description = priced(self.facts[-1]) if self.facts else None
         return runner
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

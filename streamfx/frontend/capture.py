@@ -14,7 +14,7 @@ from streamfx.ir.joint import graph_copy, is_object, joint_graph
 from streamfx.ir.piecewise import Pieces
 from streamfx.node_meta import CONSTANT, GRAPH, MUTATED, PATTERN, STATIC_ADDRESS, STAYS, VALUE
 from streamfx.passes.ops.collectives import is_wait
-from streamfx.runtime.restride import unmarked
+from streamfx.runtime.restride import resolve_conj_and_neg
 from streamfx.torch_private import FakeTensor, tree_leaves, unset_fake_temporarily
 
 
@@ -75,7 +75,7 @@ def _keep_constant(node: fx.Node, module: fx.GraphModule) -> None:
         node.meta[GRAPH] = value
         return
     with unset_fake_temporarily():
-        value = unmarked(value)
+        value = resolve_conj_and_neg(value)
         pattern = pattern_of(value)
     node.meta[CONSTANT] = value
     node.meta.setdefault(VALUE, value)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.passes.rewrite.scans.scan_hop import ScanStep, is_pure_operator
-from streamfx.runtime.associative import known_combine
+from streamfx.runtime.associative import register_combine_graph
 from streamfx.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket, is_traceable_wrapper_subclass, tree_map
 from streamfx.torch_private.vmapped import traced_on_rows
 
@@ -88,7 +88,7 @@ def register_combine(body: CombineBody, elements: Sequence[fx.Node]) -> int | No
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
     if not all(node.op == "call_function" and is_pure_operator(node) for node in nodes):
         return None
-    return known_combine(ScanStep(traced.graph, 0).with_views().graph, len(body.outer_tensors))
+    return register_combine_graph(ScanStep(traced.graph, 0).with_views().graph, len(body.outer_tensors))
 
 
 def _uninitialized_row(node: fx.Node) -> Tensor:

@@ -29,7 +29,7 @@ from streamfx.frontend.segsum_match import COLUMN, FactKind, Reader, arguments_o
 from streamfx.ir.sizes import Size, shape_of, size_of
 from streamfx.ir.sizes import product as product_of
 from streamfx.node_meta import EXAMPLE_VALUE
-from streamfx.runtime.segment_sum import DECAYED_SUMS, SUMS_BEHIND
+from streamfx.runtime.segment_sum import DECAYED_SUMS, SUMS_AFTER
 from streamfx.torch_private import dynamo_copy
 
 EXACT_DTYPES = (torch.float32, torch.float64)  # in narrower dtypes, eager rounds sums of decays and later intermediate results
@@ -299,7 +299,7 @@ class _ProductBuilder:
             if product.first is not None:
                 first_rows = self._with_one_feature(self._permuted(product.first, row_order))
                 first = self._call(torch.select, first_rows, -2, 0)
-            results = self._call(DECAYED_SUMS if product.has_leading_row else SUMS_BEHIND, decays, rows, first)
+            results = self._call(DECAYED_SUMS if product.has_leading_row else SUMS_AFTER, decays, rows, first)
             sums, last = (self._call(operator.getitem, results, index) for index in range(2))
             if product.has_leading_row and all(self._takes_last_row(user) is not None for user in product.node.users):
                 self._replace_users(sums, last)

@@ -28,17 +28,17 @@ from streamfx.lazy.lazy_values import Cell, DeferredOperator
 from streamfx.lazy.recompute import Modes, RecomputeSource, RowCut
 from streamfx.lazy.steps import compacted
 from streamfx.log import log
-from streamfx.runtime.outer import COPIES_WHERE_NEEDED
+from streamfx.runtime.outer import COPYING_VIEWS
 from streamfx.runtime.shape_families import (
     Family,
     FamilyCode,
     Numbers,
     any_size,
-    fitting,
+    find_code,
     graph_for,
     layout_of,
     shapes_for,
-    wider,
+    widened_family,
 )
 from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, no_modes
 from streamfx.torch_private.dynamo import compiling
@@ -46,7 +46,7 @@ from streamfx.torch_private.symbolic_sizes import with_sizes
 
 aten = torch.ops.aten
 MOST_GRAPHS = 64  # compiled per process: a program that needs more has numbers in its graphs that never repeat
-MOST_FORMS = 6  # code variants per graph, for sizes that cannot share one
+MAX_VERSIONS = 6  # code variants per graph, for sizes that cannot share one
 
 
 def computed_in_chunks(cells: Sequence[Cell]) -> Sequence[Tensor] | None:
@@ -188,7 +188,7 @@ class _GraphBuilder:
         kwargs = {
             name: pytree.tree_map(lambda item, name=name: converted(name, item), value) for name, value in step.kwargs.items()
         }
-        return self.call(COPIES_WHERE_NEEDED.get(step.func, step.func), *args, **kwargs)
+        return self.call(COPYING_VIEWS.get(step.func, step.func), *args, **kwargs)
 
     def output_of(self, source: RecomputeSource, start: int = 0, stop: int | None = None) -> fx.Node:
         """Add the output of a source's recipe, or some of its rows, detached."""
@@ -262,7 +262,7 @@ def _sizes_of(func: Any) -> frozenset[str]:
 # -- running
 
 
-_forms: dict[Hashable, list[FamilyCode]] = {}
+_versions: dict[Hashable, list[FamilyCode]] = {}
 
 
 def _run(builder: _GraphBuilder, results: Sequence[fx.Node]) -> Sequence[Any] | None:
@@ -283,13 +283,13 @@ def _code_for(builder: _GraphBuilder, results: Sequence[fx.Node]) -> FamilyCode 
     cut = RowCut(rows_per_chunk_of(source), tuple(builder.along))
     kinds, numbers = layout_of(builder.inputs)
     key = (structure(builder.graph), kinds, tuple(sorted(builder.shared)), source.agreement.compiler, cut)
-    if key not in _forms and len(_forms) == MOST_GRAPHS:
+    if key not in _versions and len(_versions) == MOST_GRAPHS:
         return None
-    codes = _forms.setdefault(key, [])
-    code = fitting(codes, numbers)
-    if code is None and len(codes) < MOST_FORMS:
+    codes = _versions.setdefault(key, [])
+    code = find_code(codes, numbers)
+    if code is None and len(codes) < MAX_VERSIONS:
         with compiling(), _plain_modes(builder):
-            code = fitting(codes, numbers) or _compiled(builder, wider(codes, numbers), numbers, cut)
+            code = find_code(codes, numbers) or _compiled(builder, widened_family(codes, numbers), numbers, cut)
             codes += [code] if code not in codes else []
     return None if code is None or code.run is _not_streamed else code
 

@@ -17,7 +17,7 @@ from streamfx.log import log
 from streamfx.node_meta import EXAMPLE_VALUE, VALUE
 from streamfx.options import Options
 from streamfx.passes.ops.traits import is_moved_elements
-from streamfx.runtime.restride import LIES_AS_TRACED
+from streamfx.runtime.restride import RESTRIDE_FUNCTIONS
 from streamfx.torch_private.symbolic_sizes import size_hint
 
 BYTES_AT_WORK = 16  # working-set bytes per element of a chunk of an output
@@ -74,7 +74,7 @@ def computed_outside_loops(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that a graph computes outside of its loops, except views of inputs and of results, and the results."""
     results, inputs = set(graph.output_node().all_input_nodes), set(graph.find_nodes(op="placeholder"))
     for node in reversed(graph.nodes):
-        if node in results and (is_moved_elements(node) or node.target in LIES_AS_TRACED):
+        if node in results and (is_moved_elements(node) or node.target in RESTRIDE_FUNCTIONS):
             results.update(node.all_input_nodes)
     for node in graph.nodes:
         if is_moved_elements(node) and inputs.issuperset(node.all_input_nodes):

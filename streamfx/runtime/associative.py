@@ -1,8 +1,8 @@
 """PyTorch's `associative_scan`, which Dynamo traces as a tree, as one operator for the full sequence or a chunk of it.
 
-The operator that AOTAutograd differentiates refers to the combine function by a number. The passes turn it into
-recurrences: a chunk passes on the blocks that represent all rows so far (`prefix_scan.py`), and the backward graph
-passes on their gradients.
+The operator that AOTAutograd differentiates refers to the combine function by an identifier. The passes turn it into
+recurrences: the carry between chunks holds the blocks that represent all rows so far (`prefix_scan.py`); in the
+backward graph it holds their gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from streamfx.ir.structural_hash import structure
 from streamfx.node_meta import VALUE
 from streamfx.runtime.chunked_recurrences import Recurrence
 from streamfx.runtime.grad_reachability import Reach, reach_of
-from streamfx.runtime.prefix_scan import Blocks, Rows, levels_behind, pulled_back, scanned
+from streamfx.runtime.prefix_scan import Blocks, Rows, block_levels, scan_levels, vjp_of_scan
 from streamfx.torch_private.autograd import recorded_inside_operators
 
 _library = torch.library.Library("streamfx", "FRAGMENT")
@@ -37,42 +37,42 @@ class Combine:
     """A function that combines two rows, and the number of additional tensors that all rows share."""
 
     graph: fx.Graph
-    given: int
-    many: Callable[..., Sequence[Tensor]]  # (*left, *right, *given) -> rows, for many rows at once
+    num_shared: int
+    combine_rows: Callable[..., Sequence[Tensor]]  # (*left, *right, *shared) -> rows, for many rows at once
     reach: Reach  # which results depend on which arguments
 
 
-COMBINES: dict[int, Combine] = {}  # keyed by the number that operators refer to
+COMBINES: dict[int, Combine] = {}  # keyed by the identifier in operators' arguments
 
 
-def known_combine(graph: fx.Graph, given: int) -> int:
-    """Register a function of two rows and `given` shared tensors, and return its number.
+def register_combine_graph(graph: fx.Graph, num_shared: int) -> int:
+    """Register a function of two rows and `num_shared` shared tensors, and return its identifier.
 
-    Functions share a number if their operators, and the dtypes and ranks of their arguments, are equal. Dtypes matter
-    because integer arguments get no gradient.
+    Functions share an identifier if their operators, and the dtypes and ranks of their arguments, are equal. Dtypes
+    matter because integer arguments get no gradient.
     """
     values = [node.meta[VALUE] for node in graph.find_nodes(op="placeholder")]
     argument_types = [(value.dtype, value.dim()) for value in values]
-    text = repr((structure(graph), argument_types, given, by_element := is_by_element(graph, given)))
-    number = int.from_bytes(blake2s(text.encode(), digest_size=7).digest(), "big")
-    if number not in COMBINES:
+    text = repr((structure(graph), argument_types, num_shared, by_element := is_pointwise_combine(graph, num_shared)))
+    combine_id = int.from_bytes(blake2s(text.encode(), digest_size=7).digest(), "big")
+    if combine_id not in COMBINES:
         combine_rows = fx.GraphModule(torch.nn.Module(), graph).forward
-        rows = len(graph.find_nodes(op="placeholder")) - given
+        rows = len(graph.find_nodes(op="placeholder")) - num_shared
         combine_all = (
-            combine_rows if by_element else torch.vmap(combine_rows, in_dims=(*(0 for _ in range(rows)), *[None] * given))
+            combine_rows if by_element else torch.vmap(combine_rows, in_dims=(*(0 for _ in range(rows)), *[None] * num_shared))
         )
-        COMBINES[number] = Combine(graph, given, combine_all, reach_of(graph, combine_rows, given))
-    return number
+        COMBINES[combine_id] = Combine(graph, num_shared, combine_all, reach_of(graph, combine_rows, num_shared))
+    return combine_id
 
 
-def is_by_element(graph: fx.Graph, given: int) -> bool:
+def is_pointwise_combine(graph: fx.Graph, num_shared: int) -> bool:
     """Return whether a function of two rows may be called on many rows at once without `vmap`.
 
     This holds if every operator is pointwise and all values have the same rank, except for shared tensors, which may
     have a lower one. (Zero-dimensional values are excluded: type promotion treats them differently.)
     """
     inputs = list(graph.find_nodes(op="placeholder"))
-    row_values, rank = set(inputs[: len(inputs) - given]), inputs[0].meta[VALUE].dim()
+    row_values, rank = set(inputs[: len(inputs) - num_shared]), inputs[0].meta[VALUE].dim()
     for node in (node for node in graph.nodes if node.op == "call_function"):
         if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
             return False
@@ -83,39 +83,39 @@ def is_by_element(graph: fx.Graph, given: int) -> bool:
     return rank > 0 and is_fitting and row_values.issuperset(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def scan_of(
-    number: int, rows: Sequence[Tensor], given: Sequence[Tensor], blocks: Mapping[int, Rows], first: int
+def scan_rows(
+    combine_id: int, rows: Sequence[Tensor], shared: Sequence[Tensor], blocks: Mapping[int, Rows], first: int
 ) -> tuple[Rows, Blocks]:
     """Combine rows `first`, `first + 1`, ... with all rows before them, which `blocks` represent.
 
-    Also return the blocks after them.
+    Return (the combined rows, the blocks after the last row).
     """
-    combine_all = COMBINES[number].many
-    return scanned(lambda left, right: list(combine_all(*left, *right, *given)), list(rows), blocks, first)
+    combine_all = COMBINES[combine_id].combine_rows
+    return scan_levels(lambda left, right: list(combine_all(*left, *right, *shared)), list(rows), blocks, first)
 
 
-def gradients_of(
-    number: int,
+def scan_gradients(
+    combine_id: int,
     rows: Sequence[Tensor],
-    given: Sequence[Tensor],
+    shared: Sequence[Tensor],
     blocks: Mapping[int, Rows],
     first: int,
     gradients: Sequence[Tensor | None],
     after_gradients: Mapping[int, Sequence[Tensor]],
 ) -> tuple[list[Tensor], Blocks]:
-    """Return the gradients of rows, of shared tensors and of the blocks before the rows, each in its own memory."""
+    """Return the gradients of (rows and shared tensors, blocks before the rows); no two share memory."""
     with recorded_inside_operators():
-        gradients_or_none, block_gradients = pulled_back(
-            lambda rows, given, blocks: scan_of(number, rows, given, blocks, first),
+        gradients_or_none, block_gradients = vjp_of_scan(
+            lambda rows, shared, blocks: scan_rows(combine_id, rows, shared, blocks, first),
             rows,
-            given,
+            shared,
             blocks,
             gradients,
             after_gradients,
         )
     value_gradients = [
         torch.zeros_like(value) if value_gradient is None else value_gradient
-        for value_gradient, value in zip(gradients_or_none, (*rows, *given), strict=True)
+        for value_gradient, value in zip(gradients_or_none, (*rows, *shared), strict=True)
     ]
     return [
         value_gradient.clone() if len(rows[0]) == 1 else value_gradient for value_gradient in value_gradients
@@ -125,40 +125,40 @@ def gradients_of(
 # -- the differentiable operator
 
 
-def _scan(rows: Sequence[Tensor], given: Sequence[Tensor], combine: int) -> list[Tensor]:
+def _scan(rows: Sequence[Tensor], shared: Sequence[Tensor], combine: int) -> list[Tensor]:
     """Run the full scan: the operator's implementation."""
     with (
         recorded_inside_operators(),
         torch.no_grad(),
     ):  # `vmap` needs dispatch keys that are disabled inside an operator's implementation
-        results = scan_of(combine, rows, given, {}, 0)[0]
+        results = scan_rows(combine, rows, shared, {}, 0)[0]
     return [result.clone() if len(rows[0]) == 1 else result for result in results]
 
 
 def _scan_backward(
-    gradients: Sequence[Tensor | None], rows: Sequence[Tensor], given: Sequence[Tensor], combine: int
+    gradients: Sequence[Tensor | None], rows: Sequence[Tensor], shared: Sequence[Tensor], combine: int
 ) -> list[Tensor]:
     """Return the gradients of rows and shared tensors: the implementation of the backward operator."""
-    return gradients_of(combine, rows, given, {}, 0, gradients, {})[0]
+    return scan_gradients(combine, rows, shared, {}, 0, gradients, {})[0]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Save the operands for the backward: autograd's context hook."""
-    rows, given, ctx.combine = inputs
+    rows, shared, ctx.combine = inputs
     ctx.rows = len(rows)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*rows, *given)
+    ctx.save_for_backward(*rows, *shared)
 
 
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the gradients of rows and shared tensors; None for those that no result with a gradient depends on."""
+    """Return the gradients of rows and shared tensors; None if no result that has a gradient depends on them."""
     values, count = ctx.saved_tensors, ctx.rows
     results = SCAN_BACKWARD(list(gradients), list(values[:count]), list(values[count:]), ctx.combine)
-    present = [number for number, gradient in enumerate(gradients) if gradient is not None]
-    reached = COMBINES[ctx.combine].reach.reached(present, len(values[0]))
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    reached = COMBINES[ctx.combine].reach.leaves_with_gradients(present, len(values[0]))
     reached_gradients = [
-        value_gradient if number in reached and (value.is_floating_point() or value.is_complex()) else None
-        for number, (value_gradient, value) in enumerate(zip(results, values, strict=True))
+        value_gradient if i in reached and (value.is_floating_point() or value.is_complex()) else None
+        for i, (value_gradient, value) in enumerate(zip(results, values, strict=True))
     ]
     return reached_gradients[:count], reached_gradients[count:], None
 
@@ -205,7 +205,7 @@ class _Tree(Recurrence):
     def _read(self, carry: Tensor, rows: int, like: Sequence[Tensor]) -> Blocks:
         """Copy the blocks after `rows` rows out of the carry, because the carry will be overwritten."""
         leaf_views = self._leaf_views(carry, like)
-        return {level: [leaf_view[level : level + 1].clone() for leaf_view in leaf_views] for level in levels_behind(rows)}
+        return {level: [leaf_view[level : level + 1].clone() for leaf_view in leaf_views] for level in block_levels(rows)}
 
     def _write(self, carry: Tensor, blocks: Blocks, like: Sequence[Tensor]) -> None:
         """Copy blocks into the bytes of the carry, each at its level."""
@@ -244,7 +244,7 @@ class Associative(_Tree):
         return results
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Scan the chunk's rows again, from the blocks with which the chunk began."""
+        """Recompute the chunk's rows, from the blocks with which the chunk began."""
         return self._scanned(operands, self._read(states[chunk], before, operands), before)[0]
 
     def retreat(
@@ -255,8 +255,8 @@ class Associative(_Tree):
     def _scanned(self, operands: Sequence[Tensor], blocks: Blocks, first: int) -> tuple[tuple[Tensor, ...], Blocks]:
         """Scan rows from the blocks before them; return the results that the graph uses, and the blocks after the rows."""
         leaves = len(self.plan.dtypes)
-        results, later_blocks = scan_of(self.plan.combine, operands[:leaves], operands[leaves:], blocks, first)
-        return tuple(results[number] for number in self.plan.results), later_blocks
+        results, later_blocks = scan_rows(self.plan.combine, operands[:leaves], operands[leaves:], blocks, first)
+        return tuple(results[i] for i in self.plan.results), later_blocks
 
 
 class AssociativeBackward(_Tree):
@@ -272,7 +272,7 @@ class AssociativeBackward(_Tree):
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the chunk's gradients from those of the later blocks in the carry, and store those of the earlier blocks."""
+        """Return the chunk's gradients, given those of the blocks after it in the carry; store those of the blocks before it."""
         assert states is not None
         rows = operands[len(self.plan.dtypes) - len(self.plan.absent_gradients) :]
         after_gradients = self._read(carry, self.plan.length - before, rows) if before else {}
@@ -294,9 +294,9 @@ class AssociativeBackward(_Tree):
         """Return the gradients that the graph uses, and those of the blocks before row `first`."""
         plan, leaves = self.plan, len(self.plan.dtypes)
         present = iter(operands)
-        gradients = [None if number in plan.absent_gradients else next(present) for number in range(leaves)]
+        gradients = [None if i in plan.absent_gradients else next(present) for i in range(leaves)]
         values = list(present)
-        results, block_gradients = gradients_of(
+        results, block_gradients = scan_gradients(
             plan.combine, values[:leaves], values[leaves:], blocks, first, gradients, after_gradients
         )
-        return tuple(results[number] for number in plan.results), block_gradients
+        return tuple(results[i] for i in plan.results), block_gradients

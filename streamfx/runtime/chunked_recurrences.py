@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from streamfx.ir.recurrence import RecurrenceAxes, RecurrencePlan, RowRead, Steps, StepValue, ValueId
 from streamfx.ir.sizes import Size
-from streamfx.runtime.select_row import nothing_to_add
+from streamfx.runtime.select_row import additive_identity
 
 Env = dict[ValueId, Any]
 
@@ -25,8 +25,8 @@ Env = dict[ValueId, Any]
 class Recurrence(ABC):
     """An operator of a graph that processes rows in order, from the last to the first if `reverse`.
 
-    Called with full operands it runs all rows. In a loop it runs the rows of one chunk, with `before` rows before
-    them and `after` rows after them in its direction.
+    A call with full operands runs all rows. In a loop, `advance`, `retreat` and `resume` run the rows of one chunk, with
+    `before` rows before them and `after` rows after them in its direction.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Recurrence(ABC):
     carry_size: Size  # elements of the carry
     carry_type: torch.dtype
     block: int = 1  # chunks begin at multiples of this many rows
-    needs_states: bool = False  # if it runs in reverse: needs the states with which the forward chunks began
+    needs_states: bool = False  # if `reverse`: it needs the states with which the forward chunks began
 
     def __repr__(self) -> str:
         return f"streamfx.{self.name}"
@@ -69,9 +69,7 @@ class Recurrence(ABC):
         """Recompute the chunk's rows, first to last, from the state with which the chunk began."""
 
     def can_reuse_kept(self, forward: Recurrence) -> bool:
-        """Return whether `retreat_from` can run on the kept values of `forward.resume_kept`, because they include all
-        steps it needs.
-        """
+        """Return whether `forward.resume_kept` computes all values that `retreat_from` needs."""
         return False
 
     def resume_kept(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Any, ...]:
@@ -207,7 +205,7 @@ def collect_results(steps: Steps, env: Env, first: int, stop: int, like: Tensor)
         values.append(torch.stack(rows, join.dim) if rows else empty)
     for final in steps.single_step_results:
         is_in_chunk = first <= final.step < stop
-        values.append(env[final.value] if is_in_chunk else nothing_to_add(final.shape, final.dtype, like.device))
+        values.append(env[final.value] if is_in_chunk else additive_identity(final.shape, final.dtype, like.device))
     return tuple(values)
 
 

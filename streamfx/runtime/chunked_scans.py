@@ -14,27 +14,27 @@ from torch import Tensor
 
 library = torch.library.Library("streamfx", "FRAGMENT")
 
-WITHIN: dict[str, Callable[[Tensor, int], Tensor]] = {
+SCANS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "cumsum": torch.cumsum,
     "cumprod": torch.cumprod,
     "logcumsumexp": torch.logcumsumexp,
 }
-JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cumsum": torch.add,
     "cumprod": torch.mul,
     "logcumsumexp": torch.logaddexp,
 }
 
 
-def from_the_end(kind: str) -> Callable[[Tensor, int], Tensor]:
-    return lambda rows, dim: WITHIN[kind](rows.flip(dim), dim).flip(dim)
+def reverse_scan(kind: str) -> Callable[[Tensor, int], Tensor]:
+    return lambda rows, dim: SCANS[kind](rows.flip(dim), dim).flip(dim)
 
 
-for kind in WITHIN:
+for kind in SCANS:
     library.define(f"reverse_{kind}(Tensor self, int dim) -> Tensor")
-    library.impl(f"reverse_{kind}", from_the_end(kind), "CompositeExplicitAutograd")
+    library.impl(f"reverse_{kind}", reverse_scan(kind), "CompositeExplicitAutograd")
     # use the real code on fake tensors: its result is contiguous even if the operand is not
-    torch.library.register_fake(f"streamfx::reverse_{kind}", from_the_end(kind), lib=library)
+    torch.library.register_fake(f"streamfx::reverse_{kind}", reverse_scan(kind), lib=library)
 
 
 def carry_type(dtype: torch.dtype) -> torch.dtype:
@@ -53,7 +53,10 @@ def advance(
     states: Tensor | None,
     index: int,
 ) -> Tensor:
-    """Return the chunk's rows of a scan after `before` rows, and update the carry."""
+    """Return the chunk's rows of a scan, and update the carry; save the old carry in `states`.
+
+    `rows_before` is the number of rows before the chunk in the scan's direction.
+    """
     if states is not None:
         states[index].copy_(carry)
     scanned = _scanned(kind, reverse, rows, dim, carry, rows_before)
@@ -65,19 +68,19 @@ def advance(
 def resume(
     kind: str, reverse: bool, rows: Tensor, dim: int, dtype: torch.dtype, rows_before: int, states: Tensor, index: int
 ) -> Tensor:
-    """Recompute the chunk's rows from the state with which the chunk began."""
+    """Recompute the chunk's rows from the carry that was saved when the chunk began."""
     return _scanned(kind, reverse, rows, dim, states[index], rows_before).to(dtype)
 
 
 def _scanned(kind: str, reverse: bool, rows: Tensor, dim: int, carry: Tensor, before: int) -> Tensor:
     """Scan the rows, starting from the carry.
 
-    The carry is combined with the first row, not with all scanned rows. This keeps eager's order: for example, a
-    product over the chunk alone could overflow although the carry is zero.
+    The carry is combined with the first row before the scan, not with all rows after it. This keeps eager's order: for
+    example, a product over the chunk alone could overflow although the carry is zero.
     """
     is_joined = before > 0 and rows.shape[dim] > 0
     rows = rows.to(carry.dtype, copy=is_joined)
     if is_joined:
         first = rows.narrow(dim, rows.shape[dim] - 1 if reverse else 0, 1)
-        first.copy_(JOINED[kind](carry, first))
-    return from_the_end(kind)(rows, dim) if reverse else WITHIN[kind](rows, dim)
+        first.copy_(COMBINE[kind](carry, first))
+    return reverse_scan(kind)(rows, dim) if reverse else SCANS[kind](rows, dim)

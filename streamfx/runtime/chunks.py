@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-BLOCK = 32  # chunks whose rows are sliced together
+MAX_BLOCK_CHUNKS = 32  # chunks whose rows are sliced together
 
 
 class Chunks(Sequence[tuple[int, int]]):
-    """Bounds of the chunks of `step` rows, in execution order; computed by index, because there may be millions."""
+    """Bounds of the chunks of `step` rows, in execution order. They are computed on access: there may be millions."""
 
     def __init__(self, length: int, step: int, reverse: bool = False) -> None:
         self._starts = range(0, length, step) or range(1)
@@ -20,9 +20,9 @@ class Chunks(Sequence[tuple[int, int]]):
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, number: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         """Return the bounds of the chunk with this index in execution order."""
-        start = self._starts[-1 - number if self.reverse else number]
+        start = self._starts[-1 - index if self.reverse else index]
         return start, min(start + self.step, self.length)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -37,33 +37,34 @@ class Chunks(Sequence[tuple[int, int]]):
         return 1 if len(self) == 1 or self.length % self.step == 0 else 2
 
     def touching(self, row: int) -> set[int]:
-        """Return the indices of the chunks that contain a row, or begin or end there."""
+        """Return the indices of the chunks that contain a row, or start or stop at it."""
         candidates = {min(max(0, row // self.step + offset), len(self) - 1) for offset in (-1, 0)}
         in_order = {len(self) - 1 - index if self.reverse else index for index in candidates}
-        return {position for position in in_order if self[position][0] <= row <= self[position][1]}
+        return {index for index in in_order if self[index][0] <= row <= self[index][1]}
 
 
-Block = tuple[int, int, int, bool]
+Block = tuple[int, int, int, bool]  # first row, rows per chunk, number of chunks, whether the last chunk runs first
 
 
-def blocks_of(bounds: Sequence[tuple[int, int]]) -> list[Block]:
-    """Group adjacent chunks of equal length, in execution order: (first row, rows per chunk, number of chunks, whether
-    reversed).
-    """
+def chunk_blocks(bounds: Sequence[tuple[int, int]]) -> list[Block]:
+    """Group adjacent chunks of equal length into blocks, in execution order."""
     if not isinstance(bounds, Chunks):
         return [(start, stop - start, 1, False) for start, stop in bounds]
     length, step, is_reversed = bounds.length, bounds.step, bounds.reverse
     full_chunks = length // step
-    blocks = [(first * step, step, min(BLOCK, full_chunks - first), is_reversed) for first in range(0, full_chunks, BLOCK)]
+    blocks = [
+        (first * step, step, min(MAX_BLOCK_CHUNKS, full_chunks - first), is_reversed)
+        for first in range(0, full_chunks, MAX_BLOCK_CHUNKS)
+    ]
     if full_chunks < len(bounds):
         blocks.append((full_chunks * step, length - full_chunks * step, 1, is_reversed))
     return blocks[::-1] if is_reversed else blocks
 
 
-def in_turn(tensor: Tensor, dim: int, inner: int, blocks: Sequence[Block]) -> Iterator[Tensor]:
-    """Yield the rows of each chunk, along a dimension with `inner` elements per row.
+def chunk_slices(tensor: Tensor, dim: int, inner: int, blocks: Sequence[Block]) -> Iterator[Tensor]:
+    """Yield a view of each chunk's rows, along a dimension with `inner` elements per row.
 
-    Creating many views at once costs a third of creating them one by one.
+    The views of a block are created by one call, which takes a third of the time of separate calls.
     """
     for start, rows, count, is_reversed in blocks:
         if count == 1:

@@ -2,8 +2,8 @@
 
     all_reduce(x, "sum", group)    = end(begin(x, "sum", group))      element by element, over the same elements of all ranks
 
-In a graph it is a single operator, so that no pass keeps, copies or returns a buffer whose result has not arrived. A
-loop body contains the two halves separately, so that independent work runs in between.
+In a graph it is a single operator, so that no pass saves, copies or returns a buffer whose result has not arrived. A
+loop body contains `begin` and `end` separately, so that independent work runs in between.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import fx
 
 from streamfx.progress import ProgressOption, Tally
 from streamfx.runtime.compiled_segments import Segment
-from streamfx.runtime.expanded_code import CodeCall, function_of
+from streamfx.runtime.expanded_code import CodeCall, generate_function
 
 
 def segment_call(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> CodeCall:
@@ -26,15 +26,12 @@ def single_call(node: fx.Node, body: fx.GraphModule) -> CodeCall:
 
 
 def _for_several_lengths(call: CodeCall) -> CodeCall:
-    """Return the call of a segment for chunks of several lengths; other calls unchanged."""
-    return replace(call, run=partial(call.run, several=True)) if isinstance(call.run, Segment) else call
+    """Return the call of a segment, set for chunks of several lengths; other calls unchanged."""
+    return replace(call, run=partial(call.run, has_several_lengths=True)) if isinstance(call.run, Segment) else call
 
 
-def tallied(bodies: Sequence[CompiledBody], progress: ProgressOption) -> None:
-    """Report to `progress` how many of the subgraphs of a program's loop bodies are compiled.
-
-    Equal ones are compiled once.
-    """
+def report_progress(bodies: Sequence[CompiledBody], progress: ProgressOption) -> None:
+    """Report to `progress` how many of the distinct subgraphs of a program's loop bodies are compiled."""
     segments = [segment for body in bodies for segment in body.segments]
     tally = Tally("compiling", len({segment.structure for segment in segments}), progress)
     for segment in segments:
@@ -73,4 +70,4 @@ class CompiledBody:
     def _generate(self, calls: Sequence[CodeCall]) -> Callable[..., Sequence[Any]]:
         """Return the function that runs these calls, with the body's inputs and results."""
         graph = self._body.graph
-        return function_of("body", graph.find_nodes(op="placeholder"), calls, graph.output_node().args[0])
+        return generate_function("body", graph.find_nodes(op="placeholder"), calls, graph.output_node().args[0])

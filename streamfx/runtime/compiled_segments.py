@@ -21,108 +21,107 @@ from streamfx.runtime.shape_families import (
     Numbers,
     any_size,
     family_of,
-    fitting,
+    find_code,
     graph_for,
     layout_of,
-    packed,
     shapes_for,
-    single,
-    wider,
+    single_member,
+    widened_family,
+    with_contiguous_rows,
 )
 from streamfx.torch_private.dynamo import compiling
 from streamfx.torch_private.inductor import InductorMemoryError, compile_for_one_size, compile_for_sizes
 
-MOST_READY = 32  # per subgraph: layouts with a cached callable; if lengths keep changing, the cache is cleared
-MOST_FORMS = 6  # per subgraph: with more shapes than that it is not compiled again
-FIRST_PAUSE = 32  # calls
-NOT_COMPILED = "a part of a loop's body runs without a compiler: %s. The result is exact, the step is slower."
+MAX_CACHED_LAYOUTS = 32  # per subgraph: layouts with a cached callable; beyond that, the cache is cleared
+MAX_VERSIONS = 6  # per subgraph: further shapes run eagerly
+FIRST_PAUSE_CALLS = 32
+NOT_COMPILED = "a part of a loop body runs uncompiled: %s. The result is exact, but the step is slower."
 NO_MEMORY = (
-    "memory ran out while a part of a loop's body was compiled (%s). It runs eagerly until another attempt succeeds: "
-    "the result is exact, the step is slower. A smaller memory_budget or chunk_size leaves more memory free."
+    "memory ran out while a part of a loop body was compiled (%s). It runs eagerly until another attempt succeeds: "
+    "the result is exact, but the step is slower. A smaller memory_budget or chunk_size leaves more memory free."
 )
 
 
 @dataclass
 class CompilePause:
-    """Calls that run eagerly after a compilation has run out of memory. Each pause is twice as long as the last one.
+    """The calls that run eagerly after a compilation has run out of memory. Each pause is twice as long as the last one.
 
-    Memory that is short now may be free in another layer or step, so there is always another attempt. An attempt
-    takes seconds, so there are few of them: ten in the first 32,000 calls.
+    Another attempt may succeed, because memory may be free in another layer or step. But an attempt takes seconds, so
+    there are few: ten in the first 32,000 calls.
     """
 
-    length: int = FIRST_PAUSE
-    left: int = 0
+    length: int = FIRST_PAUSE_CALLS
+    remaining: int = 0
 
     def begin(self) -> None:
         """Begin a pause, and double the length of the next one."""
-        self.left, self.length = self.length, 2 * self.length
+        self.remaining, self.length = self.length, 2 * self.length
 
-    def lasts(self) -> bool:
-        """Count the current call, and return whether it is part of the pause."""
-        self.left -= self.left > 0
-        return self.left > 0
+    def skips_call(self) -> bool:
+        """Count a call; return whether it is part of the pause, so that nothing is compiled."""
+        self.remaining -= self.remaining > 0
+        return self.remaining > 0
 
 
-_forms: dict[Hashable, list[FamilyCode]] = {}
+_versions: dict[Hashable, list[FamilyCode]] = {}
 
 
 class Segment:
-    """A subgraph of a loop body. `several`: the loop has chunks of more than one length.
+    """A subgraph of a loop body, compiled on its first calls.
 
-    If `several`, the first calls are interpreted until two lengths are known, and then one version is compiled for
-    all lengths. Otherwise a version is compiled for the first length, and one for all lengths once a call has another
-    length.
+    If the loop has chunks of several lengths, the first calls run eagerly until two lengths are known, and then one
+    version is compiled for all lengths. Otherwise a version is compiled for the first length, and one for all lengths
+    after a call with another length.
 
-    The shapes and strides of the inputs determine the version. The choice is made once per layout and cached in
-    `_ready`.
+    The shapes and strides of the inputs determine the version. The choice is made once per layout and cached.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
-        """Wrap a subgraph of a loop body; `_ready` maps layouts to code, `_first_numbers` the sizes of the first call."""
+        """Wrap a subgraph of a loop body; `_first_numbers` has the sizes of the first call."""
         self.module = module
         self.structure = structure(module.graph)
         self.tally: Tally | None = None  # of all segments of the same program
         self._first_numbers: dict[Hashable, Numbers] = {}
-        self._ready: dict[Hashable, Callable[..., Sequence[Any]]] = {}
+        self._code_by_layout: dict[Hashable, Callable[..., Sequence[Any]]] = {}
         self._pause = CompilePause()
 
-    def __call__(self, *inputs: Any, several: bool = False) -> Sequence[Any]:
-        """Run the code for inputs with this layout; `several`: the loop has chunks of more than one length."""
+    def __call__(self, *inputs: Any, has_several_lengths: bool = False) -> Sequence[Any]:
+        """Run the version for inputs with this layout; `has_several_lengths` if the loop has chunks of several lengths."""
         layout = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in inputs])
-        run = self._ready.get(layout) or self._select_code(inputs, layout, several)
+        run = self._code_by_layout.get(layout) or self._select_code(inputs, layout, has_several_lengths)
         return run(*inputs)
 
-    def _select_code(self, given: Sequence[Any], layout: Hashable, several: bool) -> Callable[..., Sequence[Any]]:
+    def _select_code(self, arguments: Sequence[Any], layout: Hashable, has_several_lengths: bool) -> Callable[..., Sequence[Any]]:
         """Return the callable for inputs with this layout."""
-        inputs = [packed(value) for value in given]
+        inputs = [with_contiguous_rows(value) for value in arguments]
         kinds, numbers = layout_of(inputs)
-        codes = _forms.setdefault((self.structure, kinds), [])
-        code = fitting(codes, numbers)
-        if code is None and len(codes) < MOST_FORMS and not self._pause.lasts():
+        codes = _versions.setdefault((self.structure, kinds), [])
+        code = find_code(codes, numbers)
+        if code is None and len(codes) < MAX_VERSIONS and not self._pause.skips_call():
             with compiling():
-                code = fitting(codes, numbers) or self._compile_new(kinds, numbers, inputs, codes, several)
+                code = find_code(codes, numbers) or self._compile_new(kinds, numbers, inputs, codes, has_several_lengths)
                 codes += [code] if code is not None and code not in codes else []
-        if code is None and len(codes) < MOST_FORMS:
+        if code is None and len(codes) < MAX_VERSIONS:
             return self._interpreted  # not cached: a later call may find a compiled version
-        if len(self._ready) >= MOST_READY:
-            self._ready.clear()
-        run = self._ready[layout] = self._interpreted if code is None else code.bound(numbers, given)
+        if len(self._code_by_layout) >= MAX_CACHED_LAYOUTS:
+            self._code_by_layout.clear()
+        run = self._code_by_layout[layout] = self._interpreted if code is None else code.bound(numbers, arguments)
         return run
 
     def _interpreted(self, *inputs: Any) -> Sequence[Any]:
         """Run the subgraph eagerly."""
-        return self.module.forward(*map(packed, inputs))  # type: ignore[no-any-return]
+        return self.module.forward(*map(with_contiguous_rows, inputs))  # type: ignore[no-any-return]
 
     def _compile_new(
-        self, kinds: Hashable, numbers: Numbers, inputs: Sequence[Any], codes: Sequence[FamilyCode], several: bool
+        self, kinds: Hashable, numbers: Numbers, inputs: Sequence[Any], codes: Sequence[FamilyCode], has_several_lengths: bool
     ) -> FamilyCode | None:
-        """Return code for these sizes and their family; None if a second length is still unknown, or memory ran out."""
-        if several:
+        """Compile a version for these sizes and their family; None if a second length is still unknown, or memory ran out."""
+        if has_several_lengths:
             first_numbers = self._first_numbers.setdefault(kinds, numbers)
             if first_numbers == numbers:
                 return None
-            return self._compiled(family_of(first_numbers, numbers) or single(numbers), numbers, inputs)
-        return self._compiled(wider(codes, numbers), numbers, inputs)
+            return self._compiled(family_of(first_numbers, numbers) or single_member(numbers), numbers, inputs)
+        return self._compiled(widened_family(codes, numbers), numbers, inputs)
 
     def _compiled(self, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode | None:
         """Return the compiled version for a family, or None if memory ran out."""
@@ -131,7 +130,7 @@ class Segment:
                 return compiled(self.module, family, numbers, inputs)
             except InductorMemoryError as error:
                 self._pause.begin()
-                tell(NO_MEMORY, str(error))
+                warn_once(NO_MEMORY, str(error))
                 return None
 
 
@@ -153,7 +152,7 @@ def compiled(module: fx.GraphModule, family: Family, numbers: Numbers, inputs: S
     except InductorMemoryError:
         raise
     except Exception as error:
-        tell(NOT_COMPILED, blame(error))
+        warn_once(NOT_COMPILED, blame(error))
         return FamilyCode(family, graph, any_size)
 
 
@@ -165,11 +164,11 @@ def _compile_family(graph: fx.GraphModule, family: Family, numbers: Numbers, inp
     return FamilyCode(family, run, holds)
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
-def tell(text: str, reason: str) -> None:
-    """Warn, inside an `except` block, that a part of a loop body is not compiled: once for each text."""
-    if text not in _told:
-        _told.add(text)
+def warn_once(text: str, reason: str) -> None:
+    """Log a warning, once for each text, inside an `except` block: a part of a loop body is not compiled."""
+    if text not in _warned:
+        _warned.add(text)
         log.warning(text, reason, exc_info=log.isEnabledFor(logging.DEBUG))

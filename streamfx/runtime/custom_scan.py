@@ -14,7 +14,7 @@ from torch import Tensor
 
 from streamfx.ir.scan_schema import ALIGNED, StatefulPlan, StatefulResult, StateSlot, listed
 from streamfx.runtime.chunked_recurrences import Recurrence
-from streamfx.runtime.select_row import nothing_to_add
+from streamfx.runtime.select_row import additive_identity
 
 Arguments = dict[str, Any]
 
@@ -37,15 +37,15 @@ class _Stateful(Recurrence):
         return tuple(outputs[result.index] for result in self.plan.results)
 
     def _with_recomputed(self, operands: Arguments) -> Arguments:
-        """Add saved values that the graph does not pass; the forward operator has none."""
+        """Add the saved values that are not among the operands; the forward operator needs none."""
         return operands
 
     def _run_chunk(
         self, before: int, after: int, chunk: int, carry: Tensor | None, states: Arguments, operands: Arguments
     ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows from the given states, and store the final states in the carry.
+        """Run the chunk's rows from `states`, and store the final states in the carry; return the chunk's results.
 
-        Only the last chunk returns them.
+        Only the chunk with the last row returns final states as results.
         """
         plan, count = self.plan, rows_of(self.plan, operands)
         states_before = {slot.argument: states[slot.argument] for slot in plan.slots}
@@ -68,7 +68,7 @@ class _Stateful(Recurrence):
         if item.index not in final_states:
             return outputs[item.index]
         state = final_states[item.index]
-        return state.to(item.dtype) if has_last else nothing_to_add(state.shape, item.dtype, state.device)
+        return state.to(item.dtype) if has_last else additive_identity(state.shape, item.dtype, state.device)
 
 
 class Forward(_Stateful):
@@ -141,11 +141,13 @@ class Backward(_Stateful):
 
 
 def call_operator(plan: StatefulPlan, values: Mapping[str, Any], count: int | None = None) -> Sequence[Any]:
-    """Call the operator on arguments that are laid out in memory as they were when they were traced.
+    """Call the operator on arguments with the order of dimensions in memory that they had in the trace.
 
     `count` is the number of rows of a chunk, or None for the original call over all rows.
     """
-    arguments = {name: laid_out(value, plan.orders.get(name)) for name, value in values.items() if name in plan.argument_names}
+    arguments = {
+        name: with_dimension_order(value, plan.orders.get(name)) for name, value in values.items() if name in plan.argument_names
+    }
     constants = {name: value for name, value in plan.constants.items() if name in plan.argument_names}
     constants |= dict.fromkeys(plan.counts & plan.argument_names, rows_of(plan, values) if count is None else count)
     if count is not None:
@@ -153,7 +155,7 @@ def call_operator(plan: StatefulPlan, values: Mapping[str, Any], count: int | No
     return listed(plan.function(**{**constants, **arguments}))
 
 
-def laid_out(value: Any, order: tuple[int, ...] | None) -> Any:
+def with_dimension_order(value: Any, order: tuple[int, ...] | None) -> Any:
     """Make a tensor dense in this order of dimensions, at an address that kernels accept; return other values unchanged."""
     if not isinstance(value, Tensor):
         return value
@@ -211,7 +213,7 @@ def rows_of(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
 
 
 def initial_states(plan: StatefulPlan, operands: Mapping[str, Any], carry: Tensor) -> Arguments:
-    """Return the states before the first row: the given ones, or the zeros with which the carry was initialized."""
+    """Return the states before the first row: those among the operands; absent ones are the zeros of the initial carry."""
     initial = states_from_carry(plan, carry)
     return {name: zeros if name in plan.absent else operands[name].to(zeros.dtype) for name, zeros in initial.items()}
 

@@ -17,9 +17,9 @@ _ASSIGNED = re.compile(r"\s*(\w+)\b[^=]* = ")
 
 
 def name_line(error: BaseException, running: Sequence[fx.Node]) -> None:
-    """Add a note to an error that names the user's operator which was running, unless a note exists.
+    """Add a note to an error that names the user's operator that was running, and its source line, unless a note exists.
 
-    If the operator ran inside a graph (a loop body), the traceback identifies it. This function runs only on errors.
+    If the operator ran inside a graph (a loop body), the traceback identifies it; otherwise it is one of `running`.
     """
     if not hasattr(error, "add_note") or any(note.startswith(_NOTE_PREFIX) for note in getattr(error, "__notes__", ())):
         return  # Python 3.10 has no notes
@@ -32,7 +32,7 @@ def name_line(error: BaseException, running: Sequence[fx.Node]) -> None:
 
 
 def _in_graphs(error: BaseException) -> Iterator[list[fx.Node]]:
-    """Yield, from the outermost to the innermost graph that the error passed through, the operator that was running there."""
+    """Yield the operator that was running in each graph of the traceback, from the outermost to the innermost graph."""
     for frame, line_number in traceback.walk_tb(error.__traceback__):
         module, file = frame.f_locals.get("self"), frame.f_code.co_filename
         if isinstance(module, fx.GraphModule) and file.startswith("<eval_with_key>"):
@@ -47,7 +47,7 @@ def _in_graphs(error: BaseException) -> Iterator[list[fx.Node]]:
 
 
 def _operator_name(nodes: Sequence[fx.Node]) -> str:
-    """Return the operator's name if a single one was running."""
+    """Return the operator's name if only one can have been running, else "an operator"."""
     return str(nodes[0].target) if len(nodes) == 1 and nodes[0].op == "call_function" else "an operator"
 
 

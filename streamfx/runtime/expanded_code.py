@@ -28,41 +28,41 @@ from torch import fx
 
 from streamfx.runtime.error_location import name_line
 
-PLAIN = (int, bool, str, type(None))  # types whose repr is valid source; values of other types are referenced by name
+LITERAL_TYPES = (int, bool, str, type(None))  # types whose repr is valid source; values of other types are referenced by name
 _numbers = count()
 
 
 @dataclass(frozen=True)
 class CodeCall:
-    """`makes = run(*args, **kwargs)`; nodes among the arguments represent values.
+    """`outputs = run(*args, **kwargs)`; nodes among the arguments represent values.
 
-    `makes` is one node for the result, or several nodes for the items of the result. `stands_for`: the user's
-    operators that this call executes, one of which runs at any time.
+    `outputs` is one node for the result, or several nodes for the items of the result. `executed` are the operators that
+    this call runs, one after the other: all operators of the body if it calls a loop.
     """
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    makes: fx.Node | tuple[fx.Node, ...]
-    stands_for: tuple[fx.Node, ...] = ()
+    outputs: fx.Node | tuple[fx.Node, ...]
+    executed: tuple[fx.Node, ...] = ()
 
     @property
-    def made(self) -> tuple[fx.Node, ...]:
-        return (self.makes,) if isinstance(self.makes, fx.Node) else self.makes
+    def defs(self) -> tuple[fx.Node, ...]:
+        return (self.outputs,) if isinstance(self.outputs, fx.Node) else self.outputs
 
     @property
-    def used(self) -> list[fx.Node]:
+    def uses(self) -> list[fx.Node]:
         return nodes_in((self.args, self.kwargs))
 
 
 class CodeStep(Protocol):
-    """A step that reads values and defines others."""
+    """A step of the generated function: it defines the values `defs` and reads the values `uses`."""
 
     @property
-    def made(self) -> tuple[fx.Node, ...]: ...
+    def defs(self) -> tuple[fx.Node, ...]: ...
 
     @property
-    def used(self) -> list[fx.Node]: ...
+    def uses(self) -> list[fx.Node]: ...
 
 
 def nodes_in(arguments: Any) -> list[fx.Node]:
@@ -78,14 +78,14 @@ def nodes_in(arguments: Any) -> list[fx.Node]:
     return nodes
 
 
-class Text:
+class FunctionText:
     """The lines of a function, and the objects that its names refer to."""
 
-    def __init__(self, taken: Iterable[str]) -> None:
-        """Start an empty function; `taken` are names that are in use."""
+    def __init__(self, reserved: Iterable[str]) -> None:
+        """Start an empty function; `reserved` are names that are in use."""
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
-        self._taken = set(taken)
+        self._reserved_names = set(reserved)
         self._next: Counter[str] = Counter()  # by hint: the first suffix that may be free
 
     def line(self, text: str, depth: int = 1) -> None:
@@ -94,9 +94,9 @@ class Text:
 
     def unused(self, hint: str) -> str:
         """Reserve and return a name that is not in use."""
-        while (name := f"{hint}_{self._next[hint]}") in self._taken:
+        while (name := f"{hint}_{self._next[hint]}") in self._reserved_names:
             self._next[hint] += 1
-        self._taken.add(name)
+        self._reserved_names.add(name)
         return name
 
     def name(self, hint: str, value: Any) -> str:
@@ -109,7 +109,7 @@ class Text:
         """Return an argument as Python source."""
         if isinstance(value, fx.Node):
             return value.name
-        if type(value) in PLAIN or (type(value) is float and math.isfinite(value)):
+        if type(value) in LITERAL_TYPES or (type(value) is float and math.isfinite(value)):
             return repr(value)
         if nodes_in((value,)) or type(value) in (
             list,
@@ -148,13 +148,14 @@ class _Source:
         return self.text
 
 
-def function_of(
+def generate_function(
     title: str, inputs: Sequence[fx.Node], calls: Sequence[CodeCall], result: Any, boxed: bool = False
 ) -> Callable[..., Any]:
-    """Generate a function of the values of `inputs`, which it takes as positional arguments or, if boxed, in a list that
-    it empties.
+    """Generate a function that runs calls in order and returns `result`.
+
+    It takes the values of `inputs` as positional arguments; if `boxed`, in one list, which it empties.
     """
-    text = Text(node.name for node in (*inputs, *(node for call in calls for node in call.made)))
+    text = FunctionText(node.name for node in (*inputs, *(node for call in calls for node in call.defs)))
     names, arguments = ", ".join(node.name for node in inputs), text.unused("arguments")
     text.line(f"def {title}({arguments if boxed else names}):", 0)
     text.line("try:")
@@ -166,31 +167,31 @@ def function_of(
     nodes_by_line: dict[int, tuple[fx.Node, ...]] = {}  # keyed by line number
     for call, values in zip(calls, dead_after, strict=True):
         write_call(text, call)
-        nodes_by_line[len(text.lines)] = call.stands_for
+        nodes_by_line[len(text.lines)] = call.executed
         write_drop(text, values)
     text.line(f"return {text.argument(result)}", 2)
     write_except(text, nodes_by_line)
     return text.function(title)
 
 
-def write_call(text: Text, call: CodeCall) -> None:
+def write_call(text: FunctionText, call: CodeCall) -> None:
     """Append the line that runs a call and assigns its results; arguments named like keywords are passed as `**{...}`."""
     keywords = {key: text.argument(item) for key, item in call.kwargs.items()}
     arguments = [text.argument(item) for item in call.args] + [
         f"{key}={item}" for key, item in keywords.items() if not iskeyword(key)
     ]
     arguments += [f"**{{{key!r}: {item}}}" for key, item in keywords.items() if iskeyword(key)]
-    targets = call.makes.name if isinstance(call.makes, fx.Node) else f"[{', '.join(node.name for node in call.makes)}]"
+    targets = call.outputs.name if isinstance(call.outputs, fx.Node) else f"[{', '.join(node.name for node in call.outputs)}]"
     text.line(f"{targets} = {text.name('run', call.run)}({', '.join(arguments)})", 2)
 
 
-def write_drop(text: Text, values: Sequence[fx.Node]) -> None:
+def write_drop(text: FunctionText, values: Sequence[fx.Node]) -> None:
     """Append the line that sets dead values to None."""
     if values:
         text.line(" = ".join([*(node.name for node in values), "None"]), 2)
 
 
-def write_except(text: Text, nodes_by_line: dict[int, tuple[fx.Node, ...]]) -> None:
+def write_except(text: FunctionText, nodes_by_line: dict[int, tuple[fx.Node, ...]]) -> None:
     """Write the `except` clause that closes `try`; `nodes_by_line` maps line numbers to the nodes that the line executes."""
     error = text.unused("error")
     text.line(f"except Exception as {error}:")
@@ -199,19 +200,19 @@ def write_except(text: Text, nodes_by_line: dict[int, tuple[fx.Node, ...]]) -> N
 
 
 def dead_values(inputs: Sequence[fx.Node], calls: Sequence[CodeStep], result: Any) -> list[list[fx.Node]]:
-    """Return the values that are dead before the first call, and after each call."""
+    """Return the values that are no longer used: before the first call, and then after each call."""
     last: dict[fx.Node, int] = dict.fromkeys(inputs, -1)
-    for position, call in enumerate(calls):
-        last.update(dict.fromkeys((*call.used, *call.made), position))
+    for index, call in enumerate(calls):
+        last.update(dict.fromkeys((*call.uses, *call.defs), index))
     last.update(dict.fromkeys(nodes_in((result,)), len(calls)))
     dead_after: list[list[fx.Node]] = [[] for _ in range(len(calls) + 2)]
-    for node, position in last.items():
-        dead_after[position + 1].append(node)
+    for node, index in last.items():
+        dead_after[index + 1].append(node)
     return dead_after[:-1]
 
 
 def _blame(nodes_by_line: dict[int, tuple[fx.Node, ...]]) -> Callable[[Exception], None]:
-    """Return a function that adds to an error which nodes ran, judging by the line of the generated code."""
+    """Return a function that adds the user's source line to an error, found by the line of the generated code."""
 
     def failed(error: Exception) -> None:
         """Name the user's line for the nodes of the generated line that raised."""

@@ -27,60 +27,61 @@ from typing import Any
 from torch import Tensor, fx
 
 from streamfx.ir.release_plan import ReleaseSegment
-from streamfx.runtime.expanded_code import CodeCall, CodeStep, Text, dead_values, write_call, write_drop, write_except
+from streamfx.runtime.expanded_code import CodeCall, CodeStep, FunctionText, dead_values, write_call, write_drop, write_except
 
-Stretches = Callable[[list[Any], dict[int, Any]], Generator[None, None, None]]
+SegmentGenerator = Callable[[list[Any], dict[int, Any]], Generator[None, None, None]]
 CHANGED = (
     "a tensor that is needed for computing gradients has been modified by an inplace operation while they were computed: {name} "
-    "is at version {now}, {before} was expected. A hook on a parameter may write to that parameter alone; for others that write, "
-    "ask for gradients='at once'"
+    "is at version {now}, {before} was expected. A hook on a parameter may write to that parameter only; if hooks write to other "
+    "tensors, use gradients='at once'"
 )
 
 
 @dataclass(frozen=True)
-class Border:
-    """The begin of a segment, which checks the `values` that it reads, or its end, which releases `values` as results."""
+class SegmentBoundary:
+    """The start of a segment, which checks that `values` are unchanged, or its end, which releases `values` as results."""
 
     values: tuple[fx.Node, ...]
-    made: tuple[fx.Node, ...] = ()
+    defs: tuple[fx.Node, ...] = ()
 
     @property
-    def used(self) -> list[fx.Node]:
+    def uses(self) -> list[fx.Node]:
         return list(self.values)
 
 
-def stretches_of(
-    title: str, inputs: Sequence[fx.Node], stretches: Sequence[tuple[ReleaseSegment, Sequence[CodeCall]]]
-) -> Stretches:
-    """Generate a generator function for the segments of a graph and the calls of each."""
+def generate_segments(
+    title: str, inputs: Sequence[fx.Node], segments: Sequence[tuple[ReleaseSegment, Sequence[CodeCall]]]
+) -> SegmentGenerator:
+    """Generate the source of a generator function that runs the segments of a graph, given the calls of each; compile it."""
     steps: list[list[CodeStep]] = [
-        [Border(delivery.reads), *calls, Border(tuple(delivery.gradients.values()))] for delivery, calls in stretches
+        [SegmentBoundary(segment.reads), *calls, SegmentBoundary(tuple(segment.gradients.values()))]
+        for segment, calls in segments
     ]
-    text = Text(
-        node.name for node in (*inputs, *(node for segment_steps in steps for step in segment_steps for node in step.made))
+    text = FunctionText(
+        node.name for node in (*inputs, *(node for segment_steps in steps for step in segment_steps for node in step.defs))
     )
     arguments, results, versions = map(text.unused, ("arguments", "results", "versions"))
     text.line(f"def {title}({arguments}, {results}):", 0)
     text.line("try:")
     text.line(f"[{', '.join(node.name for node in inputs)}] = {arguments}", 2)
     text.line(f"{arguments}.clear()", 2)
-    all_reads = dict.fromkeys(node for delivery, _ in stretches for node in delivery.reads)
+    all_reads = dict.fromkeys(node for segment, _ in segments for node in segment.reads)
     text.line(f"{versions} = {text.name('versions_of', versions_of)}({_by_name(all_reads)})", 2)
     text.line("yield", 2)
     dead_first, *dead_after = dead_values(inputs, [step for segment_steps in steps for step in segment_steps], ())
     write_drop(text, dead_first)
     nodes_by_line: dict[int, tuple[fx.Node, ...]] = {}
-    for (delivery, calls), (dead_at_begin, *dead_after_calls, dead_at_end) in zip(
-        stretches, _split(dead_after, map(len, steps)), strict=True
+    for (segment, calls), (dead_at_begin, *dead_after_calls, dead_at_end) in zip(
+        segments, _split(dead_after, map(len, steps)), strict=True
     ):
-        text.line(f"{text.name('unchanged', check_unchanged)}({versions}, {_by_name(delivery.reads)})", 2)
+        text.line(f"{text.name('unchanged', check_unchanged)}({versions}, {_by_name(segment.reads)})", 2)
         write_drop(text, dead_at_begin)
         for call, values in zip(calls, dead_after_calls, strict=True):
             write_call(text, call)
-            nodes_by_line[len(text.lines)] = call.stands_for
+            nodes_by_line[len(text.lines)] = call.executed
             write_drop(text, values)
-        for position, node in delivery.gradients.items():
-            text.line(f"{results}[{position}] = {node.name}", 2)
+        for index, node in segment.gradients.items():
+            text.line(f"{results}[{index}] = {node.name}", 2)
         write_drop(text, dead_at_end)
         text.line("yield", 2)
     write_except(text, nodes_by_line)

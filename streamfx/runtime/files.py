@@ -30,17 +30,17 @@ from streamfx.log import log
 IN_MEMORY = ("tmpfs", "ramfs")
 MOUNTS = Path("/proc/self/mounts")
 BLOCK = 1 << 20
-NOT_ON_DISK = "offload writes to %s, which is in memory itself (%s): nothing is saved. Let TMPDIR name a folder on a disk."
+NOT_ON_DISK = "offload writes to %s, which is in memory itself (%s): no memory is saved. Set TMPDIR to a folder on a disk."
 
 
-def mapped(value: Tensor) -> Tensor:
+def copy_to_file(value: Tensor) -> Tensor:
     """Copy a value to an unlinked, memory-mapped file."""
     if not value.numel():
         return value.clone()
     with _new_file(value.nbytes) as path:
         held = torch.from_file(str(path), shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
     held.copy_(value)
-    _leave_to_file(held)
+    _drop_pages(held)
     return held
 
 
@@ -77,23 +77,23 @@ def _reserve(file: int, size: int) -> None:
 
 
 def _no_room(folder: str, size: int, cause: OSError) -> OffloadSpaceError:
-    """Build the error. Free space is reported only if the disk is full, because a file size limit does not depend on it."""
+    """Return the error for a value that does not fit on disk. It reports the free space only if the disk is full."""
     free, limit = _free_bytes(folder), limit_of("RLIMIT_FSIZE") if cause.errno == errno.EFBIG else None
     details = f"; {format_bytes(free)} are free" if free is not None and cause.errno == errno.ENOSPC else ""
-    details += "" if limit is None else f"; RLIMIT_FSIZE lets a file have {format_bytes(limit)}"
-    advice = "let the environment variable TMPDIR name a folder on a disk with more room, or leave out offload"
+    details += "" if limit is None else f"; RLIMIT_FSIZE limits a file to {format_bytes(limit)}"
+    advice = "set the environment variable TMPDIR to a folder on a disk with more space, or omit offload"
     error = OffloadSpaceError(
         "offload keeps values of stages in files",
-        found=f"no room for {format_bytes(size)}: {cause.strerror or cause}{details}",
+        found=f"no space for {format_bytes(size)}: {cause.strerror or cause}{details}",
         where=folder,
-        do=advice if limit is None else "raise the limit (`ulimit -f unlimited`), or leave out offload",
+        do=advice if limit is None else "raise the limit (`ulimit -f unlimited`), or omit offload",
     )
     error.folder, error.needed, error.free = folder, size, free
     return error
 
 
 def _free_bytes(folder: str) -> int | None:
-    """Return the free bytes on a folder's disk; None if the system does not tell."""
+    """Return the free bytes on a folder's disk; None if the system does not report them."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -102,12 +102,12 @@ def _free_bytes(folder: str) -> int | None:
 
 @cache
 def _warn_of_memory(folder: str) -> None:
-    """Warn once if files in a folder occupy memory."""
-    if (kind := kind_of_disk(folder)) in IN_MEMORY:
+    """Warn once if a folder is in memory, so that its files occupy memory."""
+    if (kind := file_system_of(folder)) in IN_MEMORY:
         log.warning(NOT_ON_DISK, folder, kind)
 
 
-def kind_of_disk(folder: str) -> str:
+def file_system_of(folder: str) -> str:
     """Return the type of file system that a folder is on, or an empty string if the system does not report it."""
     try:
         lines = [line.split() for line in MOUNTS.read_text().splitlines()]
@@ -126,7 +126,7 @@ def _unescaped(name: str) -> str:
     return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), name)
 
 
-def _leave_to_file(held: Tensor) -> None:
+def _drop_pages(held: Tensor) -> None:
     """Drop a mapped tensor's pages from the process's memory; they are read from the file on access."""
     with contextlib.suppress(OSError, AttributeError):  # the system may have no such call
         ctypes.CDLL(None).madvise(ctypes.c_void_p(held.data_ptr()), ctypes.c_size_t(held.nbytes), mmap.MADV_DONTNEED)

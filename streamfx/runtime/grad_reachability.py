@@ -23,16 +23,16 @@ Pattern: TypeAlias = "tuple[frozenset[int], ...]"
 
 @dataclass(frozen=True)
 class Reach:
-    """The leaves of the left row and of the right row, and the shared tensors, on which each result of a function depends."""
+    """For each result of a function of two rows: the leaves of both rows, and the shared tensors, on which it depends."""
 
     left: Pattern
     right: Pattern
-    given: Pattern
+    shared: Pattern
 
-    def reached(self, present: Sequence[int], length: int) -> frozenset[int]:
+    def leaves_with_gradients(self, present: Sequence[int], length: int) -> frozenset[int]:
         """Return the indices of leaves, followed by shared tensors, that get a gradient if the results `present` have one."""
         dependencies = self._scan_dependencies(tuple(frozenset({leaf}) for leaf in range(len(self.left))), length)
-        return frozenset[int]().union(*(dependencies[number] for number in present))
+        return frozenset[int]().union(*(dependencies[index] for index in present))
 
     def _scan_dependencies(self, rows: Pattern, length: int) -> Pattern:
         """Return the dependencies of any row of a scan, which is a tree of pairs (see `prefix_scan.py`)."""
@@ -43,25 +43,25 @@ class Reach:
         return tuple(frozenset[int]().union(*dependencies) for dependencies in zip(*row_kinds, strict=True))
 
     def _pair_dependencies(self, left: Pattern, right: Pattern) -> Pattern:
-        """Return what the combination of two rows depends on, from the dependencies of the left and the right row."""
+        """Return the dependencies of the combination of two rows, given those of the left and of the right row."""
         leaves = len(self.left)
         return tuple(
             frozenset[int]().union(
                 *(left[leaf] for leaf in self.left[result]),
                 *(right[leaf] for leaf in self.right[result]),
-                {leaves + number for number in self.given[result]},
+                {leaves + index for index in self.shared[result]},
             )
             for result in range(leaves)
         )
 
 
-def reach_of(graph: fx.Graph, function: Callable[..., Sequence[Tensor]], given: int) -> Reach:
+def reach_of(graph: fx.Graph, function: Callable[..., Sequence[Tensor]], shared: int) -> Reach:
     """Return the dependencies of a function of two rows.
 
     If it does not run on the meta device, each result depends on all leaves.
     """
     inputs = [node.meta[VALUE] for node in graph.find_nodes(op="placeholder")]
-    leaves = (len(inputs) - given) // 2
+    leaves = (len(inputs) - shared) // 2
     try:
         dependencies = _dependencies(function, inputs)
     except Exception:  # operators raise various exceptions on the meta device

@@ -9,21 +9,21 @@ from torch import Tensor
 from streamfx.torch_private import FakeTensor, keeps_graph
 
 
-def added(total: Tensor, part: Tensor) -> Tensor:
+def add_in_place(total: Tensor, part: Tensor) -> Tensor:
     """Return total + part, computed in place in `total`."""
     return total.add_(part)
 
 
-def scaled(value: Tensor, factor: Any) -> Tensor:
+def scale_in_place(value: Tensor, factor: Any) -> Tensor:
     """Return value * factor, computed in place in `value`."""
     return value.mul_(factor)
 
 
-def scaled_once(saved: Tensor, factor: Any) -> Tensor:
+def scale_saved_in_place(saved: Tensor, factor: Any) -> Tensor:
     """Return saved * factor, in place unless the backward graph may run a second time and read the saved value."""
     if keeps_graph() and not isinstance(saved, FakeTensor):
         return saved * factor
     return saved.mul_(factor)
 
 
-OVER_FIRST = (added, scaled, scaled_once)  # the result aliases the first operand, or is in new memory
+OVERWRITES_FIRST = (add_in_place, scale_in_place, scale_saved_in_place)  # the result may alias the first operand

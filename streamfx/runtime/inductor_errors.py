@@ -1,4 +1,4 @@
-"""Report whether Inductor or streamfx is responsible if a graph could not be compiled."""
+"""Texts for graphs that could not be compiled: whether Inductor or streamfx failed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from streamfx.errors import describe_error
 from streamfx.torch_private.inductor import InductorFailedError
 
 NOT_COMPILED = (
-    "a graph that fits into the memory budget as it stands is run without a compiler: %s. "
-    'The result is exact; bodies="eager" asks for this without the attempt.'
+    "a graph that fits into the memory budget without chunks runs uncompiled: %s. "
+    'The result is exact; bodies="eager" does this without the attempt.'
 )
 
 

@@ -17,7 +17,7 @@ from streamfx.kernels.mask_programs import Inputs, MaskProgram, upcoming_inputs
 from streamfx.runtime.chunks import Chunks
 from streamfx.runtime.compiled import CompiledBody
 from streamfx.runtime.loop_codegen import generate_inputs, generate_loop
-from streamfx.runtime.probes import LoopPlace, watching
+from streamfx.runtime.probes import LoopOrigin, measurement
 from streamfx.runtime.runtime_sizes import compiled_size
 
 Env = dict[str, int]
@@ -34,7 +34,7 @@ class Loop(nn.Module):
         self.spec = spec
         self.body = spec.body
         self.compiled: CompiledBody | None = None  # if set, it runs instead of the body
-        self.place: LoopPlace | None = None  # if set, probes measure this loop
+        self.origin: LoopOrigin | None = None  # if set, probes measure this loop
         self._sizes: dict[Size, Callable[[Env], int]] = {}
         self._generated: tuple[LoopSpec, dict[bool, Run], Masks] | None = None
 
@@ -43,17 +43,18 @@ class Loop(nn.Module):
         return Chunks(length, self.rows_per_chunk(length, env), self.spec.reverse)
 
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
-        """Run the loop on the values of the symbols and the tensors; return the concatenated results, then the buffers
-        that are results.
+        """Run the loop on the values of the symbols, followed by the tensors.
+
+        Return the concatenated results, then the buffers that are results.
         """
         env: Env = {symbol.name: int(value) for symbol, value in zip(self.spec.symbols, arguments, strict=False)}
         length = self.size(self.spec.length, env)
         step = self.rows_per_chunk(length, env)
-        probe, loop_place = watching.by, self.place
-        if probe is None or loop_place is None:
+        probe, origin = measurement.probe, self.origin
+        if probe is None or origin is None:
             return self._run(arguments, env, length, step)
         num_chunks = -(-length // step)
-        return probe.loop(self.spec.name, loop_place, num_chunks, lambda: self._run(arguments, env, length, step))
+        return probe.run_loop(self.spec.name, origin, num_chunks, lambda: self._run(arguments, env, length, step))
 
     def _run(self, arguments: Sequence[Any], env: Env, length: int, step: int) -> tuple[Any, ...]:
         """Allocate buffers and results, run the generated code over the chunks, and return results, then buffers."""
@@ -76,8 +77,9 @@ class Loop(nn.Module):
         return (*results, *buffer_results)
 
     def _code(self, is_single: bool) -> tuple[Run, Masks]:
-        """Return the generated code for several chunks, or for a single one, and the mask programs; the code is
-        generated on first use.
+        """Return the generated code, for several chunks or for a single one, and the mask programs.
+
+        The code is generated on first use.
         """
         spec, generated = self.spec, self._generated
         if generated is None or generated[0] is not spec:
@@ -129,11 +131,10 @@ class Loop(nn.Module):
     def _result_of_single_chunk(
         self, taken_tensors: list[Any], item: ConcatOutput, tensors: Sequence[Any], env: Env
     ) -> Callable[..., tuple[Tensor, bool]]:
-        """Return a function of a single chunk's rows that yields the result, and whether the rows must still be copied
-        into it.
+        """Return a function of a single chunk's rows that returns (the result, whether the rows must be copied into it).
 
-        No copy is needed if the rows already have the layout of the result. Memory in `taken_tensors` (the loop's inputs), or
-        of an earlier result, is not used for another result.
+        The rows themselves are the result if they have its layout, and share no memory with `taken_tensors`: the loop's
+        inputs and buffers, and earlier results.
         """
         shape = [self.size(size, env) for size in item.shape]
 
@@ -147,7 +148,7 @@ class Loop(nn.Module):
         return adopt
 
     def _adopted(self, item: ConcatOutput, rows: Tensor) -> Tensor:
-        """Return the rows that become a result; subclasses may observe them."""
+        """Return rows that become a result without a copy; subclasses override this to observe them."""
         return rows
 
     def _finished(self, item: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
@@ -157,8 +158,9 @@ class Loop(nn.Module):
 
 
 def is_alone(rows: Tensor, item: ConcatOutput, others: Iterable[Any]) -> bool:
-    """Return whether rows have the dtype and order of the result, and occupy all of a storage that no tensor of `others`
-    shares.
+    """Return whether rows can be the result without a copy.
+
+    They must have its dtype and layout, and fill a storage that no tensor of `others` shares.
     """
     if not item.is_fresh or (rows.dtype, rows.device) != (item.dtype, item.device):
         return False

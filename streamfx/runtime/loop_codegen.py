@@ -4,11 +4,12 @@
         [tensor_0, tensor_1] = tensors
         [buffer_0] = buffers
         [result_0] = results
-        blocks = blocks_of(bounds)
-        for (start, stop), rows_0, rows_1 in zip(bounds, in_turn(tensor_1, 1, 1, blocks), in_turn(result_0, 1, 1, blocks)):
-            [made_0] = run(tensor_0, rows_0, buffer_0.narrow(2, 0, stop))
-            put(rows_1, made_0)
-            made_0 = None
+        blocks = chunk_blocks(bounds)
+        row_iterators = chunk_slices(tensor_1, 1, 1, blocks), chunk_slices(result_0, 1, 1, blocks)
+        for (start, stop), rows_0, rows_1 in zip(bounds, *row_iterators):
+            [out_0] = run(tensor_0, rows_0, buffer_0.narrow(2, 0, stop))
+            copy_rows(rows_1, out_0)
+            out_0 = None
 
 Copies of rows are passed to the loop body as temporaries, so that only the body holds a reference.
 """
@@ -42,19 +43,24 @@ from streamfx.ir.program import (
 from streamfx.ir.sizes import Size, free_symbols, simplified
 from streamfx.ir.span import Span
 from streamfx.runtime.buffers import rows_of, rows_view
-from streamfx.runtime.chunks import blocks_of, in_turn
+from streamfx.runtime.chunks import chunk_blocks, chunk_slices
 from streamfx.runtime.runtime_sizes import BOUNDS, FUNCTIONS, SizePrinter, kind_of_size
 
-WHOLE = (sympy.Add, sympy.Mul, sympy.Symbol, sympy.Integer)  # expressions over integers that are integers themselves
-MOVING = {program.START, program.STOP, program.CHUNK}
+INTEGER_EXPRESSIONS = (
+    sympy.Add,
+    sympy.Mul,
+    sympy.Symbol,
+    sympy.Integer,
+)  # expressions over integers that are integers themselves
+CHUNK_SYMBOLS = {program.START, program.STOP, program.CHUNK}
 
 
 @dataclass(frozen=True)
 class Code:
-    """A Python expression; `moves` if its value changes from chunk to chunk."""
+    """A Python expression; `is_varying` if its value differs between chunks."""
 
     text: str
-    moves: bool = False
+    is_varying: bool = False
 
     def __str__(self) -> str:
         return self.text
@@ -78,13 +84,13 @@ class LoopWriter:
 
     # -- values with names
 
-    def named(self, code: Code, *hints: str) -> tuple[Code, ...]:
-        """Assign a value, or the items that it consists of, to variables; equal expressions share one."""
+    def assign(self, code: Code, *hints: str) -> tuple[Code, ...]:
+        """Assign a value, or its items, to new variables named by `hints`; equal expressions share their variables."""
         variables = self._variables.get(code.text)
         if variables is None:
-            variables = tuple(Code(f"{hint}_{len(self._variables)}", code.moves) for hint in hints)
+            variables = tuple(Code(f"{hint}_{len(self._variables)}", code.is_varying) for hint in hints)
             self._variables[code.text] = variables
-            (self.per_chunk if code.moves else self.before_loop).append(f"{', '.join(map(str, variables))} = {code}")
+            (self.per_chunk if code.is_varying else self.before_loop).append(f"{', '.join(map(str, variables))} = {code}")
         return variables
 
     def size(self, size: Size) -> Code:
@@ -92,22 +98,22 @@ class LoopWriter:
         if isinstance(size, int):
             return Code(str(size))
         symbols = free_symbols([size])
-        moves, self.uses_chunk_index = not symbols.isdisjoint(MOVING), self.uses_chunk_index or CHUNK in symbols
+        is_varying, self.uses_chunk_index = not symbols.isdisjoint(CHUNK_SYMBOLS), self.uses_chunk_index or CHUNK in symbols
         type_of_size, size = kind_of_size(size), simplified(size.replace(_is_bound, self._bounds_variable))
         if size == program.STOP - program.START:
             return self._rows()
         text = SizePrinter().doprint(size)
         if text.isidentifier() or text.isdigit():
-            return Code(text, moves)
-        is_integer = all(isinstance(subexpression, WHOLE) for subexpression in sympy.preorder_traversal(size))
-        return self.named(Code(text if is_integer else f"{type_of_size.__name__}({text})", moves), "n")[0]
+            return Code(text, is_varying)
+        is_integer = all(isinstance(subexpression, INTEGER_EXPRESSIONS) for subexpression in sympy.preorder_traversal(size))
+        return self.assign(Code(text if is_integer else f"{type_of_size.__name__}({text})", is_varying), "n")[0]
 
     def _rows(self) -> Code:
         """Return the variable that holds the number of rows of the current chunk."""
-        return self.named(Code("stop - start", True), "n")[0]
+        return self.assign(Code("stop - start", True), "n")[0]
 
     def _bounds_variable(self, expression: Any) -> Any:
-        """Return the variable, or the number, for a size function that is the first row or the number of rows of some bounds."""
+        """Return the variable, or the number, for a size function: one of the two values of a bounds function."""
         bounds_function, index = BOUNDS[type(expression).__name__]
         text = self.bounds(bounds_function, [self._argument(argument) for argument in expression.args])[index].text
         return sympy.Integer(text) if text.isdigit() else sympy.Symbol(text, integer=True)
@@ -121,7 +127,7 @@ class LoopWriter:
         """Return code for a product; a factor of 1 is omitted."""
         if "1" in (left.text, right.text):
             return left if right.text == "1" else right
-        return self.named(Code(f"{left} * {right}", left.moves or right.moves), "n")[0]
+        return self.assign(Code(f"{left} * {right}", left.is_varying or right.is_varying), "n")[0]
 
     def bounds(self, function: str, arguments: Sequence[Code]) -> tuple[Code, Code]:
         """Return the first row and the number of rows, by a function of `runtime_sizes.py`; without a call if the axis
@@ -136,40 +142,40 @@ class LoopWriter:
             if (low, high) == ("None", "None"):
                 return Code("0"), arguments[6]
             if texts[5:] == ["0", length] and (low == "None" or int(low) <= 0) and high in ("None", "0"):
-                first = Code("0") if low == "None" else self.named(Code(f"max(start + {low}, 0)", True), "n")[0]
+                first = Code("0") if low == "None" else self.assign(Code(f"max(start + {low}, 0)", True), "n")[0]
                 last = length_code if high == "None" else STOP
-                return first, last if first.text == "0" else self.named(Code(f"{last} - {first}", True), "n")[0]
-        first_row, count = self.named(Code(f"{function}({', '.join(texts)})", True), "first", "count")
+                return first, last if first.text == "0" else self.assign(Code(f"{last} - {first}", True), "n")[0]
+        first_row, count = self.assign(Code(f"{function}({', '.join(texts)})", True), "first", "count")
         return first_row, count
 
     # -- rows
 
-    def part(self, tensor: Code, selections: Iterable[RowSelection], view: bool) -> Code:
-        """Return code for the selected rows of a tensor, along each selected dimension."""
+    def select_rows(self, tensor: Code, selections: Iterable[RowSelection], view: bool) -> Code:
+        """Return code for the rows of a tensor that are selected, along one or several dimensions; a view if `view`."""
         for placement, selector in selections:
             first, count = self._selected(placement, selector)
             outer, inner, dim = self.size(placement.outer), self.size(placement.inner), placement.dim
             rows = self.size(placement.rows.length)
-            moves = tensor.moves or first.moves or count.moves
+            is_varying = tensor.is_varying or first.is_varying or count.is_varying
             if not isinstance(placement.outer, int):
                 take = "rows_view" if view else "rows_of"
-                tensor = Code(f"{take}({tensor}, {dim}, {outer}, {inner}, {rows}, {first}, {count})", moves)
+                tensor = Code(f"{take}({tensor}, {dim}, {outer}, {inner}, {rows}, {first}, {count})", is_varying)
                 continue
             flatten_suffix = ""
             if placement.outer != 1:
-                split = Code(f"{tensor}.unflatten({dim}, ({outer}, {self.times(rows, inner)}))", tensor.moves)
-                tensor = split if split.moves else self.named(split, "split")[0]
+                split = Code(f"{tensor}.unflatten({dim}, ({outer}, {self.times(rows, inner)}))", tensor.is_varying)
+                tensor = split if split.is_varying else self.assign(split, "split")[0]
                 dim, flatten_suffix = dim + 1, "" if view else f".flatten({dim}, {dim + 1})"
-            if first is START and not tensor.moves:
-                row_iterator = f"in_turn({tensor}, {dim}, {inner}, blocks)"
+            if first is START and not tensor.is_varying:
+                row_iterator = f"chunk_slices({tensor}, {dim}, {inner}, blocks)"
                 tensor = self.row_iterators.setdefault(row_iterator, Code(f"rows_{len(self.row_iterators)}", True))
             else:
-                tensor = Code(f"{tensor}.narrow({dim}, {self.times(first, inner)}, {self.times(count, inner)})", moves)
-            tensor = Code(f"{tensor}{flatten_suffix}", tensor.moves)
-        return tensor if tensor.moves or tensor.text.isidentifier() else self.named(tensor, "part")[0]
+                tensor = Code(f"{tensor}.narrow({dim}, {self.times(first, inner)}, {self.times(count, inner)})", is_varying)
+            tensor = Code(f"{tensor}{flatten_suffix}", tensor.is_varying)
+        return tensor if tensor.is_varying or tensor.text.isidentifier() else self.assign(tensor, "part")[0]
 
     def _selected(self, placement: Placement, selector: Selector) -> tuple[Code, Code]:
-        """Return the first row and the number of rows, along the placement's own axis."""
+        """Return code for the first row and the number of rows that a selector takes along the placement's axis."""
         offset, rows, block = self.size(placement.rows.offset), self.size(placement.rows.length), placement.rows.block
         chunk = (START, STOP, self._length)
         if isinstance(selector, Span):
@@ -194,9 +200,9 @@ class LoopWriter:
             case Broadcast():
                 return Code(f"tensor_{source}")
             case ChunkSlice():
-                return self.part(Code(f"tensor_{source}"), feed.selections, view=False)
+                return self.select_rows(Code(f"tensor_{source}"), feed.selections, view=False)
             case BufferPart():
-                return self.part(Code(f"buffer_{feed.buffer}"), feed.selections, view=True)
+                return self.select_rows(Code(f"buffer_{feed.buffer}"), feed.selections, view=True)
             case Number():
                 return self.size(feed.value)
             case ChunkKey():
@@ -210,38 +216,35 @@ def _is_bound(expression: Any) -> bool:
     return type(expression).__name__ in BOUNDS
 
 
-def put(destination: Tensor, rows: Tensor) -> None:
-    """Copy rows into a chunk's slice of the result, which has an additional dimension if the sequence is an inner factor."""
+def copy_rows(destination: Tensor, rows: Tensor) -> None:
+    """Copy rows into a chunk's slice of the result; the slice has one dimension more if the sequence is an inner factor."""
     destination.copy_(rows if rows.shape == destination.shape else rows.reshape(destination.shape))
 
 
 def generate_loop(spec: LoopSpec, is_single: bool = False) -> Callable[..., None]:
-    """Generate loop(run, bounds, step, chunks, env, tensors, buffers, results), which runs the body per chunk and fills
-    the results.
+    """Generate loop(run, bounds, step, chunks, env, tensors, buffers, results), which runs the body on each chunk.
 
-    For a single chunk, `results` are functions of the computed rows: they return the result, and whether it is still
-    empty.
+    It fills `results` in place. For a single chunk, they are functions of the computed rows that return (the result,
+    whether the rows must be copied into it).
     """
     writer = LoopWriter(spec)
     concat_outputs = [item for item in spec.yields if isinstance(item, ConcatOutput)]
     feeds = writer.feeds(range(len(spec.feeds)))
-    chunk_results = [f"made_{i}" for i in range(len(concat_outputs))]
+    chunk_results = [f"out_{i}" for i in range(len(concat_outputs))]
     body = [f"[{', '.join(chunk_results)}] = run({', '.join(feeds)})"]
     for i, item in enumerate(concat_outputs):
-        result = Code(f"results[{i}]" if is_single else f"result_{i}", moves=is_single)
-        put = f"put({writer.part(result, [RowSelection(item.placement, None)], view=True)}, made_{i})"
+        result = Code(f"results[{i}]" if is_single else f"result_{i}", is_varying=is_single)
+        copy_call = f"copy_rows({writer.select_rows(result, [RowSelection(item.placement, None)], view=True)}, out_{i})"
         if is_single:
-            body.append(f"results[{i}], is_empty = result_{i}(made_{i})")
-            put = f"if is_empty: {put}"
-        body.append(put)
+            body.append(f"results[{i}], is_empty = result_{i}(out_{i})")
+            copy_call = f"if is_empty: {copy_call}"
+        body.append(copy_call)
     body += [" = ".join([*chunk_results, "None"])] if chunk_results else []
     return _function(_loop_source(writer, body, len(concat_outputs)))
 
 
 def generate_inputs(spec: LoopSpec, positions: Sequence[int]) -> Callable[..., Iterable[tuple[Any, ...]]]:
-    """Generate a function with the same arguments that yields the inputs of these placeholders of the loop body for each
-    chunk.
-    """
+    """Generate a function, with the arguments of the loop, that yields the inputs of some placeholders for each chunk."""
     writer = LoopWriter(spec)
     feeds = writer.feeds(positions)
     num_results = sum(isinstance(item, ConcatOutput) for item in spec.yields)
@@ -261,7 +264,7 @@ def _loop_source(writer: LoopWriter, body: Sequence[str], results: int) -> str:
     if writer.row_iterators:
         names, row_iterators = ", ".join(map(str, writer.row_iterators.values())), ", ".join(writer.row_iterators)
         loop_header = f"for (start, stop), {names} in zip(bounds, {row_iterators}, strict=True):"
-        prologue.append("blocks = blocks_of(bounds)")
+        prologue.append("blocks = chunk_blocks(bounds)")
     lines += [f"    {line}" for line in (*prologue, *writer.before_loop, loop_header)]
     lines += [f"        {line}" for line in (*chunk_index, *writer.per_chunk, *body)]
     return "\n".join(lines) + "\n"
@@ -270,7 +273,14 @@ def _loop_source(writer: LoopWriter, body: Sequence[str], results: int) -> str:
 @lru_cache(maxsize=1024)
 def _function(text: str) -> Callable[..., Any]:
     """Compile the source. The cache shares the function between loops of equal layers."""
-    namespace = {**FUNCTIONS, "rows_of": rows_of, "rows_view": rows_view, "blocks_of": blocks_of, "in_turn": in_turn, "put": put}
+    namespace = {
+        **FUNCTIONS,
+        "rows_of": rows_of,
+        "rows_view": rows_view,
+        "chunk_blocks": chunk_blocks,
+        "chunk_slices": chunk_slices,
+        "copy_rows": copy_rows,
+    }
     exec(compile(text, "streamfx's loop", "exec"), namespace)
     function: Callable[..., Any] = namespace["loop"]
     return function

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamfx.runtime.files import mapped
+from streamfx.runtime.files import copy_to_file
 from streamfx.runtime.pinned import PinnedBlocks
 from streamfx.torch_private.autograd import saved_tensors_are_packed
 
@@ -38,9 +38,8 @@ _library = torch.library.Library("streamfx", "FRAGMENT")
 _library.define("to_host(Tensor value) -> Tensor")
 _library.define("from_host(Tensor held, Device device) -> Tensor")
 
-BESIDE: dict[str, Any] = {
-    "cuda": torch.cuda
-}  # keyed by device type: the module of its streams, if copies can overlap with compute
+# keyed by device type: the module of its streams, if copies can overlap with compute
+STREAM_MODULES: dict[str, Any] = {"cuda": torch.cuda}
 _COPY = "_streamfx_copy"  # attribute of a held or fetched tensor: its copy, until the compute stream waits for it
 _streams: dict[torch.device, _CopyStream] = {}
 _lock = threading.Lock()
@@ -49,21 +48,21 @@ _lock = threading.Lock()
 class _CopyStream:
     """The copy stream of a device, and the pinned host blocks that its copies fill and read."""
 
-    def __init__(self, beside: Any, device: torch.device) -> None:
-        self.beside, self.device, self.stream = beside, device, beside.Stream(device)
-        self.blocks = PinnedBlocks(beside, device, self.stream)
+    def __init__(self, stream_module: Any, device: torch.device) -> None:
+        self.stream_module, self.device, self.stream = stream_module, device, stream_module.Stream(device)
+        self.blocks = PinnedBlocks(stream_module, device, self.stream)
 
     def begin(self, target: Tensor, source: Tensor, keeps: bool) -> _Copy:
         """Queue a copy after all work of the current stream, without blocking the host.
 
         If `keeps`, the copy keeps its source alive.
         """
-        compute = self.beside.current_stream(self.device)
+        compute = self.stream_module.current_stream(self.device)
         self.stream.wait_stream(compute)
-        on_copy_stream: AbstractContextManager[Any] = self.beside.stream(self.stream)
+        on_copy_stream: AbstractContextManager[Any] = self.stream_module.stream(self.stream)
         with on_copy_stream:
             target.copy_(source, non_blocking=True)
-            event = self.beside.Event()
+            event = self.stream_module.Event()
             event.record(self.stream)
         return _Copy(event, compute, source if keeps else None)
 
@@ -94,21 +93,21 @@ def copy_stream(device: torch.device) -> _CopyStream | None:
 
     Concurrent callers get the same stream: pinned blocks are reused in the order of that stream.
     """
-    beside = BESIDE.get(device.type)
-    if beside is None:
+    stream_module = STREAM_MODULES.get(device.type)
+    if stream_module is None:
         return None
     with _lock:
         if device not in _streams:
-            _streams[device] = _CopyStream(beside, device)
+            _streams[device] = _CopyStream(stream_module, device)
         return _streams[device]
 
 
 @torch.library.impl(_library, "to_host", "CompositeExplicitAutograd")
 def _to_host(value: Tensor) -> Tensor:
-    """Copy a value to pinned host memory (or to a file, if there is no copy stream); the copy may still run on return."""
+    """Begin to copy a value to pinned host memory, or, if there is no copy stream, copy it to a file; return the copy."""
     stream = copy_stream(value.device)
     if stream is None:
-        return mapped(value)
+        return copy_to_file(value)
     held = stream.blocks.empty_like(value)
     if held.stride() != value.stride():  # a copy between two layouts would allocate on the copy stream
         value = torch.empty_like(held, device=value.device).copy_(value)
@@ -118,7 +117,7 @@ def _to_host(value: Tensor) -> Tensor:
 
 @torch.library.impl(_library, "from_host", "CompositeExplicitAutograd")
 def _from_host(held: Tensor, device: torch.device) -> Tensor:
-    """Copy a held value to a device; the copy may still run on return."""
+    """Begin to copy a value from the host to a device; return the copy."""
     stream = copy_stream(device)
     if stream is None:
         return held.to(device, copy=True)
@@ -145,19 +144,18 @@ def wait_for_copy(value: Tensor) -> Tensor:
     """Make the current stream wait for the copy of a fetched value, but not for copies that began later; return the value."""
     copy: _Copy | None = vars(value).pop(_COPY, None)
     if copy is not None:
-        copy.wait(BESIDE[value.device.type].current_stream(value.device))
+        copy.wait(STREAM_MODULES[value.device.type].current_stream(value.device))
     return value
 
 
 def free_after_copy(held: Tensor, value: Tensor) -> Tensor:
-    """Make the current stream wait for the copy into `held`; afterwards the memory of `value` may be reused on that
-    stream.
+    """Make the current stream wait for the copy of `value` into `held`; then the memory of `value` may be reused there.
 
-    The host program passes `value` so that it is alive until here, for real and for fake tensors.
+    `value` is an argument so that it is alive until here, for real and for fake tensors. Return `held`.
     """
     copy: _Copy | None = vars(held).pop(_COPY, None)
     if copy is not None:
-        copy.wait(BESIDE[value.device.type].current_stream(value.device))
+        copy.wait(STREAM_MODULES[value.device.type].current_stream(value.device))
         if saved_tensors_are_packed():  # a hook may read the held copy on the host
             copy.event.synchronize()
     return held

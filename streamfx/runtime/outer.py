@@ -20,17 +20,17 @@ from torch import Tensor, fx
 
 from streamfx.errors import StaleGraphError
 from streamfx.kernels.mask_programs import MaskCache, use_mask_cache
-from streamfx.runtime.expanded_code import CodeCall, function_of
-from streamfx.runtime.probes import watching
-from streamfx.runtime.restride import reinterpreted, unmarked
+from streamfx.runtime.expanded_code import CodeCall, generate_function
+from streamfx.runtime.probes import measurement
+from streamfx.runtime.restride import reinterpreted, resolve_conj_and_neg
 
 aten = torch.ops.aten
-COPIES_WHERE_NEEDED: dict[Any, Any] = {
+COPYING_VIEWS: dict[Any, Any] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
     aten.view.dtype: reinterpreted,
 }
-MASK_CACHE_ATTRIBUTE = "_streamfx_looks"  # attribute of a value saved by a forward graph: the mask cache of its step
+MASK_CACHE_ATTRIBUTE = "_streamfx_mask_cache"  # attribute of a value saved by a forward graph: the mask cache of its step
 
 
 class HostProgram:
@@ -39,31 +39,31 @@ class HostProgram:
     def __init__(self, module: fx.GraphModule) -> None:
         """Generate the function of the host program."""
         graph = module.graph
-        calls = [call_of(node, module) for node in graph.nodes if node.op not in ("placeholder", "output")]
+        calls = [code_call_of(node, module) for node in graph.nodes if node.op not in ("placeholder", "output")]
         inputs, result = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
-        self._function = function_of("outer", inputs, calls, result, boxed=True)
+        self._function = generate_function("outer", inputs, calls, result, boxed=True)
 
     def run(self, arguments: list[Any]) -> Any:
         """Return the results. `arguments` is emptied, so that nothing holds a value after its last use."""
         return self._function(arguments)
 
 
-def call_of(node: fx.Node, module: fx.GraphModule) -> CodeCall:
-    """Return the generated-code call of a node; for a loop it represents all operators of the body, so errors name them."""
-    run = _function_of(node, module)
+def code_call_of(node: fx.Node, module: fx.GraphModule) -> CodeCall:
+    """Return a node as a call in generated code. The call of a loop names all operators of its body, for error messages."""
+    run = _callable_of(node, module)
     body = getattr(getattr(run, "__self__", None), "body", None)
     operators = tuple(body.graph.nodes) if isinstance(body, fx.GraphModule) else (node,)
     return CodeCall(run, node.args, dict(node.kwargs), node, operators)
 
 
-def _function_of(node: fx.Node, module: fx.GraphModule) -> Callable[..., Any]:
+def _callable_of(node: fx.Node, module: fx.GraphModule) -> Callable[..., Any]:
     """Return the callable of a node.
 
     Views copy if necessary, because a kernel's real result may have another layout than its fake one. A loop's
     `forward` is called directly, because global module hooks (as of FLOP counters) expect gradients inside.
     """
     if node.op == "call_function":
-        return COPIES_WHERE_NEEDED.get(node.target, node.target)  # type: ignore[no-any-return,arg-type]
+        return COPYING_VIEWS.get(node.target, node.target)  # type: ignore[no-any-return,arg-type]
     if node.op == "call_module":
         return module.get_submodule(str(node.target)).forward  # type: ignore[no-any-return]
     if node.op == "call_method":
@@ -82,50 +82,56 @@ def _savable(result: Any) -> Any:
 class HostProgramRunner:
     """A boxed callable: takes one list of inputs, empties it, returns the outputs. See NOTE [Runs share no state].
 
-    `saves_after` is set for a forward graph: this many results belong to the caller, and the others are saved for the
-    backward graph. `asks`: for which inputs of a forward graph the compiled graph computes gradients. A backward
-    graph unmarks its inputs, because user code may have produced gradients that are lazy conjugates or negatives.
+    `num_outputs` is set for a forward graph: the first results are its outputs, the others are saved for the backward
+    graph. `needs_gradient`: for each input of a forward graph, whether the backward graph computes its gradient. A
+    backward graph resolves its inputs, because user code may have produced lazy conjugates or negatives.
     """
 
     def __init__(
-        self, module: fx.GraphModule, saves_after: int | None = None, asks: Sequence[bool] = (), is_backward: bool = False
+        self,
+        module: fx.GraphModule,
+        num_outputs: int | None = None,
+        needs_gradient: Sequence[bool] = (),
+        is_backward: bool = False,
     ) -> None:
         """Wrap a host program; see the class for the flags."""
         self.module = module
         self._graph = HostProgram(module)
-        self._saves_after, self._asks, self._is_backward = saves_after, tuple(asks), is_backward
-        self.about: Any = None  # description of a forward graph, passed to a probe
+        self._num_outputs, self._needs_gradient, self._is_backward = num_outputs, tuple(needs_gradient), is_backward
+        self.description: Any = None  # description of a forward graph, passed to a probe
         self._boxed_call = True  # on the instance, because torch._dynamo.disable does not copy class attributes
 
     def __call__(self, arguments: list[Any]) -> Any:
         """Run the host program without gradients; a forward graph also passes its mask cache on to its backward graph."""
         self._check_gradients(arguments)
-        if watching.by is not None and self._saves_after is not None:
-            watching.by.half(self.about)
+        if measurement.probe is not None and self._num_outputs is not None:
+            measurement.probe.on_forward(self.description)
         if self._is_backward:
-            arguments[:] = map(unmarked, arguments)
-        input_ids = {id(argument) for argument in arguments} if self._saves_after is not None else set()
+            arguments[:] = map(resolve_conj_and_neg, arguments)
+        input_ids = {id(argument) for argument in arguments} if self._num_outputs is not None else set()
         with torch.no_grad(), use_mask_cache(mask_cache_of(arguments)) as mask_cache:
             results = self._graph.run(arguments)
-        if self._saves_after is None:
+        if self._num_outputs is None:
             return results
         results = [_savable(result) for result in results]
-        _attach_cache(mask_cache, results[: self._saves_after], results[self._saves_after :], input_ids)
+        _attach_cache(mask_cache, results[: self._num_outputs], results[self._num_outputs :], input_ids)
         return results
 
     def _check_gradients(self, arguments: Sequence[Any]) -> None:
-        """Refuse inputs that require gradients which the graph was not compiled for (torch 2.11 does not detect them)."""
-        newly_requiring = [i for i, is_computed in enumerate(self._asks) if not is_computed and _asks_gradient(arguments[i])]
+        """Raise an error if an input requires a gradient that the graph does not compute; torch 2.11 does not detect this."""
+        newly_requiring = [
+            i for i, is_computed in enumerate(self._needs_gradient) if not is_computed and _requires_gradient(arguments[i])
+        ]
         if newly_requiring:
             names = [node.name for node in self.module.graph.find_nodes(op="placeholder")]
             raise StaleGraphError(
-                "a parameter asks for a gradient that the compiled graph does not compute",
+                "a parameter requires a gradient that the compiled graph does not compute",
                 found=f"requires_grad was switched on after compilation for {', '.join(names[i] for i in newly_requiring)}",
                 do="call torch._dynamo.reset() after requires_grad_(True), so that the model is compiled again",
             )
 
 
-def _asks_gradient(value: Any) -> bool:
+def _requires_gradient(value: Any) -> bool:
     """Return whether a value is a tensor that requires a gradient."""
     return isinstance(value, Tensor) and value.requires_grad
 

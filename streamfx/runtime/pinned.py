@@ -1,4 +1,4 @@
-"""Pinned host memory in blocks that waste less than a page.
+"""Pinned host memory in blocks, each of which wastes less than a page.
 
 PyTorch's allocator rounds pinned memory up to a power of two: 17 GiB take 32 GiB. A block here is an anonymous
 mapping with as many pages as its size needs, registered with the CUDA runtime. Registration takes time, so blocks are
@@ -33,16 +33,16 @@ from streamfx.log import log
 
 HOST = torch.device("cpu")
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
-ROOMY = 2  # a block may be at most this many times as large as its value
-LATELY = 1024  # number of recent allocations over which the peak is taken
+MAX_BLOCK_RATIO = 2  # size of a reused block, relative to its value
+RECENT_ALLOCATIONS = 1024  # number of allocations over which the recent peak is taken
 NOT_REGISTERED = (
-    "cudaHostRegister refused %s of pinned memory (%s). Offloaded values take PyTorch's pinned memory instead, which rounds each "
-    "up to a power of two: %s for this one, %s of them wasted."
+    "cudaHostRegister refused %s of pinned memory (%s). Offloaded values use PyTorch's pinned memory instead, which rounds each "
+    "up to a power of two: this value takes %s, of which %s are wasted."
 )
 
 
 def bytes_pinned(size: int) -> int:
-    """Return the host bytes that a value of this size occupies: full pages. Plans use this, too."""
+    """Return the host bytes that a value of this size occupies: full pages. Plans use this function, too."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -69,7 +69,7 @@ class PinnedBlocks:
         self.unused: list[PinnedBlock] = []  # most recently used last
         self.registers = True
         self._returned: deque[PinnedBlock] = deque()  # filled by finalizers, which may run in any thread and must not take a lock
-        self._recent_bytes: deque[int] = deque(maxlen=LATELY)  # bytes in use at each recent allocation
+        self._recent_bytes: deque[int] = deque(maxlen=RECENT_ALLOCATIONS)  # bytes in use at each recent allocation
         self._lock = threading.Lock()
 
     def empty_like(self, value: Tensor) -> Tensor:
@@ -107,8 +107,11 @@ class PinnedBlocks:
             self.unused.append(block)
 
     def _unused_for(self, size: int) -> PinnedBlock | None:
-        """Remove and return the smallest unused block that fits and is not too large, of several the most recently used one."""
-        fitting = [block for block in reversed(self.unused) if size <= block.size <= ROOMY * bytes_pinned(size)]
+        """Remove and return the smallest unused block that fits, the most recently used one if several are equal.
+
+        None if all are too small, or larger than `MAX_BLOCK_RATIO` times the size.
+        """
+        fitting = [block for block in reversed(self.unused) if size <= block.size <= MAX_BLOCK_RATIO * bytes_pinned(size)]
         if not fitting:
             return None
         block = min(fitting, key=lambda block: block.size)
@@ -175,7 +178,7 @@ class PinnedBlocks:
             raise self._space_error(size, f"it cannot be pinned ({str(error).splitlines()[0]}){limit_note}") from error
 
     def _check_room(self, size: int) -> None:
-        """Raise an error if memory is short: Linux overcommits, and kills the process once it touches pages that do not exist."""
+        """Raise an error if memory is short, because Linux overcommits and would kill the process when it touches the pages."""
         if size > free_memory(HOST) and self.unused:
             self._release_oldest(len(self.unused))
         if size > (free := free_memory(HOST)):
@@ -185,10 +188,10 @@ class PinnedBlocks:
         """Return the error for `size` bytes that the host does not have; `found` is the cause."""
         error = OffloadSpaceError(
             "offload keeps values of stages in pinned memory of the host",
-            found=f"no room for {format_bytes(size)}: {found}; {format_bytes(self.in_use)} are in use for others",
+            found=f"no space for {format_bytes(size)}: {found}; {format_bytes(self.in_use)} are in use for other values",
             where=f"the host of {self.device}",
             do="raise the limit of the container, or of locked memory (ulimit -l unlimited); shorten the sequence; "
-            'or leave out offload (streamfx plan --offload says what a step needs: "host")',
+            'or omit offload ("host" in the output of streamfx plan --offload is the memory that a step needs)',
         )
         error.needed, error.free = size, free
         return error

@@ -5,7 +5,7 @@
     level 0   0 1 2 3 4 5 6
 
 The first n rows of the sequence are represented by complete blocks, one for each set bit of n: seven rows by one
-block of four, one of two and one of one. Later rows need nothing else, so these blocks are the carry between chunks.
+block of four, one of two and one of one. Later rows depend on these blocks alone, so they are the carry between chunks.
 The combine function need not be associative: each row is combined from the same blocks, in the same order, as without
 chunks.
 """
@@ -22,34 +22,37 @@ Blocks = dict[int, Rows]  # keyed by level: each block is one row
 Combine = Callable[[Rows, Rows], Rows]  # combines rows pairwise
 
 
-def scanned(combine: Combine, rows: Rows, blocks: Mapping[int, Rows], first: int) -> tuple[Rows, Blocks]:
+def scan_levels(combine: Combine, rows: Rows, blocks: Mapping[int, Rows], first: int) -> tuple[Rows, Blocks]:
     """Combine rows `first`, `first + 1`, ... with all rows before them, which `blocks` represent.
 
-    Also return the blocks after the last row.
+    Return (the combined rows, the blocks after the last row).
     """
-    after = dict(blocks)
-    return _scan_level(combine, 0, first, rows, blocks, after), after
+    final_blocks = dict(blocks)
+    return _scan_level(combine, 0, first, rows, blocks, final_blocks), final_blocks
 
 
-def levels_behind(rows: int) -> list[int]:
+def block_levels(rows: int) -> list[int]:
     """Return the levels of the blocks that represent the first `rows` rows."""
     return [level for level in range(rows.bit_length()) if rows >> level & 1]
 
 
-def _scan_level(combine: Combine, level: int, first: int, rows: Rows, blocks: Mapping[int, Rows], after: Blocks) -> Rows:
-    """Do the same at one level: `rows` are its blocks from index `first` on. Recurse to the next level for pairs."""
+def _scan_level(combine: Combine, level: int, first: int, rows: Rows, blocks: Mapping[int, Rows], final_blocks: Blocks) -> Rows:
+    """Combine the blocks of one level, from index `first` on, with all blocks before them; pairs recurse to the next level.
+
+    Each of `rows` holds one leaf of these blocks. `final_blocks` is updated in place to the blocks after the last one.
+    """
     count, starts_odd = len(rows[0]), first % 2
     if not count:
         return rows
     paired = [torch.cat(pair) for pair in zip(blocks[level], rows, strict=True)] if starts_odd else rows
     pairs, has_unpaired = divmod(count + starts_odd, 2)
-    after.pop(level, None)
+    final_blocks.pop(level, None)
     if has_unpaired:
-        after[level] = [leaf[-1:] for leaf in paired]
+        final_blocks[level] = [leaf[-1:] for leaf in paired]
     pair_blocks = _combine_nonempty(
         combine, [leaf[: 2 * pairs : 2] for leaf in paired], [leaf[1 : 2 * pairs : 2] for leaf in paired]
     )
-    odd_results = _scan_level(combine, level + 1, first // 2, pair_blocks, blocks, after)
+    odd_results = _scan_level(combine, level + 1, first // 2, pair_blocks, blocks, final_blocks)
     even_results = _even_results(combine, level, first, [leaf[starts_odd::2] for leaf in rows], odd_results, blocks)
     return [
         _interleaved(*pair)
@@ -58,7 +61,7 @@ def _scan_level(combine: Combine, level: int, first: int, rows: Rows, blocks: Ma
 
 
 def _even_results(combine: Combine, level: int, first: int, rows: Rows, odd_results: Rows, blocks: Mapping[int, Rows]) -> Rows:
-    """Combine blocks at even indices with all blocks before them, which is the result at the odd index before."""
+    """Combine blocks at even indices with all blocks before them: with the result at the odd index before each."""
     if first % 2 == 0:
         block_before = _combined_before(combine, level + 1, first // 2, blocks)
         if block_before is None:
@@ -69,7 +72,7 @@ def _even_results(combine: Combine, level: int, first: int, rows: Rows, odd_resu
 
 
 def _combined_before(combine: Combine, level: int, first: int, blocks: Mapping[int, Rows]) -> Rows | None:
-    """Combine all blocks before index `first` of a level."""
+    """Combine all blocks before index `first` of a level; None if there are none."""
     if first == 0:
         return None
     earlier = _combined_before(combine, level + 1, first // 2, blocks)
@@ -89,29 +92,28 @@ def _interleaved(leading: Tensor, following: Tensor) -> Tensor:
     return interleaved if len(leading) == len(following) else torch.cat((interleaved, leading[len(following) :]))
 
 
-def pulled_back(
+def vjp_of_scan(
     scan: Callable[[Rows, Sequence[Tensor], Blocks], tuple[Rows, Blocks]],
     rows: Sequence[Tensor],
-    given: Sequence[Tensor],
+    shared: Sequence[Tensor],
     blocks: Mapping[int, Rows],
     gradients: Sequence[Tensor | None],
-    after_gradients: Mapping[int, Sequence[Tensor]],
+    final_block_gradients: Mapping[int, Sequence[Tensor]],
 ) -> tuple[list[Tensor | None], Blocks]:
-    """Return the gradients of rows and shared tensors (None if absent), and of the blocks before the rows (zeros if
-    absent).
+    """Recompute a scan under autograd, and return the gradients of (rows and shared tensors, blocks before the rows).
 
-    They follow from the gradients of the results, and from `after_gradients`, the gradients of the blocks after the rows. The
-    rows are recombined under autograd.
+    `gradients` are those of the results, `final_block_gradients` those of the blocks after the rows. Absent gradients of
+    rows and shared tensors are None, those of blocks are zeros.
     """
-    row_leaves, given_leaves = [_leaf(value) for value in rows], [_leaf(value) for value in given]
+    row_leaves, shared_leaves = [_leaf(value) for value in rows], [_leaf(value) for value in shared]
     block_leaves = {level: [_leaf(value) for value in block] for level, block in blocks.items()}
-    results, after = scan(row_leaves, given_leaves, block_leaves)
+    results, final_blocks = scan(row_leaves, shared_leaves, block_leaves)
     pairs = list(zip(results, gradients, strict=True))
-    pairs += [pair for level, block in after_gradients.items() for pair in zip(after[level], block, strict=True)]
+    pairs += [pair for level, block in final_block_gradients.items() for pair in zip(final_blocks[level], block, strict=True)]
     pairs = [(value, gradient) for value, gradient in pairs if gradient is not None and value.requires_grad]
-    inputs = [*row_leaves, *given_leaves, *(value for block in block_leaves.values() for value in block)]
+    inputs = [*row_leaves, *shared_leaves, *(value for block in block_leaves.values() for value in block)]
     results_iterator = iter(_gradients(pairs, inputs))
-    direct_gradients = [next(results_iterator) for _ in (*row_leaves, *given_leaves)]
+    direct_gradients = [next(results_iterator) for _ in (*row_leaves, *shared_leaves)]
     return direct_gradients, {
         level: [_or_zeros(next(results_iterator), value) for value in block] for level, block in block_leaves.items()
     }

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class LoopPlace:
-    """The position of a loop in a step: its stage, and whether it is part of the forward or the backward graph."""
+class LoopOrigin:
+    """The stage of a loop, and its graph: "forward" or "backward"."""
 
     stage: str
     half: str
@@ -22,17 +22,17 @@ class LoopPlace:
 class Probe(Protocol):
     """An observer of runs."""
 
-    def half(self, about: Any) -> None:
-        """Called at the start of a forward graph; `about` describes it, or is None if the graph is not chunked."""
+    def on_forward(self, description: Any) -> None:
+        """Called at the start of a forward graph, with its description; None if the graph is not chunked."""
 
-    def loop(self, name: str, place: LoopPlace, chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    def run_loop(self, name: str, origin: LoopOrigin, chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Run a loop and return its results."""
 
 
-class Probes:
-    """`by` is None unless a measurement is active."""
+class Measurement:
+    """The active measurement: `probe` observes the loops that run, and is None if nothing is measured."""
 
-    by: Probe | None = None
+    probe: Probe | None = None
 
 
-watching = Probes()
+measurement = Measurement()

@@ -44,7 +44,7 @@ def _read_elements(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
         return x.new_empty(shape)
     last = first + (rows - 1) * (width - 1) + columns
     if first < 0 or last > rows * width or (columns >= width and rows > 1):
-        raise ValueError(f"a shift of {rows} rows of {width} columns has no {columns} columns from number {first} on")
+        raise ValueError(f"a shift of {rows} rows of {width} columns has no {columns} columns from index {first} on")
     strides[dim] -= step
     return x.as_strided(shape, strides, x.storage_offset() + first * step)
 

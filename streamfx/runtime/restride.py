@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 
-def laid_out(value: Any, *strides: int) -> Any:
-    """Return the value with these strides, copied if its strides differ; the strides of dimensions of size 1 do not matter."""
+def restride(value: Any, *strides: int) -> Any:
+    """Return the value with these strides, copied if its strides differ; strides of dimensions of size 1 are ignored."""
     if not isinstance(value, Tensor) or _has_strides(value, strides):
         return value
     without_repeats = _without_repeats(value, strides)
@@ -26,12 +26,10 @@ def laid_out(value: Any, *strides: int) -> Any:
     )
 
 
-def part_of_memory(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *sizes_and_strides: int) -> Tensor:
-    """Return a tensor in the memory of `base`, with sizes and strides (`sizes_and_strides`), that begins `offset` elements after
-    `base`.
+def view_of_storage(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *sizes_and_strides: int) -> Tensor:
+    """Return a tensor of `rank` dimensions in the storage of `base`, from `offset` elements after its start.
 
-    It is not a view to autograd: a view of a tensor that requires gradients requires them, too, even if the code has
-    detached it.
+    Autograd does not know that it is a view, because a view of a tensor that requires gradients would require them too.
     """
     sizes, strides = sizes_and_strides[:rank], sizes_and_strides[rank:]
     if dtype == base.dtype:
@@ -40,29 +38,29 @@ def part_of_memory(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *si
     return torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), storage_offset, sizes, strides)
 
 
-def is_marked(value: Tensor) -> bool:
-    """Return whether a value is a lazy conjugate or negative, so that its memory holds other numbers."""
+def is_lazy_conj_or_neg(value: Tensor) -> bool:
+    """Return whether a value is a lazy conjugate or negative, so that its memory differs from its value."""
     return value.is_conj() or value.is_neg()
 
 
-def unmarked(value: Any) -> Any:
+def resolve_conj_and_neg(value: Any) -> Any:
     """Resolve a lazy conjugate or negative, because compiled code reads memory directly."""
-    return value.resolve_conj().resolve_neg() if isinstance(value, Tensor) and is_marked(value) else value
+    return value.resolve_conj().resolve_neg() if isinstance(value, Tensor) and is_lazy_conj_or_neg(value) else value
 
 
-def placed(value: Tensor, begins: int, *strides: int) -> Tensor:
-    """Return the value with these strides, at offset `begins` in its storage.
+def restride_at(value: Tensor, begins: int, *strides: int) -> Tensor:
+    """Return the value with these strides and this storage offset, copied if they differ.
 
-    AOTAutograd reads the offset of a result to find it in the value of which it is a view.
+    AOTAutograd reads the offset of a result to recreate it as a view of its base.
     """
     if (_has_strides(value, strides) and value.storage_offset() == begins) or _overlap(
         _without_repeats(value, strides).shape, strides
     ):
         return value
-    return placed_together([value], [begins], [strides])[0]
+    return restride_together([value], [begins], [strides])[0]
 
 
-def placed_together(values: Sequence[Tensor], begins: Sequence[int], strides: Sequence[Sequence[int]]) -> list[Tensor]:
+def restride_together(values: Sequence[Tensor], begins: Sequence[int], strides: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return views of one storage, filled with the values; overlapping elements must be equal."""
     dtype, device = values[0].dtype, values[0].device
     shapes = [value.shape for value in values]
@@ -81,7 +79,7 @@ def placed_together(values: Sequence[Tensor], begins: Sequence[int], strides: Se
     return views
 
 
-LIES_AS_TRACED = (laid_out, placed, placed_together, part_of_memory)  # functions that change a result's layout, and not its value
+RESTRIDE_FUNCTIONS = (restride, restride_at, restride_together, view_of_storage)  # they change a value's layout only
 
 
 def _without_repeats(value: Tensor, strides: Sequence[int]) -> Tensor:
@@ -122,7 +120,7 @@ def reinterpreted(value: Tensor, dtype: torch.dtype) -> Tensor:
     return (value if dtype.itemsize == value.dtype.itemsize else value.contiguous()).view(dtype)
 
 
-def part_of(value: Any, *path: Any) -> Any:
+def item_at(value: Any, *path: Any) -> Any:
     """Return an item of nested results."""
     for step in path:
         value = value[step]
@@ -131,7 +129,7 @@ def part_of(value: Any, *path: Any) -> Any:
 
 @dataclass(frozen=True)
 class RestridedOperator:
-    """An operator without a rule, which runs as it was traced. Its result is cloned if the operator returns a view."""
+    """An operator without a rule, which runs unchanged, outside loops. Its results are cloned if they are views."""
 
     target: Callable[..., Any]
     makes_view: bool

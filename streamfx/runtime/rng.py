@@ -24,21 +24,25 @@ MASK = (1 << 64) - 1
 
 
 def draw_seed() -> Tensor:
-    """Draw the step's seed, int64 [], which follows `torch.manual_seed`. It is always on the CPU, because the host reads
-    it.
+    """Draw the step's seed, int64 [], from the generator that `torch.manual_seed` seeds.
+
+    It is on the CPU, because the host reads it.
     """
     return torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")
 
 
 def replay(name: str, seed: Tensor, key: int, start: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a random operator, given by name (`aten.native_dropout.default`), with the draw for this seed, operator and chunk."""
+    """Run a random operator, given by name (`aten.native_dropout.default`), with a generator for this operator and chunk.
+
+    It is seeded from the step's seed, the operator's `key` and the chunk's first row.
+    """
     function: Any = operator.attrgetter(name)(torch.ops)
     if isinstance(seed, FakeTensor):  # fake tensors need shapes only
         return function(*args, **kwargs)
     device = next((argument.device for argument in args if isinstance(argument, Tensor)), kwargs.get("device"))
     generator = torch.Generator(device or "cpu")
-    generator.manual_seed(mixed(int(seed), key, start))
-    draw_with_generator = drawing(function)
+    generator.manual_seed(mix_bits(int(seed), key, start))
+    draw_with_generator = find_seeded_variant(function)
     assert draw_with_generator is not None, f"{name} was streamed although it takes no generator"
     # Numbers are drawn in memory order, and recomputed rows may have other strides than the original ones.
     dense = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in args]
@@ -46,10 +50,8 @@ def replay(name: str, seed: Tensor, key: int, start: int, *args: Any, **kwargs: 
 
 
 @cache
-def drawing(function: Any) -> Callable[..., Any] | None:
-    """Return a random operator as a function that also takes a `generator`, or None if it only draws from the process's
-    generator.
-    """
+def find_seeded_variant(function: Any) -> Callable[..., Any] | None:
+    """Return a variant of a random operator that takes a `generator`; None if it has no such variant."""
     if function in _WITH_GENERATOR:
         return _WITH_GENERATOR[function]
     if _takes_generator(function._schema):
@@ -96,7 +98,7 @@ _WITH_GENERATOR: dict[Any, Callable[..., Any]] = {
 }
 
 
-def mixed(*numbers: int) -> int:
+def mix_bits(*numbers: int) -> int:
     """Return a well-mixed 63-bit number (splitmix64's finalizer, chained)."""
     state = 0
     for number in numbers:

@@ -39,11 +39,11 @@ class shifted_count(sympy.Function):
 
 
 class shifted_start(sympy.Function):
-    """The first of these rows; same arguments as `shifted_count`."""
+    """The first row of a shifted axis in a chunk; same arguments as `shifted_count`."""
 
 
 class chunks_holding(sympy.Function):
-    """chunks_holding(rows, step): the number of chunks of `step` rows that hold `rows` rows."""
+    """chunks_holding(rows, step): the number of chunks of `step` rows that are needed for `rows` rows."""
 
 
 class shifted_before(sympy.Function):
@@ -88,9 +88,7 @@ def shifted_bounds(
 def rows_before(
     start: int, stop: int, length: int, offset: int, rows: int, shift: int, num_rows: int, reach: int = 0, block: int = 1
 ) -> int:
-    """Return the number of rows needed by the chunk that lie before row 0 of the other axis: all or none if the two do
-    not intersect.
-    """
+    """Return how many of the rows that a chunk reads from the other axis would be before its row 0: they do not exist."""
     first, count = member_bounds(start, stop, length, offset, rows, block)
     return min(max(-first - shift, 0), count + reach)
 
@@ -189,7 +187,7 @@ BOUNDS: dict[str, tuple[str, int]] = {
 
 
 def _item_of(function: Callable[..., tuple[int, int]], index: int) -> Callable[..., int]:
-    """Return a function that returns item `part` of a bounds function."""
+    """Return a function that returns one item of the result of a bounds function."""
     return lambda *arguments: function(*arguments)[index]
 
 
@@ -217,8 +215,8 @@ class SizeOf(torch.nn.Module):
 
     def forward(self, *values: Any) -> Any:
         """Return the size, from the values of its symbols in the order of `names`."""
-        plain = [float(value) if isinstance(value, (float, torch.SymFloat)) else int(value) for value in values]
-        return self._function(dict(zip(self.names, plain, strict=True)))
+        numbers = [float(value) if isinstance(value, (float, torch.SymFloat)) else int(value) for value in values]
+        return self._function(dict(zip(self.names, numbers, strict=True)))
 
     def extra_repr(self) -> str:
         return str(self.expression)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streamfx.ir.recurrence import ScanPlan
 from streamfx.runtime.chunked_recurrences import Recurrence
-from streamfx.runtime.select_row import nothing_to_add
+from streamfx.runtime.select_row import additive_identity
 from streamfx.torch_private import SCAN, FakeTensor
 
 ALIGNED = 16  # bytes: alignment that suits every dtype
@@ -34,13 +34,14 @@ class ChunkedScan(Recurrence):
         self.__module__ = __name__
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Run all rows; return the final values that are used, and the rows of the results."""
-        first, rows, given = self._split_operands(operands)
+        """Run all rows; return the final carry values that are used, and the rows of the results."""
+        first_carry, row_operands, shared = self._split_operands(operands)
         if any(isinstance(operand, FakeTensor) for operand in operands):
-            outputs = SCAN(self.plan.combine, first, rows, given)  # traces a single row: there may be many, or a symbolic number
-            return (*(outputs[number] for number in self.plan.final_carries), *outputs[len(first) :])
-        last, outputs = self._run(first, rows, given)
-        return (*(last[number] for number in self.plan.final_carries), *outputs)
+            # only shapes are needed: torch's scan traces one row
+            outputs = SCAN(self.plan.combine, first_carry, row_operands, shared)
+            return (*(outputs[i] for i in self.plan.final_carries), *outputs[len(first_carry) :])
+        last_carry, outputs = self._run(first_carry, row_operands, shared)
+        return (*(last_carry[i] for i in self.plan.final_carries), *outputs)
 
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
@@ -62,47 +63,45 @@ class ChunkedScan(Recurrence):
     def _run_chunk(self, before: int, after: int, carry: Tensor, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the chunk's rows and update the carry.
 
-        Only the chunk holding the last row returns the final values; others return an additive identity.
+        Only the chunk that holds the last row returns the final values; others return an additive identity.
         """
-        first, rows, given = self._split_operands(operands)
-        last, outputs = self._run(first if before == 0 else self._read_carry(carry), rows, given)
-        is_last = after == 0 and rows[0].shape[0] > 0
-        for (start, stop), value in zip(self._slots, last, strict=True):
+        first_carry, row_operands, shared = self._split_operands(operands)
+        last_carry, outputs = self._run(first_carry if before == 0 else self._read_carry(carry), row_operands, shared)
+        is_last = after == 0 and row_operands[0].shape[0] > 0
+        for (start, stop), value in zip(self._slots, last_carry, strict=True):
             carry[start:stop].view(value.dtype)[: value.numel()].copy_(value.reshape(-1))
-        finals = [last[number] for number in self.plan.final_carries]
-        return (*(value if is_last else nothing_to_add(value.shape, value.dtype, value.device) for value in finals), *outputs)
+        finals = [last_carry[i] for i in self.plan.final_carries]
+        return (*(value if is_last else additive_identity(value.shape, value.dtype, value.device) for value in finals), *outputs)
 
     def _read_carry(self, carry: Tensor) -> list[Tensor]:
         """Return copies of the values in the carry."""
         slices = (carry[start:stop].clone() for start, stop in self._slots)
-        return [
-            piece.view(dtype)[: prod(shape)].view(shape) for piece, (shape, dtype) in zip(slices, self.plan.carry, strict=True)
-        ]
+        return [data.view(dtype)[: prod(shape)].view(shape) for data, (shape, dtype) in zip(slices, self.plan.carry, strict=True)]
 
     def _run(
-        self, carry: Sequence[Tensor], rows: Sequence[Tensor], given: Sequence[Tensor]
+        self, carry: Sequence[Tensor], row_operands: Sequence[Tensor], shared: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], list[Tensor]]:
         """Return the carry after the last row, and the rows of each result."""
-        plan, count = self.plan, rows[0].shape[0]
+        plan, count = self.plan, row_operands[0].shape[0]
         steps = []
         for step in reversed(range(count)) if plan.reverse else range(count):
-            result = plan.combine(*carry, *(operand.select(0, step) for operand in rows), *given)
+            result = plan.combine(*carry, *(operand.select(0, step) for operand in row_operands), *shared)
             carry = result[: len(plan.carry)]
             steps.append(result[len(plan.carry) :])
         if plan.reverse:
             steps.reverse()
         stacks = [torch.stack(values) for values in zip(*steps, strict=True)]
-        like = rows[0]
+        like = row_operands[0]
         return carry, stacks if steps else [like.new_empty((0, *shape), dtype=dtype) for shape, dtype in plan.row_results]
 
     def _split_operands(self, operands: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-        """Split the operands into the first carry, operands with rows, and tensors that all rows share."""
+        """Split the operands into the first carry, the operands with rows, and the tensors that all rows share."""
         carries, rows = len(self.plan.carry), len(self.plan.carry) + self.plan.rows
         return operands[:carries], operands[carries:rows], operands[rows:]
 
 
 def slots(carry: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Iterator[tuple[int, int]]:
-    """Yield the begin and end of each value in the carry's buffer, in bytes."""
+    """Yield the start and stop of each value in the carry's buffer, in bytes."""
     start = 0
     for shape, dtype in carry:
         size = -(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED

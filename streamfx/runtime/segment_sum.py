@@ -2,9 +2,9 @@
 
     sums[0] = first        sums[c + 1] = exp(decays[c]) * sums[c] + rows[c]
 
-State space models compute this as a product with a matrix of weights, exp of segment sums of decays, and so does this
-module: for all rows at once, or for a chunk's rows, given the sum before them. A second operator returns the sums
-after each row, sums[c + 1].
+State space models compute this as a product with a matrix of weights, exp of segment sums of decays. So does this
+module, for all rows or for a chunk's rows, given the sum before them. A second operator returns the sums after each
+row, sums[c + 1].
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _require_sizes(decays: Tensor, rows: Tensor, first: Tensor | None) -> None:
     """Check that no dimension is broadcast, because fake results have the shape of rows."""
     if decays.shape != rows.shape[:-1] or (first is not None and first.shape != rows[..., 0, :].shape):
         shapes = [None if value is None else list(value.shape) for value in (decays, rows, first)]
-        raise ValueError(f"decays, rows and a first sum of {shapes} do not fit together")
+        raise ValueError(f"decays, rows and the first sum have incompatible shapes: {shapes}")
 
 
 def _weights(decays: Tensor) -> Tensor:
@@ -118,8 +118,8 @@ def _flops_of_gradients(dsums: Any, dlast: Any, decays: Any, rows: Any, first: A
     return 2 * _flops(decays, rows, first)
 
 
-def _declared(name: str, after_row: bool) -> tuple[Any, Any, Stateful]:
-    """Register the operator of this name and its backward, and return both with the description of how they run in chunks."""
+def _register_scan(name: str, after_row: bool) -> tuple[Any, Any, Stateful]:
+    """Register the operator of this name and its backward; return both, and their declaration as a stateful operator."""
     backward_name, forward, backward = (
         f"{name}_backward",
         partial(decayed_sums, after_row=after_row),
@@ -162,5 +162,5 @@ def _declared(name: str, after_row: bool) -> tuple[Any, Any, Stateful]:
     return operator.default, backward_operator.default, stateful
 
 
-DECAYED_SUMS, BACKWARD, IN_FRONT = _declared("decayed_sums", after_row=False)
-SUMS_BEHIND, BEHIND_BACKWARD, BEHIND = _declared("decayed_sums_behind", after_row=True)
+DECAYED_SUMS, BACKWARD, BEFORE_ROW_SCAN = _register_scan("decayed_sums", after_row=False)
+SUMS_AFTER, AFTER_BACKWARD, AFTER_ROW_SCAN = _register_scan("decayed_sums_after", after_row=True)

@@ -1,7 +1,7 @@
-"""Select a row of the sequence, or the final value of a loop over rows, by a sum over chunks: one chunk returns it.
+"""Select a row of the sequence, or the final value of a loop over rows, by a sum over chunks.
 
-Other chunks add -0, with which the sum also begins: it is the additive identity that preserves all values, signed
-zeros included.
+The chunk that holds the row returns it, other chunks return -0: it is the additive identity that preserves all values,
+signed zeros included.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-def nothing_to_add(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the additive identity, for a chunk that does not hold the value."""
+def additive_identity(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of -0, which a chunk adds to a sum if it does not hold the value."""
     return torch.full(sizes, complex(-0.0, -0.0) if dtype.is_complex else -0.0, dtype=dtype, device=device)
 
 
@@ -21,7 +21,7 @@ def take_row(rows: Tensor, dim: int, position: int) -> Tensor:
     """Return the row at index `position` of a chunk, or the additive identity if another chunk holds it."""
     if 0 <= position < rows.shape[dim]:
         return rows.select(dim, position)
-    return nothing_to_add(rows.shape[:dim] + rows.shape[dim + 1 :], rows.dtype, rows.device)
+    return additive_identity(rows.shape[:dim] + rows.shape[dim + 1 :], rows.dtype, rows.device)
 
 
 def put_row(row: Tensor, dim: int, position: int, count: int) -> Tensor:

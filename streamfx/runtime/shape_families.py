@@ -1,4 +1,4 @@
-"""Sizes that change from call to call: generalize from two calls of different length to all lengths."""
+"""Sizes that differ between calls: generalize from two calls of different length to all lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Family:
-    """Tuples of numbers of the form slope * n + offset, where n is the number at index `at`; if `at` is None, a single tuple."""
+    """Tuples of sizes of the form slope * n + offset, where n is the size at index `at`; if `at` is None, a single tuple."""
 
     slopes: Numbers
     offsets: Numbers
@@ -50,28 +50,28 @@ class FamilyCode:
         return self.run(*tensors) if self.family.at is None else self.run(numbers[self.family.at], *tensors)
 
     def bound(self, numbers: Numbers, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return the callable for all inputs with the layout of `inputs`, whose packed sizes and strides are `numbers`."""
+        """Return the callable for inputs with the layout of `inputs`; `numbers` are its sizes and strides."""
         run = self.run.forward if isinstance(self.run, fx.GraphModule) else self.run
         if self.family.at is not None:
             run = partial(run, numbers[self.family.at])
         tensors = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
-        repacked = {i for i in tensors if packed(inputs[i]) is not inputs[i]}
+        repacked = {i for i in tensors if with_contiguous_rows(inputs[i]) is not inputs[i]}
         if len(tensors) == len(inputs) and not repacked:
             return run
         return lambda *arguments: run(*[arguments[i].contiguous() if i in repacked else arguments[i] for i in tensors])
 
 
-def fitting(codes: Sequence[FamilyCode], numbers: Numbers) -> FamilyCode | None:
+def find_code(codes: Sequence[FamilyCode], numbers: Numbers) -> FamilyCode | None:
     """Return code that is valid for these sizes, if there is any."""
     return next((code for code in codes if code.fits(numbers)), None)
 
 
 def any_size(n: int) -> bool:
-    """Hold for every n: code without guards."""
+    """Return True: the guard of code that is valid for every n."""
     return True
 
 
-def single(numbers: Numbers) -> Family:
+def single_member(numbers: Numbers) -> Family:
     """Return the family that contains only these numbers."""
     return Family((0,) * len(numbers), numbers, None)
 
@@ -88,19 +88,17 @@ def family_of(first: Numbers, second: Numbers) -> Family | None:
     varying = [i for i, step in enumerate(steps) if step]
     varying_index = min(varying, key=lambda i: abs(steps[i]), default=None)
     if varying_index is None:
-        return single(first)
+        return single_member(first)
     if any(steps[i] % steps[varying_index] for i in varying) or min(first[varying_index], second[varying_index]) < 2:
         return None
     slopes = tuple(step // steps[varying_index] for step in steps)
     return Family(slopes, tuple(a - slope * first[varying_index] for a, slope in zip(first, slopes, strict=True)), varying_index)
 
 
-def wider(codes: Sequence[FamilyCode], numbers: Numbers) -> Family:
-    """Return a family that contains these numbers and those of an existing version; otherwise the family of these
-    numbers alone.
-    """
+def widened_family(codes: Sequence[FamilyCode], numbers: Numbers) -> Family:
+    """Return a family that contains these sizes and those of an existing version; else the family of these sizes alone."""
     families = (family_of(code.family.offsets, numbers) for code in codes if code.family.at is None)
-    return next((family for family in families if family is not None), single(numbers))
+    return next((family for family in families if family is not None), single_member(numbers))
 
 
 def layout_of(inputs: Sequence[Any]) -> tuple[Hashable, Numbers]:
@@ -121,7 +119,7 @@ def layout_of(inputs: Sequence[Any]) -> tuple[Hashable, Numbers]:
     return tuple(kinds), tuple(numbers)
 
 
-def packed(value: Any) -> Any:
+def with_contiguous_rows(value: Any) -> Any:
     """Make a chunk's rows of several sequences contiguous, so that strides do not depend on the sequence length."""
     if not isinstance(value, Tensor) or value.dim() < 2 + value.is_floating_point() or value.is_contiguous():
         return value
@@ -156,12 +154,12 @@ def graph_for(module: fx.GraphModule, family: Family, inputs: Sequence[Any]) -> 
     graph = fx.Graph()
     n = None if family.at is None else graph.placeholder("n")
     copies: dict[fx.Node, Any] = {}
-    position = 0
+    index = 0
     for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
         if isinstance(value, Tensor):
-            copies[node], position = graph.placeholder(node.name), position + 2 * value.dim()
+            copies[node], index = graph.placeholder(node.name), index + 2 * value.dim()
             continue
-        slope, copies[node], position = family.slopes[position], family.offsets[position], position + 1
+        slope, copies[node], index = family.slopes[index], family.offsets[index], index + 1
         if slope:
             product = graph.call_function(operator.mul, (n, slope))
             copies[node] = graph.call_function(operator.add, (product, copies[node]))

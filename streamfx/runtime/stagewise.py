@@ -16,8 +16,8 @@ optimizers in the backward pass run between two segments.
 # NOTE [Which gradients are released early]
 The compiled function's node inspects its own edges: it defers a gradient only if the edge leads to an identity for
 exactly that input. It computes all other gradients before it returns. A run (`_Run`) belongs to one call and one
-backward pass: autograd owns it until that pass ends, normally or not. If anything is not as expected, the node
-returns all gradients at once, and the identities pass on their inputs.
+backward pass: autograd owns it until that pass ends, normally or with an error. If the edges are not as expected, the
+node returns all gradients at once, and the identities return the gradients that autograd passes to them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.release_plan import ReleaseSegment, Saved, Sources
 from streamfx.kernels.mask_programs import use_mask_cache
-from streamfx.runtime.expanded_segments import Stretches, stretches_of
-from streamfx.runtime.outer import HostProgramRunner, call_of, mask_cache_of
-from streamfx.runtime.restride import unmarked
+from streamfx.runtime.expanded_segments import SegmentGenerator, generate_segments
+from streamfx.runtime.outer import HostProgramRunner, code_call_of, mask_cache_of
+from streamfx.runtime.restride import resolve_conj_and_neg
 from streamfx.torch_private import is_sharded, rewrapped
 from streamfx.torch_private.autograd import (
     after_this_backward,
@@ -49,33 +49,36 @@ from streamfx.torch_private.autograd import (
     no_autocast,
 )
 
-LOST = "a backward half was asked for gradients twice in one backward pass, or in another one than it was begun in"
-TWICE = "torch.compile with aot_autograd does not currently support double backward"
+REQUESTED_TWICE = (
+    "gradients were requested twice in one backward pass, or in another backward pass than the one that started to compute them"
+)
+DOUBLE_BACKWARD = "torch.compile with aot_autograd does not currently support double backward"
 
 
 @dataclass
 class GradientReleaseChain:
     """State that a compiled function shares with its backward graph.
 
-    `always`: chain every call, not only if gradients are awaited. `places`: the gradients that each segment releases,
-    as indices into the results of the backward graph; empty if none is released early. `sources`: the inputs of these
-    gradients. `saved`: for each input of the backward graph, the index of the gradient of the input in whose memory
-    it is. `kept_out`: gradients whose inputs are not chained. `is_used`: a call of the function was chained.
+    A call is *chained* if its inputs pass through identities. `always`: chain every call, not only those whose gradients
+    hooks or optimizers wait for. `gradients_by_segment`: the gradients that each segment releases, as indices into the
+    results of the backward graph; empty if none is released early. `sources`: the inputs of these gradients. `saved`: for
+    each input of the backward graph, the index of the gradient of the input in whose memory it is.
+    `unchained_gradients`: gradients whose inputs are not chained. `is_used`: a call of the function was chained.
     """
 
     always: bool
-    places: tuple[tuple[int, ...], ...] = ()
+    gradients_by_segment: tuple[tuple[int, ...], ...] = ()
     sources: Sources = field(default_factory=dict)
     saved: Saved = ()
-    kept_out: frozenset[int] = frozenset()
+    unchained_gradients: frozenset[int] = frozenset()
     is_used: bool = False
 
-    def keep_out(self, primals: Sequence[int] | None) -> None:
-        """Leave inputs of the graph unchained: all of them if it is not known which, or if some inputs are sharded."""
+    def exclude_inputs(self, primals: Sequence[int] | None) -> None:
+        """Exclude these inputs from chaining: all inputs if `primals` is None, or if it is nonempty and inputs are sharded."""
         if primals is None or (primals and any(source.part is not None for source in self.sources.values())):
-            self.places = ()
+            self.gradients_by_segment = ()
         else:
-            self.kept_out |= {index for index, source in self.sources.items() if source.primal_index in primals}
+            self.unchained_gradients |= {index for index, source in self.sources.items() if source.primal_index in primals}
 
 
 class _StagewiseCall:
@@ -89,21 +92,25 @@ class _StagewiseCall:
 
 @dataclass(frozen=True)
 class StagewiseFunction:
-    """Calls a compiled function, with a chain before it if gradients are awaited."""
+    """Calls a compiled function; its inputs pass through a chain of identities if hooks or optimizers wait for gradients."""
 
     compiled: Callable[..., Any]
     chain: GradientReleaseChain
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the compiled function, with its inputs passed through identities if gradients are awaited."""
-        if not self.chain.places or not torch.is_grad_enabled() or not (self.chain.always or self._is_awaited(arguments)):
+        """Call the compiled function, with its inputs passed through identities if the call is chained."""
+        if (
+            not self.chain.gradients_by_segment
+            or not torch.is_grad_enabled()
+            or not (self.chain.always or self._is_awaited(arguments))
+        ):
             return self.compiled(*arguments)
         return self.compiled(*self._chained(arguments))
 
     def _is_awaited(self, arguments: Sequence[Any]) -> bool:
         """Return whether hooks or optimizers wait for the gradients of inputs that the chain releases early."""
         return are_awaited(
-            [arguments[self.chain.sources[index].input_index] for segment in self.chain.places for index in segment]
+            [arguments[self.chain.sources[index].input_index] for segment in self.chain.gradients_by_segment for index in segment]
         )
 
     def _chained(self, arguments: Sequence[Any]) -> Sequence[Any]:
@@ -112,8 +119,10 @@ class StagewiseFunction:
             return arguments
         values, token = list(arguments), None
         call = _StagewiseCall([input_index for input_index, value in enumerate(values) if isinstance(value, Tensor)])
-        for segment, indices in reversed(list(enumerate(self.chain.places))):
-            input_of = {index: self.chain.sources[index].input_index for index in indices if index not in self.chain.kept_out}
+        for segment, indices in reversed(list(enumerate(self.chain.gradients_by_segment))):
+            input_of = {
+                index: self.chain.sources[index].input_index for index in indices if index not in self.chain.unchained_gradients
+            }
             chained_gradients = [index for index, input_index in input_of.items() if _may_be_chained(values[input_index])]
             if chained_gradients:
                 token, *identities = Identity.apply(
@@ -133,23 +142,23 @@ def _may_be_chained(value: Any) -> bool:
 class _Run:
     """One run of a backward graph, paused between two segments."""
 
-    def __init__(self, segments: Stretches, arguments: list[Any]) -> None:
+    def __init__(self, segments: SegmentGenerator, arguments: list[Any]) -> None:
         """Begin a run of the generated segments, and run its code before the first segment."""
         self.results: dict[int, Any] = {}
         self._mask_cache = mask_cache_of(arguments)
         self._remaining = segments(arguments, self.results)
         self._autocast, self._context = autocast_is_on(), contextvars.copy_context()
-        self._num_run = -1
+        self._last_run = -1
         self._advance()
 
-    def until(self, segment: int) -> None:
-        """Run the remaining segments up to and including this one."""
-        while self._num_run <= segment:
+    def run_through(self, segment: int) -> None:
+        """Run the remaining segments, up to and including this one."""
+        while self._last_run <= segment:
             self._context.run(self._advance)
 
-    def take(self, segment: int, indices: Sequence[int]) -> list[Tensor | None]:
+    def take_gradients(self, segment: int, indices: Sequence[int]) -> list[Tensor | None]:
         """Return the gradients of a segment, and drop all other references to them."""
-        self.until(segment)
+        self.run_through(segment)
         return [self.results.pop(index, None) for index in indices]
 
     def finish(self) -> None:
@@ -158,40 +167,43 @@ class _Run:
         self.results.clear()
 
     def _advance(self) -> None:
-        """Run the next segment in the context of the compiled function's node: its code expects autocast to be off if it
-        was off there.
-        """
+        """Run the next segment, in the context and with the autocast state of the compiled function's node."""
         with torch.no_grad(), use_mask_cache(self._mask_cache), nullcontext() if self._autocast else no_autocast():
             next(self._remaining)
-        self._num_run += 1
+        self._last_run += 1
 
 
 class Identity(torch.autograd.Function):
     """Passes values through, and returns their gradients once a segment of the backward graph has computed them."""
 
     @staticmethod
-    def forward(ctx: Any, call: _StagewiseCall, segment: int, places: list[int], token: Tensor | None, *values: Tensor) -> Any:
-        """Return the token, then the values; keep which gradients this segment releases."""
+    def forward(
+        ctx: Any, call: _StagewiseCall, segment: int, gradient_indices: list[int], token: Tensor | None, *values: Tensor
+    ) -> Any:
+        """Return the token, then the values; save the indices of the gradients that this segment releases."""
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.segment, ctx.places = call, segment, places
+        ctx.call, ctx.segment, ctx.gradient_indices = call, segment, gradient_indices
         return torch.empty(0, dtype=values[0].dtype, device=values[0].device), *(value.detach() for value in values)
 
     @staticmethod
     def backward(ctx: Any, _: Any, *autograd_gradients: Tensor | None) -> Any:
-        """Return the gradients of this segment, run now if it has not run, plus those that autograd passes."""
+        """Run the segment, unless it has run; return its gradients, plus those that autograd passes."""
         run = ctx.call.runs.get(backward_pass())
         gradients: Sequence[Tensor | None] = autograd_gradients
         if run is not None:
-            gradients = [_combined(*pair) for pair in zip(run.take(ctx.segment, ctx.places), autograd_gradients, strict=True)]
+            gradients = [
+                _combined(*pair)
+                for pair in zip(run.take_gradients(ctx.segment, ctx.gradient_indices), autograd_gradients, strict=True)
+            ]
             if torch.is_grad_enabled():
                 gradients = _NotTwiceDifferentiable.apply(torch.empty(0, requires_grad=True), *gradients)
         elif all(gradient is None for gradient in autograd_gradients):
-            raise RuntimeError(LOST)
+            raise RuntimeError(REQUESTED_TWICE)
         return None, None, None, None, *gradients
 
 
 def _combined(computed: Tensor | None, from_autograd: Tensor | None) -> Tensor | None:
-    """Combine a run's gradient with autograd's.
+    """Return the sum of the computed gradient and the one that autograd passes; either may be None.
 
     For a sharded input, autograd's is a placeholder with the layout of the shards.
     """
@@ -210,7 +222,7 @@ class _NotTwiceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(TWICE)
+        raise RuntimeError(DOUBLE_BACKWARD)
 
 
 class StagewiseRunner:
@@ -219,20 +231,26 @@ class StagewiseRunner:
     def __init__(self, full_runner: HostProgramRunner, segments: Sequence[ReleaseSegment], chain: GradientReleaseChain) -> None:
         """Wrap the runner of the full backward graph, with its segments."""
         self.full_runner, self.release_segments, self.chain = full_runner, segments, chain
-        self._generated: Stretches | None = None
+        self._generated: SegmentGenerator | None = None
         self._boxed_call = True
 
     def __call__(self, arguments: list[Any]) -> Any:
-        """Run the segments that no identity will run, and return their gradients; run the full graph if no call is chained."""
+        """Run the segments whose gradients no identity will return; the other segments run later, in their identities.
+
+        If the call is not chained, run the full graph.
+        """
         call_and_chained = _link(self.chain.sources) if self.chain.is_used else None
         if call_and_chained is None:
             return self.full_runner(arguments)
         call, chained = call_and_chained
-        arguments[:] = map(unmarked, arguments)
+        arguments[:] = map(resolve_conj_and_neg, arguments)
         objects = self._non_tensor_results(arguments)
         run = _Run(self._segments(), arguments)
-        run.until(
-            max((segment for segment, places in enumerate(self.chain.places) if not chained.issuperset(places)), default=-1)
+        run.run_through(
+            max(
+                (segment for segment, places in enumerate(self.chain.gradients_by_segment) if not chained.issuperset(places)),
+                default=-1,
+            )
         )
         call.runs[backward_pass()] = run
         after_this_backward(run.finish)
@@ -255,17 +273,20 @@ class StagewiseRunner:
         outputs = enumerate(outputs_of(graph))
         return {i: values.get(output, output) for i, output in outputs if not is_tensor(output)}
 
-    def _segments(self) -> Stretches:
+    def _segments(self) -> SegmentGenerator:
         """Return the generator function of the backward graph's segments, generated on first use."""
         if self._generated is None:
             module = self.full_runner.module
-            calls = [(delivery, [call_of(node, module) for node in delivery.operators]) for delivery in self.release_segments]
-            self._generated = stretches_of("backward", module.graph.find_nodes(op="placeholder"), calls)
+            calls = [(segment, [code_call_of(node, module) for node in segment.operators]) for segment in self.release_segments]
+            self._generated = generate_segments("backward", module.graph.find_nodes(op="placeholder"), calls)
         return self._generated
 
 
 def _link(sources: Sources) -> tuple[_StagewiseCall, set[int]] | None:
-    """Return the running backward's call and the indices of its chained gradients; None without a chain (output 0 is a token)."""
+    """Return the running backward's call and the indices of its chained gradients; None if it is not chained.
+
+    Output 0 of an identity is its token, so output i + 1 belongs to its gradient i.
+    """
     node = current_autograd_node()
     next_edges = () if node is None else node.next_functions
     identity_edges = [(function, index) if isinstance(function, _IDENTITY) else (None, 0) for function, index in next_edges]
@@ -273,12 +294,12 @@ def _link(sources: Sources) -> tuple[_StagewiseCall, set[int]] | None:
     if call is None or len(call.tensors) != len(identity_edges):
         return None
     chained = {
-        function.places[index - 1]
+        function.gradient_indices[index - 1]
         for (function, index), position in zip(identity_edges, call.tensors, strict=True)
         if function is not None
         and function.call is call
         and index
-        and sources[function.places[index - 1]].input_index == position
+        and sources[function.gradient_indices[index - 1]].input_index == position
     }
     return (call, chained) if chained else None
 

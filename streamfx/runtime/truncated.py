@@ -1,8 +1,8 @@
 """Recurrences of the backward graph whose gradients reach back a limited number of rows: truncated adjoint sharding.
 
 A row's gradient comes from the rows after it, through the state. If truncated, it comes only from its own chunk and
-the next k chunks, where k chunks contain the requested number of rows. The cotangent of the state is therefore
-restarted after each chunk: k carries are in progress at a time, which have accumulated 1, 2, ... k chunks.
+the next k chunks, where k chunks contain the requested number of rows. So after each chunk another cotangent of the
+state starts from zero: k carries are in progress at a time, which have accumulated 1, 2, ... k chunks.
 
     after chunk c, and before it            q_1 (of chunk c + 1), q_2 (of c + 1 and c + 2), ... q_k
     chunk c                                 its rows get their gradients from q_k

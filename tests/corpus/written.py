@@ -27,7 +27,7 @@ from torch.utils._sympy import functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from streamfx.runtime.associative import COMBINES, SCAN_BACKWARD, TREE_SCAN, known_combine
+from streamfx.runtime.associative import COMBINES, SCAN_BACKWARD, TREE_SCAN, register_combine_graph
 from streamfx.torch_private import real_values
 
 Plain = Any  # what JSON knows
@@ -92,7 +92,7 @@ class Writer:
         if number not in self.combines:
             combine = COMBINES[number]
             graph = self._graph(fx.GraphModule(nn.Module(), combine.graph))
-            self.combines[number] = {"graph": graph, "given": combine.given}
+            self.combines[number] = {"graph": graph, "given": combine.num_shared}
         return [*self.combines].index(number)
 
     def _kept(self, node: fx.Node) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class Reader:
             for guard in self.data["guards"]:
                 self.sizes.evaluate_expr(self._expression(guard))
             for combine in self.data.get("combines", ()):
-                self.combines.append(known_combine(self._module(combine["graph"]).graph, combine["given"]))
+                self.combines.append(register_combine_graph(self._module(combine["graph"]).graph, combine["given"]))
             return self._module(self.data)
 
     @cached_property

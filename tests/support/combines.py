@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from streamfx.runtime.associative import known_combine
+from streamfx.runtime.associative import register_combine_graph
 from streamfx.torch_private.vmapped import traced_on_rows
 
 
 def number_of(function: Callable[..., tuple[Tensor, ...]], *rows: Tensor, given: int = 1) -> int:
     """The number of a function, traced on rows like these, and on what all are given."""
-    return known_combine(traced_on_rows(function, list(rows)).graph, given)
+    return register_combine_graph(traced_on_rows(function, list(rows)).graph, given)
 
 
 def affine(by: Tensor, plus: Tensor, by_next: Tensor, plus_next: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

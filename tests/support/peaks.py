@@ -14,7 +14,7 @@ import streamfx.passes.partition.unchunked
 from streamfx.cost.meter import Meter
 from streamfx.lazy.deferred import DeferredTensor
 from streamfx.passes.ops.rules import DECOMPOSITIONS
-from streamfx.runtime.outer import COPIES_WHERE_NEEDED
+from streamfx.runtime.outer import COPYING_VIEWS
 from streamfx.torch_private import aot_autograd, default_partition, min_cut_rematerialization_partition
 from tests.support.exactness import boxed
 
@@ -61,7 +61,7 @@ class OperatorByOperator(fx.Interpreter):
     """Views copy where kernels lay a result out in another way than they promised, as views in a compiled graph do."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return super().call_function(COPIES_WHERE_NEEDED.get(target, target), args, kwargs)
+        return super().call_function(COPYING_VIEWS.get(target, target), args, kwargs)
 
 
 class RealMeter(Meter):

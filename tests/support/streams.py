@@ -171,7 +171,7 @@ class Device:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let streamfx copy tensors of the CPU as it copies those of a CUDA device."""
-        monkeypatch.setattr(offload, "BESIDE", {"cpu": self})
+        monkeypatch.setattr(offload, "STREAM_MODULES", {"cpu": self})
         monkeypatch.setattr(offload, "_streams", {})
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream))
 

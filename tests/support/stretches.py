@@ -52,12 +52,12 @@ def _checked(given: Sequence[Tensor], lie: Sequence[tuple[torch.dtype, Sequence[
 
 @contextmanager
 def interpreted() -> Iterator[dict[Any, Any]]:
-    """Stretches of bodies are made and shared as for Inductor, whose place an interpreter takes; gives the forms."""
+    """SegmentGenerator of bodies are made and shared as for Inductor, whose place an interpreter takes; gives the forms."""
     forms: dict[Any, Any] = {}
     with (
-        mock.patch.object(compiled_segments, "_forms", forms),
+        mock.patch.object(compiled_segments, "_versions", forms),
         mock.patch.object(compiled_segments, "compile_for_one_size", for_one_size),
         mock.patch.object(compiled_segments, "compile_for_sizes", for_sizes),
-        mock.patch.object(compiled_segments, "_told", set()),
+        mock.patch.object(compiled_segments, "_warned", set()),
     ):
         yield forms

@@ -18,7 +18,7 @@ FORWARD: dict[Any, str] = {
     aten.cumprod.default: "cumprod",
     aten.logcumsumexp.default: "logcumsumexp",
 }
-REVERSE: dict[Any, str] = {getattr(own, f"reverse_{kind}").default: kind for kind in chunked_scans.WITHIN}
+REVERSE: dict[Any, str] = {getattr(own, f"reverse_{kind}").default: kind for kind in chunked_scans.SCANS}
 
 
 @rule(*FORWARD, *REVERSE)

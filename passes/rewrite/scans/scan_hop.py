@@ -24,7 +24,7 @@ from streamfx.node_meta import GRAPH, VALUE
 from streamfx.passes.ops.aliasing import is_view
 from streamfx.passes.ops.traits import READS_LAYOUT, is_random
 from streamfx.passes.rewrite.pattern import results_in_use, rewrite_rule
-from streamfx.runtime.outer import COPIES_WHERE_NEEDED
+from streamfx.runtime.outer import COPYING_VIEWS
 from streamfx.runtime.scan import ChunkedScan
 from streamfx.torch_private import SCAN, OpOverload
 
@@ -69,7 +69,7 @@ class ScanStep:
         step = self.rearranged(self.inputs, self.results)
         for node in step.operators:
             viewed = _view_of(node.target)
-            node.target = COPIES_WHERE_NEEDED.get(viewed, viewed)
+            node.target = COPYING_VIEWS.get(viewed, viewed)
         return step
 
 

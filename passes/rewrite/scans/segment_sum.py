@@ -12,13 +12,13 @@ from streamfx.node_meta import WHY_WHOLE
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.scans.custom_scan import ScanCall, backwards_of, emit_recurrences, read_call
-from streamfx.runtime.segment_sum import BEHIND, DECAYED_SUMS, IN_FRONT, SUMS_BEHIND
+from streamfx.runtime.segment_sum import AFTER_ROW_SCAN, BEFORE_ROW_SCAN, DECAYED_SUMS, SUMS_AFTER
 
 MAY_GROW = "decays that are not proven to be at most zero, as those of clamp(max=0) are"
-DECLARED = {DECAYED_SUMS: IN_FRONT, SUMS_BEHIND: BEHIND}
+DECLARED = {DECAYED_SUMS: BEFORE_ROW_SCAN, SUMS_AFTER: AFTER_ROW_SCAN}
 
 
-@rewrite_rule(DECAYED_SUMS, SUMS_BEHIND)
+@rewrite_rule(DECAYED_SUMS, SUMS_AFTER)
 def decayed_sums_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """decayed_sums(decays, rows) -> sums, last                   ->   recurrence(decays, rows) -> sums, last
     decayed_sums_backward(dsums, decays, rows) -> ddecays, drows   ->   recurrence(dsums, decays, rows) -> ddecays, drows

@@ -21,7 +21,7 @@ from streamfx.passes.ops.aliasing import MemoryPlace, OtherMemory, is_view, memo
 from streamfx.passes.ops.opaque import is_opaque
 from streamfx.passes.ops.traits import READS_STRIDES
 from streamfx.passes.rewrite.pattern import rewrite_rule
-from streamfx.runtime.restride import RestridedOperator, part_of, strided, strided_scatter
+from streamfx.runtime.restride import RestridedOperator, item_at, strided, strided_scatter
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -214,12 +214,12 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 @rewrite_rule(operator.getitem)
-def nested_getitem_to_part_of(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """getitem(getitem(cond, 1), 0) -> part_of(cond, 1, 0)
+def nested_getitem_to_item_at(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """getitem(getitem(cond, 1), 0) -> item_at(cond, 1, 0)
 
     Also if results have names.
     """
     path, inner = list[Any](), node
     while inner.target is operator.getitem:
         path, inner = [inner.args[1], *path], node_argument(inner)
-    return None if len(path) == 1 and isinstance(path[0], int) else writer.call(part_of, inner, *path)
+    return None if len(path) == 1 and isinstance(path[0], int) else writer.call(item_at, inner, *path)

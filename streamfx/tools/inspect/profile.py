@@ -16,7 +16,7 @@ import torch
 from streamfx.argument_checks import check_call
 from streamfx.errors import ProfileError
 from streamfx.frontend.unpicklable import Unpicklable
-from streamfx.runtime.probes import LoopPlace, watching
+from streamfx.runtime.probes import LoopOrigin, measurement
 from streamfx.tools.report.notices import CostedProgram
 from streamfx.tools.report.paths import checked_path, written
 from streamfx.tools.report.perfetto import trace_of
@@ -81,11 +81,11 @@ class Profile(Unpicklable):
         try:
             watch = _Watch()
             with noted_compilations() as compiled, allocations() as allocated:
-                watching.by, begin = watch, watch.now()
+                measurement.probe, begin = watch, watch.now()
                 try:
                     yield
                 finally:
-                    watching.by, end = None, watch.now()
+                    measurement.probe, end = None, watch.now()
             unseen = TAKEN if not allocated.is_complete else ELSEWHERE if watch.is_elsewhere else ""
             self._graphs, self._step = watch.graphs, measured(begin, end, allocated.moves, watch.ran, unseen, compiled)
         finally:
@@ -231,15 +231,15 @@ class _Watch:
             torch.cuda.synchronize()
         return time.time_ns()
 
-    def half(self, costed_program: Any) -> None:
+    def on_forward(self, costed_program: Any) -> None:
         """Record that a forward or backward graph starts."""
         self.graphs.append(costed_program)
         self.is_elsewhere |= not is_profiled()
 
-    def loop(self, name: str, place: LoopPlace, chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    def run_loop(self, name: str, origin: LoopOrigin, chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Run a loop and record its begin and end."""
         self.is_elsewhere |= not is_profiled()
         begin = self.now()
         results = run()
-        self.ran.append((begin, self.now(), name, place.stage, place.half, chunks))
+        self.ran.append((begin, self.now(), name, origin.stage, origin.half, chunks))
         return results

@@ -49,7 +49,7 @@ class Seconds(NamedTuple):
     copied: Callable[[int], float]
 
 
-def stretches_of(facts: Facts, cost: Cost) -> tuple[OverlapInterval, ...]:
+def generate_segments(facts: Facts, cost: Cost) -> tuple[OverlapInterval, ...]:
     """Return the intervals of a graph's program in order, or none if the graph is not chunked."""
     program = facts.program
     if program is None:

@@ -19,7 +19,7 @@ from streamfx.tools.inspect.explain import Explanation
 from streamfx.tools.inspect.tracing import traced
 from streamfx.tools.planner.host_memory import bytes_on_host
 from streamfx.tools.planner.models import loss_of
-from streamfx.tools.planner.overlap import OverlapInterval, stretches_of
+from streamfx.tools.planner.overlap import OverlapInterval, generate_segments
 from streamfx.tools.planner.shards import rank_bytes
 from streamfx.tools.report.dataflow import LoopTraffic, flow_of
 from streamfx.tools.report.text import streams_of
@@ -127,7 +127,7 @@ def predict(
         not_checkpointed=summary["not_checkpointed"],
         wire=summary["wire"],
         stretches=tuple(
-            part for graph_facts, cost in zip(facts_by_call, costs, strict=True) for part in stretches_of(graph_facts, cost)
+            part for graph_facts, cost in zip(facts_by_call, costs, strict=True) for part in generate_segments(graph_facts, cost)
         ),
         host_bytes=sum(map(bytes_on_host, facts_by_call)),
         options=summary["options"],

@@ -17,7 +17,7 @@ from streamfx.ir.stage import Stage
 from streamfx.node_meta import PART_OF
 from streamfx.passes.ops.rules.attention import M
 from streamfx.runtime.loop import Loop
-from streamfx.runtime.probes import LoopPlace
+from streamfx.runtime.probes import LoopOrigin
 from streamfx.tools.report.comm_table import Wire, as_plain, calls_of, sent_by_program, together
 from streamfx.tools.report.details import LoopReport, SavedReport, bounds_of, loop_reports, saved_reports
 from streamfx.tools.report.fallback_reasons import Obstacle, is_from_ranks, obstacles, why_no_stages
@@ -162,7 +162,7 @@ def place_loops(facts: Facts) -> None:
     forward = {name for name, _ in program.forward.named_children()}
     for loop in program.loops:
         stage = next((stage_of[label] for label in loop.spec.labels if label in stage_of), "between stages")
-        loop.place = LoopPlace(stage, "forward" if loop.spec.name in forward else "backward")
+        loop.origin = LoopOrigin(stage, "forward" if loop.spec.name in forward else "backward")
 
 
 def attention_kinds(stage: Stage, facts: Facts) -> list[tuple[str, Span | None]]:
