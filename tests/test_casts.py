@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.rewrite.views.iota_index import counts_up, repeats, without_counting_index
+from streamfx.passes.rewrite.views.iota_index import is_arange, repeats, simplify_arange_index
 from tests.support.decoders.parts import made
 from tests.support.exactness import compare
 from tests.support.masks import qkv
@@ -61,7 +61,7 @@ def test_what_counts_up_is_held_by_its_type(dtype: torch.dtype) -> None:
     for rows in (100, 200, 3000):
         node = fx.Graph().call_function(aten.arange.default, (rows,), {"dtype": dtype})
         node.meta["val"] = torch.empty(rows, dtype=dtype)
-        assert counts_up(node) is torch.equal(torch.arange(rows).to(dtype).long(), torch.arange(rows))
+        assert is_arange(node) is torch.equal(torch.arange(rows).to(dtype).long(), torch.arange(rows))
 
 
 def summed(base: float, alpha: int) -> fx.Node | None:
@@ -72,7 +72,7 @@ def summed(base: float, alpha: int) -> fx.Node | None:
 
     graph = make_fx(function, tracing_mode="fake")(torch.full((4, 3), 100, dtype=torch.int8)).graph
     (added,) = graph.find_nodes(op="call_function", target=aten.index_add.default)
-    return without_counting_index(added, GraphWriter(graph).before(added))
+    return simplify_arange_index(added, GraphWriter(graph).before(added))
 
 
 def test_sums_into_rows_have_their_type_begin_with_nothing_and_add_once() -> None:

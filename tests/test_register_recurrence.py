@@ -257,10 +257,10 @@ def writing_rows(m: Mixed, x: Tensor) -> Tensor:
 
 CALLS: dict[str, tuple[Mixer, str]] = {
     "another backward": (of_another_backward, "gets no operands that tell which call"),
-    "a saved result that others read": (reading_what_is_saved, "result 2 in use by more than its own backward"),
-    "a result that is another without the flag": (reading_an_empty_state, "result 1 in use, which is another"),
+    "a saved result that others read": (reading_what_is_saved, "result 2 in use by more than the operator's own backward"),
+    "a result that is another without the flag": (reading_an_empty_state, "result 1 in use, which changes"),
     "a wide state": (from_a_wide_state, "of which torch.float32 does not hold all numbers"),
-    "calls that differ in what the backward is not given": (of_two_biases, "a backward that may be that of another call"),
+    "calls that differ in what the backward is not given": (of_two_biases, "a backward that may belong to another call"),
     "an operator that writes": (writing_rows, "to its arguments"),
 }
 

@@ -35,7 +35,7 @@ OF_SEVERAL = {  # their batched variants
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter_tensor_coalesced",
 }
 LINEAR_REDUCTIONS = ("sum", "avg")
-PUTS_TOGETHER = frozenset(  # operators that assemble a tensor from shards, or cut it into shards
+REASSEMBLES = frozenset(  # operators that assemble a tensor from shards, or cut it into shards
     {
         operator.getitem,
         aten.view.default,
@@ -113,7 +113,7 @@ def coalesced_operator(node: fx.Node) -> OpOverload | None:
     return coalesced
 
 
-def gives_the_same_twice(node: fx.Node) -> bool:
+def is_deterministic(node: fx.Node) -> bool:
     """Return whether an operator depends on its operands alone and mutates nothing, so that it may be moved or
     recomputed.
     """

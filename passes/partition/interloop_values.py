@@ -20,7 +20,7 @@ from streamfx.ir.joint import is_tensor, shape_of_node
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.collectives import gives_the_same_twice, is_collective
+from streamfx.passes.ops.collectives import is_collective, is_deterministic
 from streamfx.passes.ops.opaque import may_be_merged
 from streamfx.passes.ops.traits import producer_of
 
@@ -138,4 +138,4 @@ class InterloopValues:
 def is_repeatable(node: fx.Node) -> bool:
     """Return whether running an operator twice gives the same result; all ranks repeat an exchange together."""
     producer = producer_of(node)
-    return gives_the_same_twice(producer) and (is_collective(producer) or may_be_merged(producer))
+    return is_deterministic(producer) and (is_collective(producer) or may_be_merged(producer))

@@ -18,7 +18,7 @@ from streamfx.passes.rewrite.collectives import merge_all_reduces
 from streamfx.passes.rewrite.driver import simplify
 from streamfx.passes.rewrite.loss import cross_entropy
 from streamfx.passes.rewrite.moe import masked_scatter
-from streamfx.passes.rewrite.moe.expert_mm import PRODUCTS
+from streamfx.passes.rewrite.moe.expert_mm import GROUPED_MM_HANDLERS
 from streamfx.passes.rewrite.moe.sort_elimination import remove_undone_permutations
 from streamfx.passes.rewrite.pattern import RewriteRule
 from streamfx.passes.rewrite.scans import (
@@ -143,7 +143,7 @@ def canonicalize(graph: fx.Graph, results: int | None = None) -> None:
     simplify(graph, RULES, results)
     while simplify(graph, LATE_RULES, results):
         simplify(graph, RULES, results)
-    remove_undone_permutations(graph, PRODUCTS)
+    remove_undone_permutations(graph, GROUPED_MM_HANDLERS)
     erase_unused(graph)
 
 

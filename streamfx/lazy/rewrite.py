@@ -88,7 +88,7 @@ def _chosen(outputs: Sequence[Any], values: DynamoValues) -> dict[fx.Node, Front
         if chosen.keys().isdisjoint(values.bases[node] for node in frontier.given):
             chosen[base] = frontier
             needed.update(values.bases[node] for node in frontier.given)
-    read = _ancestors([output for output in filter(is_dense, outputs) if values.bases[output] not in chosen])
+    read = _ancestors_within([output for output in filter(is_dense, outputs) if values.bases[output] not in chosen])
     chosen = {base: frontier for base, frontier in chosen.items() if base in read or not is_made_whole(base)}
     return _drop_comparable(chosen, groups, outputs, values)
 
@@ -103,7 +103,7 @@ def is_made_whole(base: fx.Node) -> bool:
     return isinstance(numel, int) and numel < steps.LEAST
 
 
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def _ancestors_within(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the given nodes and all nodes that they depend on."""
     ancestors, pending = set(nodes), list(nodes)
     while pending:

@@ -27,7 +27,13 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.analysis import ValueRanges
-from streamfx.passes.rewrite.attention.softmax_sink import SinkColumn, all_uses_match, column_of, converted, is_slice_of
+from streamfx.passes.rewrite.attention.softmax_sink import (
+    SinkColumn,
+    converted,
+    has_only_matched_uses,
+    is_slice_of,
+    match_sink_column,
+)
 from streamfx.passes.rewrite.attention.unfused_attention import SAME_NUMBERS, Scores, UnfusedAttention, through_views
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
@@ -41,8 +47,8 @@ def softmax_with_sink_to_attention(node: fx.Node, writer: GraphWriter) -> dict[f
     Also replaces the gradients of q, k, v and s. Applies if nothing else uses the probabilities or the gradients of
     scores.
     """
-    column = column_of(node)
-    if column is None or column.dim != 3 or not all_uses_match(column) or not _has_ordinary_range(column.column):
+    column = match_sink_column(node)
+    if column is None or column.dim != 3 or not has_only_matched_uses(column) or not _has_ordinary_range(column.column):
         return None
     attention = _attention_around(column)
     return None if attention is None else _SinkReplacement(column, attention, writer).replacements()

@@ -53,11 +53,11 @@ class SinkColumn:
 @rewrite_rule(aten._softmax.default)
 def softmax_with_sink_to_softmax(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """softmax(cat([s, k]))[..., :-1] -> softmax(s) * w,  w, u = softmax([logsumexp(s - k), 0])"""
-    match = column_of(node)
-    return _emit_without_column(match, writer) if match is not None and all_uses_match(match) else None
+    match = match_sink_column(node)
+    return _emit_without_column(match, writer) if match is not None and has_only_matched_uses(match) else None
 
 
-def column_of(softmax: fx.Node) -> SinkColumn | None:
+def match_sink_column(softmax: fx.Node) -> SinkColumn | None:
     """Return the scores and the extra column of a softmax, or None."""
     options = bound_arguments(softmax)
     concat = options["self"]
@@ -75,7 +75,7 @@ def column_of(softmax: fx.Node) -> SinkColumn | None:
     return SinkColumn(softmax, pieces[scores_position], pieces[1 - scores_position], concat_dim, scores_position)
 
 
-def all_uses_match(column: SinkColumn) -> bool:
+def has_only_matched_uses(column: SinkColumn) -> bool:
     """Return whether all uses of a softmax drop the column, and its backward separates the column's gradient from the scores'."""
     return all(is_slice_of(user, column, column.scores_range) or _is_backward(user, column) for user in column.softmax.users)
 

@@ -22,8 +22,8 @@ aten = torch.ops.aten
 def fuse_all_reduce_with_wait(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """wait(all_reduce(x, op, group)) -> all_reduce(x, op, group) with its wait
 
-    A pending value must stay private: no stage may keep it, and no loop may slice it. Applies only to reductions that
-    compute each element from the same element of all ranks.
+    No stage may save the value of a reduction that is still running, and no loop may slice it: so it must be private to one
+    operator. Applies only to reductions that compute each element from the same element of all ranks.
     """
     all_reduce = node_argument(node)
     if not is_all_reduce(all_reduce) or set(all_reduce.users) != {node}:
@@ -38,9 +38,9 @@ class MergeAllReduces:
 
         add(all_reduce(a, sum), all_reduce(b, sum)) -> all_reduce(add(a, b), sum)
 
-    The gradients of queries, keys and values are such a sum. Applies only if neither reduction has another user, and only
-    to values with a sequence dimension: ranks compare the reductions of those, and other reductions may depend on code
-    that differs between ranks. The sums round in another order.
+    The gradient of the input of the query, key and value projections is such a sum. Applies only if neither reduction has
+    another user, and only to values with a sequence dimension: ranks check that they reduce the same of these values,
+    while other reductions may depend on code that differs between ranks. The sums may round differently.
     """
 
     name: ClassVar[str] = "merge_all_reduces"
@@ -54,12 +54,7 @@ class MergeAllReduces:
         writer = GraphWriter(joint.graph)
         for node in joint.nodes if reductions else ():
             operands = node.all_input_nodes
-            if (
-                node.target is aten.add.Tensor
-                and not node.kwargs
-                and reductions.issuperset(operands)
-                and _may_be_merged(*operands)
-            ):
+            if node.target is aten.add.Tensor and not node.kwargs and reductions.issuperset(operands) and _can_merge(*operands):
                 total = writer.before(node).call(aten.add.Tensor, *(operand.args[0] for operand in operands))
                 reduced = writer.call(ALL_REDUCE, total, *operands[0].args[1:])
                 node.replace_all_uses_with(reduced, propagate_meta=False)
@@ -71,9 +66,9 @@ class MergeAllReduces:
         return replace(facts, joint=joint, found_axes=None) if is_changed else facts
 
 
-def _may_be_merged(*operands: fx.Node) -> bool:
-    """Return whether two values are equal linear reductions, each with one user."""
-    if len(operands) != 2 or any(len(part.users) != 1 for part in operands):
+def _can_merge(*operands: fx.Node) -> bool:
+    """Return whether two values are linear reductions with equal arguments, shape and dtype, each with one user."""
+    if len(operands) != 2 or any(len(operand.users) != 1 for operand in operands):
         return False
     left, right = operands
     is_same = left.args[1:] == right.args[1:] and has_same_type(left, right) and shape_of_node(left) == shape_of_node(right)

@@ -37,9 +37,9 @@ from streamfx.ir.subgraph import Subgraph
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import MUTATED, PATTERN, RECOMPUTE, VALUE
 from streamfx.passes.ops.collectives import (
-    PUTS_TOGETHER,
-    gives_the_same_twice,
+    REASSEMBLES,
     has_collectives,
+    is_deterministic,
     is_gather,
     is_linear_reduction,
     is_reduction,
@@ -73,29 +73,29 @@ class Unshard:
 
 
 def remove_gathers(joint: JointGraph) -> dict[fx.Node, Gather]:
-    """Make each gathered weight an input of the graph, and return the removed gather of each input."""
+    """Make each gathered weight an input of the graph, in place, and return the removed gather of each input."""
     gathers: dict[fx.Node, Gather] = {}
     for primal, derived in nodes_by_only_input(joint).items():
         if any(map(is_gather, derived)) and not primal.meta.get(MUTATED, False):
             derived = _merge_equal(derived)
-            end = _end_of_gather(primal, derived)
+            end = _find_gathered_weight(primal, derived)
             if end is not None:
-                ancestors = _ancestors(end, derived)
+                ancestors = _ancestors_within(end, derived)
                 gathers[primal] = Gather(
                     Subgraph.between(primal, end, ancestors), _recompute_policy([node for node in derived if node in ancestors])
                 )
                 end.replace_all_uses_with(primal)
-                kept = {name: value for name, value in primal.meta.items() if name != PATTERN}  # the pattern describes the shard
-                primal.meta = {**kept, VALUE: end.meta[VALUE]}
+                meta = {key: value for key, value in primal.meta.items() if key != PATTERN}  # the pattern describes the shard
+                primal.meta = {**meta, VALUE: end.meta[VALUE]}
     return gathers
 
 
 def nodes_by_only_input(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
-    """Return, for each input tensor, the nodes that depend on it alone, in graph order."""
+    """Return, for each input tensor, the deterministic nodes that depend on it alone, in graph order."""
     by_input: dict[fx.Node, list[fx.Node]] = {primal: [] for primal in joint.inputs if is_tensor(primal)}
     only_input = {primal: primal for primal in by_input}
     for node in joint.graph.nodes:
-        if node.op == "call_function" and gives_the_same_twice(node) and not is_assertion(node):
+        if node.op == "call_function" and is_deterministic(node) and not is_assertion(node):
             roots = {only_input.get(source) for source in node.all_input_nodes}
             if len(roots) == 1 and (single_input := roots.pop()) is not None:
                 only_input[node] = single_input
@@ -104,7 +104,7 @@ def nodes_by_only_input(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _merge_equal(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Merge equal operators (a weight that is used twice is gathered twice), and return the remaining nodes."""
+    """Merge equal operators, in place, because a weight that is used twice is gathered twice; return the remaining nodes."""
     first_by_key: dict[Any, fx.Node] = {}
     for node in nodes:
         first = first_by_key.setdefault(key_of(node), node)
@@ -114,14 +114,15 @@ def _merge_equal(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return list(first_by_key.values())
 
 
-def _end_of_gather(primal: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """Find the one value that leaves a gather: the last one before any operator that does more than reassemble shards.
+def _find_gathered_weight(primal: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the value that a gather passes to the model: the last one before any operator that does more than reassemble.
 
-    This value replaces the weight, so it must hold the weight's elements.
+    `nodes` depend on the input alone. The value replaces the weight, so it must hold the weight's elements, at most rounded
+    or padded with zeros. None if there is no such value.
     """
     result, ancestors_of_end = None, set[fx.Node]()
     for node in nodes:
-        ancestors = _ancestors(node, nodes)
+        ancestors = _ancestors_within(node, nodes)
         is_gathered = any(map(is_gather, ancestors)) and any(map(is_wait, ancestors)) and is_tensor(node)
         if is_gathered and all(map(_keeps_elements, ancestors)) and _is_only_result(node, {primal, *ancestors}):
             if result is not None and not all(map(_is_reassembly, ancestors - ancestors_of_end)):
@@ -137,7 +138,7 @@ def _pads_with_nonzero(node: fx.Node) -> bool:
 
 def _is_reassembly(node: fx.Node) -> bool:
     """Return whether an operator is a gather, its wait, or reassembles a tensor from shards."""
-    return node.target in PUTS_TOGETHER or is_gather(node) or is_wait(node)
+    return node.target in REASSEMBLES or is_gather(node) or is_wait(node)
 
 
 def _keeps_elements(node: fx.Node) -> bool:
@@ -151,13 +152,13 @@ def _keeps_elements(node: fx.Node) -> bool:
 
 def _is_only_result(end: fx.Node, subgraph: set[fx.Node]) -> bool:
     """Return whether `end` is the only value of a subgraph with users outside it, and is no output of the graph."""
-    leaves = any(user.op == "output" for user in end.users)
-    return not leaves and all(user in subgraph for node in subgraph - {end} for user in node.users)
+    is_output = any(user.op == "output" for user in end.users)
+    return not is_output and all(user in subgraph for node in subgraph - {end} for user in node.users)
 
 
-def _ancestors(node: fx.Node, among: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the node and its ancestors among the given nodes."""
-    allowed, ancestors, todo = set(among), {node}, [node]
+def _ancestors_within(node: fx.Node, within: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the node, and those ancestors that are reachable from it through nodes of `within` alone."""
+    allowed, ancestors, todo = set(within), {node}, [node]
     while todo:
         new = [source for source in todo.pop().all_input_nodes if source in allowed and source not in ancestors]
         ancestors.update(new)
@@ -166,7 +167,7 @@ def _ancestors(node: fx.Node, among: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _recompute_policy(nodes: Iterable[fx.Node]) -> bool | None:
-    """Return whether the user's checkpoint policy keeps (True) or recomputes (False) a gathered weight; None if not set."""
+    """Return whether the user's checkpoint policy saves (True) or recomputes (False) a gathered weight; None if it is not set."""
     hints = [node.meta[RECOMPUTE] for node in nodes if node.meta.get(RECOMPUTE) is not None]
     return True if any(policy in SAVES for policy in hints) else False if any(policy in RECOMPUTES for policy in hints) else None
 
@@ -175,24 +176,24 @@ def _recompute_policy(nodes: Iterable[fx.Node]) -> bool | None:
 
 
 def remove_reductions(joint: JointGraph) -> dict[int, Subgraph]:
-    """Let the graph return gradients before their reduction over ranks, and return the removed reductions by position."""
-    output, count = joint.graph.output_node(), len(joint.outputs)
+    """Let the graph return gradients before their reduction over ranks, in place; return the reductions by gradient index."""
+    output, num_outputs = joint.graph.output_node(), len(joint.outputs)
     results = list(outputs_of(joint.graph))
     reductions: dict[int, Subgraph] = {}
-    for position, primal, gradient in joint.trained:
+    for gradient_index, primal, gradient in joint.trained:
         if is_tensor(primal) and results.count(gradient) == 1:
-            gradient = results[count + position] = _merge_reductions(gradient, primal)
+            gradient = results[num_outputs + gradient_index] = _merge_reductions(gradient, primal)
             removed = _match_reduction(gradient, primal)
             if removed is not None:
-                results[count + position], reductions[position] = removed
+                results[num_outputs + gradient_index], reductions[gradient_index] = removed
     output.args = (tuple(results),)
     return reductions
 
 
 def _match_reduction(gradient: fx.Node, primal: fx.Node) -> tuple[fx.Node, Subgraph] | None:
-    """Return the value that a gradient's reduction starts from, and the reduction's subgraph.
+    """Return the value from which a gradient's reduction starts, and the reduction's subgraph; None if there is no reduction.
 
-    This is the last value with the weight's shape and dtype, else the last operand that all reductions depend on.
+    The value is the last one with the weight's shape and dtype, else the last operand on which all reductions depend.
     """
     candidates = _exclusive_ancestors(gradient)
     reductions = {node for node in candidates if is_reduction(node)}
@@ -208,7 +209,7 @@ def _match_reduction(gradient: fx.Node, primal: fx.Node) -> tuple[fx.Node, Subgr
 
 
 def _merge_reductions(gradient: fx.Node, primal: fx.Node) -> fx.Node:
-    """Merge the reductions of two uses of a weight into one reduction of their sum, and return the gradient.
+    """Merge the reductions of two uses of a weight into one reduction of their sum, in place; return the gradient.
 
     add(wait(reduce_scatter(a)), wait(reduce_scatter(b))) -> wait(reduce_scatter(add(a, b)))
     """
@@ -236,20 +237,17 @@ def _is_linear(node: fx.Node) -> bool:
     """Return whether an operator of a reduction commutes with sums."""
     if _pads_with_nonzero(node):
         return False
-    return is_linear_reduction(node) or is_wait(node) or node.target in PUTS_TOGETHER
+    return is_linear_reduction(node) or is_wait(node) or node.target in REASSEMBLES
 
 
 def _exclusive_ancestors(gradient: fx.Node) -> set[fx.Node]:
-    """Return the nodes that compute only this gradient.
-
-    They are collectives, operators that reassemble shards, and operators with one operand.
-    """
+    """Return those ancestors of a gradient that have no other use, and that may be part of a reduction."""
     ancestors: set[fx.Node] = set()
     todo = [gradient]
     while todo:
         node = todo.pop()
         is_exclusive = all(user in ancestors for user in node.users) or node is gradient
-        if node.op == "call_function" and is_exclusive and gives_the_same_twice(node) and _may_be_in_reduction(node):
+        if node.op == "call_function" and is_exclusive and is_deterministic(node) and _may_be_in_reduction(node):
             ancestors.add(node)
             todo += [source for source in node.all_input_nodes if source not in ancestors]
     return ancestors
@@ -257,19 +255,20 @@ def _exclusive_ancestors(gradient: fx.Node) -> set[fx.Node]:
 
 def _may_be_in_reduction(node: fx.Node) -> bool:
     """Return whether an operator has one operand or reassembles a tensor from shards."""
-    return len(node.all_input_nodes) == 1 or node.target in PUTS_TOGETHER
+    return len(node.all_input_nodes) == 1 or node.target in REASSEMBLES
 
 
 def _nodes_between(source: fx.Node, target: fx.Node, allowed: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes on paths from `source` to `target` among the allowed nodes; the empty set if `target` depends on another
-    value, too.
+    """Return the nodes on paths from `source` to `target` through allowed nodes.
+
+    Return the empty set if these nodes read another value as well.
     """
     descendants, todo = set[fx.Node](), [source]
     while todo:
         new = [user for user in todo.pop().users if user in allowed and user not in descendants]
         descendants.update(new)
         todo += new
-    nodes = descendants & _ancestors(target, descendants)
+    nodes = descendants & _ancestors_within(target, descendants)
     depends_on_source_only = target in nodes and all(
         operand in nodes or operand is source for node in nodes for operand in node.all_input_nodes
     )

@@ -1,4 +1,7 @@
-"""Replace a mean over labeled tokens by a sum divided by a count, which can be accumulated chunk by chunk."""
+"""Replace a mean over labeled tokens by a sum divided by the label weight: loops accumulate both chunk by chunk.
+
+The label weight is the number of labels that are not ignored, or the sum of their class weights.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 @rewrite_rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def mean_loss_to_sum(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
-    """mean loss, total weight -> summed loss / count, count"""
+    """mean loss, total weight -> summed loss / label weight, label weight"""
     arguments = bound_arguments(node)
     if arguments["reduction"] != MEAN:
         return None
@@ -28,31 +31,31 @@ def mean_loss_to_sum(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Nod
     if torch.finfo(_dtype(scores)).max < torch.finfo(torch.float32).max:  # the sum may overflow if the mean does not
         scores, weight = (item and writer.call(aten._to_copy.default, item, dtype=torch.float32) for item in (scores, weight))
     total = writer.call(operator.getitem, writer.call(node.target, scores, labels, weight, SUM, ignored), 0)
-    count = _label_count(labels, weight, ignored, writer)
-    results: list[Any] = [writer.call(aten.div.Tensor, total, count), count]
+    label_weight = _emit_label_weight(labels, weight, ignored, writer)
+    results: list[Any] = [writer.call(aten.div.Tensor, total, label_weight), label_weight]
     used_results = [user for user in node.users if user.users]
     return {user: writer.call(aten._to_copy.default, results[user.args[1]], dtype=_dtype(user)) for user in used_results}  # type: ignore[index]
 
 
 @rewrite_rule(*BACKWARD)
 def mean_loss_backward_to_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """gradient of a mean loss -> gradient of the summed loss, if the incoming gradient is divided by the total weight"""
+    """gradient of a mean loss -> gradient of the summed loss, with an incoming gradient that is divided by the total weight"""
     arguments = bound_arguments(node)
     if arguments["reduction"] != MEAN:
         return None
     gradient, total = arguments["grad_output"], arguments["total_weight"]
     is_rounded = total.target is aten._to_copy.default and _dtype(node_argument(total)) == torch.float64
-    count = node_argument(total) if is_rounded else total
-    scaled = writer.call(aten._to_copy.default, writer.call(aten.div.Tensor, gradient, count), dtype=_dtype(gradient))
+    label_weight = node_argument(total) if is_rounded else total
+    scaled = writer.call(aten._to_copy.default, writer.call(aten.div.Tensor, gradient, label_weight), dtype=_dtype(gradient))
     return writer.call(node.target, *{**arguments, "grad_output": scaled, "reduction": SUM}.values())
 
 
 @rewrite_rule(*BACKWARD)
 def remove_total_weight_of_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """gradient of a summed loss for a total weight -> the same for any weight
+    """gradient of a summed loss with a total weight -> the same gradient with the constant 1 as total weight
 
-    Only the gradient of a mean reads the total weight. Without this operand, other gradients need not wait for the count
-    of all labels.
+    Only the gradient of a mean reads the total weight. Without this operand, the gradient of a sum does not wait for all
+    labels.
     """
     arguments = bound_arguments(node)
     total: fx.Node = arguments["total_weight"]
@@ -62,8 +65,8 @@ def remove_total_weight_of_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | 
     return writer.call(node.target, *{**arguments, "total_weight": unused}.values())
 
 
-def _label_count(labels: fx.Node, weight: fx.Node | None, ignored: int, writer: GraphWriter) -> fx.Node:
-    """Return the number of labels that count, or the sum of their class weights."""
+def _emit_label_weight(labels: fx.Node, weight: fx.Node | None, ignored: int, writer: GraphWriter) -> fx.Node:
+    """Emit the number of labels that are not ignored, or the sum of their class weights."""
     is_counted, device = writer.call(aten.ne.Scalar, labels, ignored), labels.meta[VALUE].device
     if weight is None:
         return writer.call(aten.sum.default, is_counted, dtype=torch.float64)

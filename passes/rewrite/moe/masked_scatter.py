@@ -1,4 +1,4 @@
-"""Replace rows that a mask scatters (images among tokens) by look-ups, and a number that a mask scatters by `where`."""
+"""Replace a masked scatter of rows (images among tokens) by a look-up, and a masked write of a scalar by `where`."""
 
 from __future__ import annotations
 
@@ -19,59 +19,62 @@ aten = torch.ops.aten
 def masked_scatter_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """masked_scatter(x, mask, source) -> where(mask, source[cumsum(mask) - 1], x)
 
-    Applies to static shapes and masks that select complete rows. The source must not be empty: rows that are not masked
-    look up row 0.
+    Applies to static shapes and masks that select complete rows. The source must not be empty, because rows that are not
+    masked look up row 0.
     """
     arguments = bound_arguments(node)
     source, mask = arguments["source"], arguments["mask"]
-    row_mask = _mask_of_rows(mask)
+    row_mask = _match_row_mask(mask)
     width = shape_of_node(node)[-1] if shape_of_node(node) else 0
     has_shape_of_rows = shape_of_node(mask) == shape_of_node(node) and shape_of_node(source)[-1:] == (width,)
-    if row_mask is None or not has_shape_of_rows or not _are_static(node, source) or not _has_rows(source):
+    if row_mask is None or not has_shape_of_rows or not _are_static(node, source) or not _is_nonempty(source):
         return None
-    row_numbers = _row_numbers(row_mask, writer)
+    row_indices = _emit_row_indices(row_mask, writer)
     flat = writer.call(aten.reshape.default, source, [-1, width])
-    return writer.call(aten.where.self, mask, writer.call(aten.index.Tensor, flat, [row_numbers]), node_argument(node))
+    return writer.call(aten.where.self, mask, writer.call(aten.index.Tensor, flat, [row_indices]), node_argument(node))
 
 
 @rewrite_rule(aten.index_put.default)
 def index_put_by_mask_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """index_put(x, [mask], number) -> where(mask, number, x)
+    """index_put(x, [mask], scalar) -> where(mask, scalar, x)
 
-    All elements get the same number, so their order does not matter.
+    All masked elements get the same value, so their order does not matter.
     """
     arguments = bound_arguments(node)
-    x, indices, number = arguments["self"], arguments["indices"], arguments["values"]
-    if arguments["accumulate"] or len(indices) != 1 or not is_tensor(indices[0]) or shape_of_node(number):
+    x, indices, scalar = arguments["self"], arguments["indices"], arguments["values"]
+    if arguments["accumulate"] or len(indices) != 1 or not is_tensor(indices[0]) or shape_of_node(scalar):
         return None
     mask, shape = indices[0], shape_of_node(x)
     rows = shape_of_node(mask)
-    if mask.meta[VALUE].dtype != torch.bool or not rows or shape[: len(rows)] != rows or not has_same_type(number, x):
+    if mask.meta[VALUE].dtype != torch.bool or not rows or shape[: len(rows)] != rows or not has_same_type(scalar, x):
         return None
     for dim in range(len(rows), len(shape)):
         mask = writer.call(aten.unsqueeze.default, mask, dim)
-    return writer.call(aten.where.self, mask, number, x)
+    return writer.call(aten.where.self, mask, scalar, x)
 
 
 @rewrite_rule(aten.masked_scatter_backward.default)
 def masked_scatter_backward_to_index_put(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """gradient of the source -> zeros, with the masked rows added at cumsum(mask) - 1"""
+    """masked_scatter_backward(d, mask) -> zeros, with the masked rows of d added at cumsum(mask) - 1
+
+    Rows that are not masked add zero.
+    """
     gradient, mask, sizes = node_argument(node), node_argument(node, 1), node.args[2]
-    row_mask, value = _mask_of_rows(mask), node.meta[VALUE]
+    row_mask, value = _match_row_mask(mask), node.meta[VALUE]
     width = shape_of_node(gradient)[-1] if shape_of_node(gradient) else 0
     has_shape_of_rows = shape_of_node(mask) == shape_of_node(gradient) and shape_of_node(node)[-1:] == (width,)
-    if row_mask is None or not has_shape_of_rows or not _are_static(node, gradient) or not _has_rows(node):
+    if row_mask is None or not has_shape_of_rows or not _are_static(node, gradient) or not _is_nonempty(node):
         return None
     keywords = {"dtype": value.dtype, "device": value.device}
     zero = writer.call(aten.full.default, [], 0.0, **keywords)
     masked = writer.call(aten.where.self, mask, gradient, zero)
     zeros = writer.call(aten.full.default, [math.prod(value.shape[:-1]), width], 0.0, **keywords)
-    added = writer.call(aten.index_put.default, zeros, [_row_numbers(row_mask, writer)], masked, True)
+    added = writer.call(aten.index_put.default, zeros, [_emit_row_indices(row_mask, writer)], masked, True)
     return writer.call(aten.reshape.default, added, list(sizes))  # type: ignore[arg-type]
 
 
-def _mask_of_rows(mask: fx.Node) -> fx.Node | None:
-    """Return the mask [... 1] that a mask repeats along the last dimension, of any dtype (nonzero is true); else None."""
+def _match_row_mask(mask: fx.Node) -> fx.Node | None:
+    """Return the mask [... 1], of any dtype, that a mask repeats along the last dimension; None if it is not repeated."""
     if mask.meta[VALUE].dtype != torch.bool:
         return None
     mask = _before_clones(mask)
@@ -91,18 +94,18 @@ def _before_clones(node: fx.Node) -> fx.Node:
     return node
 
 
-def _row_numbers(row_mask: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Return the index of each masked row among all masked rows; 0 before the first one."""
+def _emit_row_indices(row_mask: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Emit the index of each masked row among all masked rows; rows before the first masked row get 0."""
     shape = list(shape_of_node(row_mask))[:-1]
     if row_mask.meta[VALUE].dtype != torch.bool:
         row_mask = writer.call(aten._to_copy.default, row_mask, dtype=torch.bool)
     flat = writer.call(aten._to_copy.default, writer.call(aten.reshape.default, row_mask, [-1]), dtype=torch.int64)
-    numbers = writer.call(aten.clamp.default, writer.call(aten.sub.Tensor, writer.call(aten.cumsum.default, flat, 0), 1), 0)
-    return writer.call(aten.reshape.default, numbers, shape)
+    indices = writer.call(aten.clamp.default, writer.call(aten.sub.Tensor, writer.call(aten.cumsum.default, flat, 0), 1), 0)
+    return writer.call(aten.reshape.default, indices, shape)
 
 
-def _has_rows(node: fx.Node) -> bool:
-    """Return whether a value is not empty."""
+def _is_nonempty(node: fx.Node) -> bool:
+    """Return whether a value has elements."""
     return 0 not in shape_of_node(node)
 
 

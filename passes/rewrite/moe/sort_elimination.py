@@ -8,9 +8,9 @@ sequence are contiguous:
                             sum over rows of g(x[order])     ->    sum over rows of g(x)
 
 The proof is an induction over operators. A permuted value v has an unpermuted value w (its twin) with v[i] = w[order[i]].
-If an operator's rule keeps the axis label of the rows apart, the operator maps unpermuted operands to the unpermuted
-result; if the operator sums over the rows, both results are equal. The graph changes only if a permutation disappears
-completely.
+If an operator's rule treats all rows alike (their axis label is not special), the operator maps unpermuted operands to the
+unpermuted result; if the operator sums over the rows, both results are equal. The graph changes only if a permutation
+disappears completely.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.rules.registry import RuleCall, evaluate_rule, rule_for
 from streamfx.passes.rewrite.driver import replace
-from streamfx.passes.rewrite.views.iota_index import counts_up, row_index, without_counting_index
+from streamfx.passes.rewrite.views.iota_index import is_arange, row_index, simplify_arange_index
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
-LOOKS_UP = (aten.index.Tensor, aten._unsafe_index.Tensor)
+LOOKUPS = (aten.index.Tensor, aten._unsafe_index.Tensor)
+ROW_ORDER = "{target}: its rows are in sorted order, and {reader} depends on that order"
 Handler: TypeAlias = "Callable[[Permutations, fx.Node], None]"
 
 
 @dataclass(frozen=True)
 class Permuted:
-    """A node computed from permuted rows; `twin` is the same value computed from the rows in their original order.
+    """The unpermuted value of a node that is computed from permuted rows: `twin` is computed from the original order.
 
     `dims` is the permuted dimension of each result, or None if the result equals the twin's.
     """
@@ -58,7 +59,7 @@ class Permutations:
     """The values of a graph whose rows are permuted, and their unpermuted values."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        """Start with no permuted values."""
+        """Start without recorded values."""
         self.graph, self.writer, self.values = graph, GraphWriter(graph), ValueRanges()
         self.permuted: dict[fx.Node, Permuted] = {}
         self.restored: dict[fx.Node, Permuted] = {}  # values that do not depend on the permutation, and their twins
@@ -81,45 +82,43 @@ class Permutations:
         (self.restored if dim is None else self.permuted)[node] = Permuted(order, twin, (dim,))
 
     def permuted_along(self, node: Any, dim: int = 0) -> Permuted | None:
-        """Return the twin of a value that is permuted along a dimension, else None."""
+        """Return the record of a value that is permuted along a dimension, else None."""
         permuted = self.permuted.get(node)
         return permuted if permuted is not None and permuted.dims == (dim % len(shape_of_node(node)),) else None
 
-    def order_of(self, node: Any) -> fx.Node | None:
-        """Return the permutation that an index vector applies to the rows it looks up, else None."""
-        return node if node in self.sort_keys else None
+    def is_permutation(self, node: Any) -> bool:
+        """Return whether a value is a recorded permutation: the indices of a sort."""
+        return node in self.sort_keys
 
 
 def remove_undone_permutations(graph: fx.Graph, more_handlers: Mapping[str, Handler]) -> None:
     """Remove, in place, every permutation of rows on which no result depends."""
     orders = Permutations(graph)
     orders.find(more_handlers)
-    restored = _removable(orders)
-    reachable = _reachable(graph, restored)
+    replacements = _select_replacements(orders)
+    reachable = _reachable(graph, replacements)
     for node in orders.permuted.keys() & reachable:
-        reader = next((user.name for user in node.users if user in reachable and user not in orders.permuted), "another")
-        node.meta[WHY_WHOLE] = f"{node.target}: its rows stand in an order that matters to {reader}"
+        reader = next((user.name for user in node.users if user in reachable and user not in orders.permuted), "an operator")
+        node.meta[WHY_WHOLE] = ROW_ORDER.format(target=node.target, reader=reader)
     new_nodes = {*orders.writer.new_nodes}
-    for node, twin_of_node in restored.items():
-        replace(node, twin_of_node.twin, is_new=twin_of_node.twin in new_nodes)
+    for node, permuted in replacements.items():
+        replace(node, permuted.twin, is_new=permuted.twin in new_nodes)
 
 
-def _removable(orders: Permutations) -> dict[fx.Node, Permuted]:
-    """Return the replacements that leave no value permuted by the same permutation alive."""
+def _select_replacements(orders: Permutations) -> dict[fx.Node, Permuted]:
+    """Return the restored values whose permutation disappears completely if they are replaced by their twins."""
     replacements = dict(orders.restored)
     while True:
         reachable = _reachable(orders.graph, replacements)
-        lasting_orders = {twin_of_node.order for node, twin_of_node in orders.permuted.items() if node in reachable}
-        remaining = {
-            node: twin_of_node for node, twin_of_node in replacements.items() if twin_of_node.order not in lasting_orders
-        }
-        if len(remaining) == len(replacements):
+        remaining_orders = {permuted.order for node, permuted in orders.permuted.items() if node in reachable}
+        removable = {node: permuted for node, permuted in replacements.items() if permuted.order not in remaining_orders}
+        if len(removable) == len(replacements):
             return replacements
-        replacements = remaining
+        replacements = removable
 
 
 def _reachable(graph: fx.Graph, replacements: Mapping[fx.Node, Permuted]) -> set[fx.Node]:
-    """Return the nodes that outputs and assertions depend on, if the given nodes are replaced by their twins."""
+    """Return the nodes on which outputs and assertions depend, if the given nodes are replaced by their twins."""
     reachable: set[fx.Node] = set()
     todo = [graph.output_node(), *filter(is_assertion, graph.nodes)]
     while todo:
@@ -140,42 +139,42 @@ def _operator_name(node: fx.Node) -> str:
 
 
 def _propagate(orders: Permutations, node: fx.Node) -> None:
-    """Compute an operator's twin from permuted operands, if its rule keeps the axis label of the rows apart."""
+    """Record the twin of an operator with permuted operands, if the operator's rule treats all rows alike."""
     if node.target is operator.getitem:
         return _propagate_getitem(orders, node)
     operands = tensor_operands(node)
     permuted_operands = [orders.permuted.get(operand) for operand in operands]
-    permuted_marks = [mark for mark in permuted_operands if mark is not None]
-    if not permuted_marks or len({mark.order for mark in permuted_marks}) > 1 or is_reduced_over_ranks(node):
+    orders_of_operands = {permuted.order for permuted in permuted_operands if permuted is not None}
+    if len(orders_of_operands) != 1 or is_reduced_over_ranks(node):
         return None  # (a reduction over ranks would combine rows that each rank has permuted differently)
     signature = _signature(node)
-    letter = _letter_of_rows(signature, permuted_operands) if signature is not None else None
+    letter = _find_row_label(signature, permuted_operands) if signature is not None else None
     if signature is None or letter is None:
         return None
     dims = tuple(_dim_of_label(shape, letter) for shape in signature.results)
     if any(letter in dim for shape in signature.results for dim in shape if len(dim) > 1):
         return None
-    twins = {operand: mark.twin for operand, mark in zip(operands, permuted_operands, strict=True) if mark is not None}
+    twins = {operand: permuted.twin for operand, permuted in zip(operands, permuted_operands, strict=True) if permuted}
     writer = orders.writer.before(node)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: twins.get(argument, argument))
     twin = writer.call(node.target, *args, **kwargs)
-    twin = without_counting_index(twin, writer) or twin
+    twin = simplify_arange_index(twin, writer) or twin
     has_permuted_result = not is_tensor(node) or dims[0] is not None
-    (orders.permuted if has_permuted_result else orders.restored)[node] = Permuted(permuted_marks[0].order, twin, dims)
+    (orders.permuted if has_permuted_result else orders.restored)[node] = Permuted(orders_of_operands.pop(), twin, dims)
     return None
 
 
 def _propagate_getitem(orders: Permutations, node: fx.Node) -> None:
     """Record the twin of one result of an operator that has permuted rows."""
-    source, position = node.args[0], int_argument(node, 1)
+    source, index = node.args[0], int_argument(node, 1)
     permuted_source = orders.permuted.get(source)  # type: ignore[arg-type]
-    if permuted_source is not None and position < len(permuted_source.dims):
-        twin = orders.writer.before(node).call(operator.getitem, permuted_source.twin, position)
-        orders.record(node, permuted_source.order, twin, permuted_source.dims[position])
+    if permuted_source is not None and index < len(permuted_source.dims):
+        twin = orders.writer.before(node).call(operator.getitem, permuted_source.twin, index)
+        orders.record(node, permuted_source.order, twin, permuted_source.dims[index])
 
 
 def _signature(node: fx.Node) -> Signature | None:
-    """Return the operator's signature for dimensions of which only the sizes are known."""
+    """Return the operator's signature if only the sizes of its operands' dimensions are known; None without a rule."""
     rule = rule_for(node)
     if rule is None:
         return None
@@ -187,14 +186,15 @@ def _signature(node: fx.Node) -> Signature | None:
     return None if isinstance(signature, str) else signature
 
 
-def _letter_of_rows(signature: Signature, permuted_operands: list[Permuted | None]) -> Letter | None:
-    """Return the axis label of all permuted dimensions, if it is one, no operand has it unpermuted, and the operator
-    keeps it.
+def _find_row_label(signature: Signature, permuted_operands: list[Permuted | None]) -> Letter | None:
+    """Return the axis label that all permuted dimensions share; else None.
+
+    Also None if another operand has this label unpermuted, or if the operator does not treat its rows alike.
     """
     letters: set[Letter] = set()
-    for shape, mark in zip(signature.operands, permuted_operands, strict=True):
-        if mark is not None:
-            (dim,) = mark.dims
+    for shape, permuted in zip(signature.operands, permuted_operands, strict=True):
+        if permuted is not None:
+            (dim,) = permuted.dims
             if dim is None or len(shape[dim]) != 1:
                 return None
             letters.add(shape[dim][0])
@@ -203,16 +203,16 @@ def _letter_of_rows(signature: Signature, permuted_operands: list[Permuted | Non
     (letter,) = letters
     if signature.is_special(letter):
         return None
-    for shape, mark in zip(signature.operands, permuted_operands, strict=True):
-        dims = [position for position, dim in enumerate(shape) if letter in dim]
-        if dims != ([mark.dims[0]] if mark is not None else []):
+    for shape, permuted in zip(signature.operands, permuted_operands, strict=True):
+        dims = [dim for dim, labels in enumerate(shape) if letter in labels]
+        if dims != ([permuted.dims[0]] if permuted is not None else []):
             return None
     return letter
 
 
 def _dim_of_label(shape: LetterShape, letter: Letter) -> int | None:
     """Return the dimension that has an axis label, or None."""
-    return next((position for position, dim in enumerate(shape) if letter in dim), None)
+    return next((dim for dim, labels in enumerate(shape) if letter in labels), None)
 
 
 # -- operators that create a permutation, index by it, or undo it
@@ -227,10 +227,10 @@ def _handle_sort(orders: Permutations, node: fx.Node) -> None:
     has_values = not is_tensor(node)
     results = {int_argument(user, 1): user for user in node.users if user.target is operator.getitem} if has_values else {1: node}
     order = results.get(1)
-    if order is None or (keys in orders.permuted and orders.order_of(keys) is None):
+    if order is None or (keys in orders.permuted and not orders.is_permutation(keys)):
         return
     writer = orders.writer.before(node)
-    if orders.order_of(keys) is not None:
+    if orders.is_permutation(keys):
         orders.inverse[order] = keys
         return
     orders.sort_keys[order] = keys
@@ -258,35 +258,34 @@ def _handle_write(orders: Permutations, node: fx.Node) -> None:
     base, rows = arguments["self"], arguments["values"]
     if shape_of_node(rows) != shape_of_node(base):
         return
-    if (order := orders.order_of(index)) is not None and not arguments["accumulate"]:
-        _record_write(orders, node, order, rows)
+    if orders.is_permutation(index) and not arguments["accumulate"]:
+        _record_write(orders, node, index, rows)
     elif index in orders.inverse and rows not in orders.permuted and not (arguments["accumulate"] and not is_zero(base)):
         orders.record(node, orders.inverse[index], rows)
 
 
 def _record_write(orders: Permutations, node: fx.Node, order: fx.Node, rows: fx.Node) -> None:
-    """Record the result of result[order[i]] = rows[i]: restored rows, or an inverse permutation if the rows count up."""
+    """Record the result of `result[order] = rows`: restored rows, or the inverse permutation if the rows are 0, 1, 2, ..."""
     permuted_rows = orders.permuted_along(rows)
     if permuted_rows is not None and permuted_rows.order is order:
         orders.record(node, order, permuted_rows.twin, dim=None)
-    elif counts_up(rows):
+    elif is_arange(rows):
         orders.inverse[node] = order
 
 
 def _handle_scatter(orders: Permutations, node: fx.Node) -> None:
-    """Handle `scatter(base, 0, order, rows)` and `index_copy` of vectors likewise."""
+    """Record the result of `scatter` or `index_copy` of a vector at a permutation, as for `result[order] = rows`."""
     arguments = bound_arguments(node)
     index, rows = arguments["index"], arguments.get("src", arguments.get("source"))
     is_vector = shape_of_node(index) == shape_of_node(node) and len(shape_of_node(index)) == 1
-    order = orders.order_of(index)
     if (
         is_vector
-        and order is not None
+        and orders.is_permutation(index)
         and isinstance(rows, fx.Node)
         and is_tensor(rows)
         and shape_of_node(rows) == shape_of_node(node)
     ):
-        _record_write(orders, node, order, rows)
+        _record_write(orders, node, index, rows)
 
 
 HANDLERS: dict[Any, Handler] = {
@@ -296,6 +295,6 @@ HANDLERS: dict[Any, Handler] = {
     aten.argsort.stable: _handle_sort,
     aten.scatter.src: _handle_scatter,
     aten.index_copy.default: _handle_scatter,
-    **dict.fromkeys(LOOKS_UP, _handle_lookup),
+    **dict.fromkeys(LOOKUPS, _handle_lookup),
     **dict.fromkeys(WRITES, _handle_write),
 }

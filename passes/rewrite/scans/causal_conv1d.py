@@ -1,7 +1,8 @@
 """Replace the causal-conv1d package's operators by a recurrence whose state is the last rows of the previous chunk.
 
-The package's C++ operators write into tensors that they are given, and add to the gradients of weights (cpp_functions.py
-in version 1.6). In a graph this reads `auto_functionalized(operator, x=..., _out_base_index=0, _all_bases=[out])`.
+The package's C++ operators write into tensors that their caller passes, and add to the gradients of weights
+(cpp_functions.py in version 1.6). In a graph a call is `auto_functionalized(operator, x=..., _out_base_index=0,
+_all_bases=[out])`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from streamfx.kernels import causal_conv
 from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.rewrite.pattern import results_in_use, rewrite_rule
-from streamfx.passes.rewrite.scans.custom_scan import TOGETHER, ScanCall, emit_recurrences, strip_aliases, users_through_aliases
+from streamfx.passes.rewrite.scans.custom_scan import (
+    UNPACKED_RESULTS,
+    ScanCall,
+    emit_recurrences,
+    strip_aliases,
+    users_through_aliases,
+)
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
 
 FORWARD, BACKWARD = "DaoAILab::_causal_conv1d_fwd_cpp", "DaoAILab::_causal_conv1d_bwd_cpp"
@@ -65,14 +72,14 @@ def _functionalized_name(node: fx.Node) -> str:
 
 
 def _read_forward(node: fx.Node) -> ScanCall:
-    """Read a forward call; raise an error if the caller passes states or sequence indices."""
+    """Return a forward call; raise a NotStatefulError if the caller passes states or sequence indices."""
     arguments = node.kwargs
     _check_none(arguments, (*UNSUPPORTED, "_final_states_out_base_index"))
     return _scan_call(node, {**{name: arguments[name] for name in INPUTS}, "silu": arguments["silu_activation"], "first": None})
 
 
 def _read_backward(node: fx.Node, call: ScanCall) -> ScanCall | None:
-    """Return the backward if it belongs to this call, else None."""
+    """Return a backward call; None if it belongs to another forward call, a NotStatefulError if it is not supported."""
     arguments = node.kwargs
     forward_arguments = {
         **{name: strip_aliases(arguments[name]) for name in INPUTS},
@@ -83,19 +90,18 @@ def _read_backward(node: fx.Node, call: ScanCall) -> ScanCall | None:
         return None
     _check_none(arguments, (*UNSUPPORTED, "_dfinal_states_base_index", "_dinitial_states_base_index"))
     bases: Sequence[Any] = arguments["_all_bases"]  # type: ignore[assignment]
-    count = 2 if forward_arguments["bias"] is None else 3
-    if [arguments[f"_{name}_base_index"] for name in WRITTEN_BASES[:count]] != [*range(count)] or not all(
-        map(is_zero, bases[1:])
-    ):
-        raise NotStatefulError("gradients that are added to others")
+    num_bases = 2 if forward_arguments["bias"] is None else 3
+    base_indices = [arguments[f"_{name}_base_index"] for name in WRITTEN_BASES[:num_bases]]
+    if base_indices != [*range(num_bases)] or not all(map(is_zero, bases[1:])):
+        raise NotStatefulError("gradients that are added to buffers other than zeros")
     return _scan_call(node, {**forward_arguments, "dy": arguments["dout"], "dlast": None})
 
 
 def _scan_call(node: fx.Node, arguments: Mapping[str, Any]) -> ScanCall:
-    """Return the call; results of `auto_functionalized` are its own (none here), followed by the tensors that it writes."""
+    """Return the call of an `auto_functionalized` node, whose results are None, followed by the tensors that it writes."""
     users_by_result = results_in_use(node)
     if users_by_result is None or 0 in users_by_result:
-        raise NotStatefulError(TOGETHER)
+        raise NotStatefulError(UNPACKED_RESULTS)
     written_values = node.meta[VALUE][1:]
     return ScanCall(
         node,
@@ -106,7 +112,7 @@ def _scan_call(node: fx.Node, arguments: Mapping[str, Any]) -> ScanCall:
 
 
 def _check_none(arguments: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raise an error if the caller passes any of these arguments."""
+    """Raise a NotStatefulError if the caller passes any of these arguments."""
     for name in names:
         if arguments.get(name) is not None:
-            raise NotStatefulError(f"{name.strip('_').removesuffix('_base_index')} of the caller's")
+            raise NotStatefulError(f"{name.strip('_').removesuffix('_base_index')} passed by the caller")

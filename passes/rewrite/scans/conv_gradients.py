@@ -59,7 +59,7 @@ def split_convolution_backward(node: fx.Node, writer: GraphWriter) -> dict[fx.No
 
 
 def _has_axis_rule(arguments: dict[str, Any], x: fx.Node, weight: fx.Node) -> bool:
-    """Return whether the axis rules cover a convolution: kernels of one tap, or windows along one axis."""
+    """Return whether the axis rules cover a convolution: it has a kernel of one tap, or windows along one axis."""
     taps = shape_of_node(weight)
     if not all(item.meta[VALUE].is_floating_point() for item in (x, weight)):  # gradients of complex tensors contain conjugates
         return False

@@ -24,17 +24,17 @@ from streamfx.passes.rewrite.views.no_ops import remove_alias
 from streamfx.runtime.custom_scan import Backward, Forward
 from streamfx.torch_private import OpOverload
 
-TOGETHER = "results that are taken together"
-LISTS = "a list of tensors"
-SIZES = "an argument that is a size, {name}, and changes from call to call"
-SAVED = "result {number} in use by more than its own backward"
-OTHERS = "a backward that may be that of another call, with other arguments"
-FLAGS = "result {number} in use, which is another where the state after the last row is asked for"
+UNPACKED_RESULTS = "results that are used as one tuple"
+TENSOR_LIST = "a list of tensors"
+DYNAMIC_SIZE = "argument {name}, a size that changes from call to call"
+SHARED_RESULT = "result {index} in use by more than the operator's own backward"
+AMBIGUOUS_BACKWARD = "a backward that may belong to another call, with other arguments"
+CHANGED_RESULT = "result {index} in use, which changes if the state after the last row is returned as well"
 
 
 @dataclass(frozen=True)
 class ScanCall:
-    """A call of an operator with a state, or of its backward: arguments by name, users of each result, and result values."""
+    """A call of an operator with a state, or of its backward: arguments by name, users of each result, and traced results."""
 
     node: fx.Node
     arguments: Mapping[str, Any]
@@ -47,7 +47,7 @@ class ScanCall:
         return {name: value.meta[VALUE] if isinstance(value, fx.Node) else value for name, value in self.arguments.items()}
 
     def operands(self, names: Sequence[str]) -> list[fx.Node]:
-        """Return the arguments of these names."""
+        """Return the arguments with these names."""
         return [self.arguments[name] for name in names]
 
 
@@ -63,8 +63,8 @@ def stateful_operator_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mappi
         backwards += backwards_of(declared, call)
         return emit_recurrences(declared, call, backwards, writer)
     except NotStatefulError as why:
-        for failed in (node, *(backward.node for backward in backwards)):
-            failed.meta[WHY_WHOLE] = f"{failed.target} with {why}"
+        for call_node in (node, *(backward.node for backward in backwards)):
+            call_node.meta[WHY_WHOLE] = f"{call_node.target} with {why}"
         return None
 
 
@@ -80,20 +80,20 @@ def name_of(node: fx.Node) -> str:
 
 
 def read_call(node: fx.Node, declared: Stateful) -> ScanCall:
-    """Read a call of a declared operator or its backward; raise an error if its arguments are not supported."""
+    """Return a call of a declared operator or its backward; raise a NotStatefulError if its arguments are not supported."""
     arguments, users_by_result = bound_arguments(node), results_in_use(node)
     if users_by_result is None:
-        raise NotStatefulError(TOGETHER)
+        raise NotStatefulError(UNPACKED_RESULTS)
     for name, value in arguments.items():
         if isinstance(value, (list, tuple)) and any(isinstance(item, fx.Node) for item in value):
-            raise NotStatefulError(LISTS)
+            raise NotStatefulError(TENSOR_LIST)
         if isinstance(value, fx.Node) and not is_tensor(value) and name not in declared.counts:
-            raise NotStatefulError(SIZES.format(name=name))
+            raise NotStatefulError(DYNAMIC_SIZE.format(name=name))
     return ScanCall(node, {name: strip_aliases(value) for name, value in arguments.items()}, users_by_result, node.meta[VALUE])
 
 
 def strip_aliases(value: Any) -> Any:
-    """Return the value that an argument is an alias of: autograd may save an alias instead of the argument."""
+    """Return the value of which an argument is an alias, because autograd may save an alias instead of the argument."""
     while isinstance(value, fx.Node) and value.target in remove_alias.targets:
         value = node_argument(value)
     return value
@@ -109,18 +109,21 @@ def users_through_aliases(value: fx.Node) -> Iterator[fx.Node]:
 
 
 def backwards_of(declared: Stateful, call: ScanCall) -> list[ScanCall]:
-    """Return the backwards of a call: they take its operands and the results that it saved for them."""
+    """Return the backwards of a call: they read its operands and the results that it saved for them.
+
+    Raise a NotStatefulError if a backward may belong to another call.
+    """
     backwards = [backward for backward in _calls_sharing_operands(call, declared, 1) if _is_backward_of(declared, backward, call)]
     for backward in backwards:
         _check_names(declared, backward, backward=True)
         for other in _calls_sharing_operands(call, declared, 0):
             if other.arguments != call.arguments and _is_backward_of(declared, backward, other):
-                raise NotStatefulError(OTHERS)
+                raise NotStatefulError(AMBIGUOUS_BACKWARD)
     return backwards
 
 
 def _calls_sharing_operands(call: ScanCall, declared: Stateful, index: int) -> Iterator[ScanCall]:
-    """Yield the calls of the operator (0), or of its backward (1), that share an operand with this call."""
+    """Yield the calls of the operator (`index` 0), or of its backward (1), that share an operand with a call."""
     sources = [value for value in call.arguments.values() if isinstance(value, fx.Node)]
     users = {
         user: None for source in sources for user in users_through_aliases(source) if name_of(user) == declared.operators[index]
@@ -136,12 +139,12 @@ def _is_backward_of(declared: Stateful, backward: ScanCall, call: ScanCall) -> b
         if name in declared.argument_names and name not in declared.counts
     }
     has_equal_operands = all(_are_equal_arguments(value, call.arguments[name]) for name, value in shared_arguments.items())
-    saved = {name: call.users_by_result.get(number, ()) for name, number in declared.saved.items()}
-    return has_equal_operands and all(backward.arguments[name] in users for name, users in saved.items())
+    saved = {name: call.users_by_result.get(index, ()) for name, index in declared.saved.items()}
+    return has_equal_operands and all(backward.arguments[name] in getitems for name, getitems in saved.items())
 
 
 def _check_names(declared: Stateful, call: ScanCall, backward: bool = False) -> None:
-    """Check the argument names: a package's operator may change between versions."""
+    """Raise a NotStatefulError if a call has other argument names, because a package may change its operator."""
     expected = declared.backward_argument_names if backward else declared.argument_names
     if tuple(call.arguments) != expected:
         raise NotStatefulError(f"other arguments than {', '.join(expected)}")
@@ -158,74 +161,72 @@ def _are_equal_arguments(value: Any, expected: Any) -> bool:
 def emit_recurrences(
     declared: Stateful, call: ScanCall, backwards: Sequence[ScanCall], writer: GraphWriter
 ) -> dict[fx.Node, fx.Node]:
-    """Replace the results of a call and of its backwards by recurrences that run chunk by chunk.
+    """Emit recurrences that run a call and its backwards chunk by chunk, and map the old results to theirs.
 
-    If one of them cannot be replaced, raise an error before anything is written.
+    If one of the calls cannot be replaced, raise a NotStatefulError before anything is written.
     """
     _check_saved(declared, call, backwards)
-    computed_results = [number for number in sorted(call.users_by_result) if number not in declared.recomputed_per_chunk.values()]
+    computed_results = [index for index in sorted(call.users_by_result) if index not in declared.recomputed_per_chunk.values()]
     plan, results = writer.run_on_fakes(forward_plan, declared, call.values, computed_results)
     _check_results(call, results, computed_results)
-    backward_plans = [(backward, _backward_plan(declared, plan, call, backward, results, writer)) for backward in backwards]
+    plans = [(backward, _plan_backward(declared, plan, call, backward, results, writer)) for backward in backwards]
     forward = writer.call(Forward(plan), *call.operands(plan.operands))
     replacements = _map_results(call, plan, forward, writer)
-    for backward, plan_of_backward in backward_plans:
+    for backward, backward_call_plan in plans:
         merged = ScanCall(backward.node, {**call.arguments, **backward.arguments}, backward.users_by_result, backward.results)
-        result = writer.before(backward.node).call(Backward(plan_of_backward), *merged.operands(plan_of_backward.operands))
+        result = writer.before(backward.node).call(Backward(backward_call_plan), *merged.operands(backward_call_plan.operands))
         result.meta[FORWARD_OPERATOR] = forward
-        replacements |= _map_results(backward, plan_of_backward, result, writer)
+        replacements |= _map_results(backward, backward_call_plan, result, writer)
     return replacements
 
 
-def _backward_plan(
+def _plan_backward(
     declared: Stateful,
-    plan: StatefulPlan,
+    call_plan: StatefulPlan,
     call: ScanCall,
     backward: ScanCall,
-    results_of_call: Sequence[Any],
+    forward_results: Sequence[Any],
     writer: GraphWriter,
 ) -> StatefulPlan:
-    """Return the plan of a backward, which also takes the call's operands if it recomputes values that the call saved."""
+    """Return the plan of a backward call, which also reads the forward call's operands if it recomputes saved results."""
     backward_values = {name: value for name, value in backward.values.items() if name not in declared.recomputed_per_chunk}
-    recomputes = any(0 not in shape_of(results_of_call[number]) for number in declared.recomputed_per_chunk.values())
+    recomputes = any(0 not in shape_of(forward_results[index]) for index in declared.recomputed_per_chunk.values())
     arguments = {**(call.values if recomputes else {}), **backward_values}
-    plan_of_backward, results = writer.run_on_fakes(
-        backward_plan, declared, plan, arguments, results_of_call, sorted(backward.users_by_result)
-    )
-    _check_results(backward, results, sorted(backward.users_by_result))
-    return plan_of_backward
+    used_results = sorted(backward.users_by_result)
+    plan, results = writer.run_on_fakes(backward_plan, declared, call_plan, arguments, forward_results, used_results)
+    _check_results(backward, results, used_results)
+    return plan
 
 
 def _map_results(call: ScanCall, plan: StatefulPlan, recurrence: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """Emit a `getitem` for each result of a recurrence, and map the old results to them."""
-    getitem_by_number = {
-        result.index: writer.call(operator.getitem, recurrence, position) for position, result in enumerate(plan.results)
-    }
+    """Emit a `getitem` for each result of a recurrence, and map the old `getitem` nodes to them."""
+    getitem_by_index = {result.index: writer.call(operator.getitem, recurrence, i) for i, result in enumerate(plan.results)}
     return {
-        user: getitem_by_number[number]
-        for number, users in call.users_by_result.items()
-        if number in getitem_by_number
-        for user in users
+        old_getitem: getitem_by_index[index]
+        for index, old_getitems in call.users_by_result.items()
+        if index in getitem_by_index
+        for old_getitem in old_getitems
     }
 
 
 def _check_saved(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCall]) -> None:
-    """Check that a result without rows is recomputed by each chunk, and that only this call's backwards read it."""
+    """Raise a NotStatefulError unless each chunk recomputes each result without rows, and only these backwards read it."""
     backward_nodes = {backward.node for backward in backwards}
-    for number, getitems in call.users_by_result.items():
-        without_rows = declared.results[number] is None and number not in declared.states.values()
-        if without_rows and (
-            number not in declared.recomputed_per_chunk.values()
-            or {user for part in getitems for user in users_through_aliases(part)} - backward_nodes
+    for index, getitems in call.users_by_result.items():
+        has_no_rows = declared.results[index] is None and index not in declared.states.values()
+        if has_no_rows and (
+            index not in declared.recomputed_per_chunk.values()
+            or {user for getitem in getitems for user in users_through_aliases(getitem)} - backward_nodes
         ):
-            raise NotStatefulError(SAVED.format(number=number))
+            raise NotStatefulError(SHARED_RESULT.format(index=index))
 
 
-def _check_results(call: ScanCall, results: Sequence[Any], numbers: Sequence[int]) -> None:
-    """Check that used results keep their shape and dtype: an operator may return other results if it also returns its
-    state.
+def _check_results(call: ScanCall, results: Sequence[Any], indices: Sequence[int]) -> None:
+    """Raise a NotStatefulError if a used result has another shape or dtype in the plan than in the trace.
+
+    An operator may return other results if it also returns its state.
     """
-    for number in numbers:
-        value, recurrence_value = call.results[number], results[number]
-        if recurrence_value is None or shape_of(value) != shape_of(recurrence_value) or value.dtype != recurrence_value.dtype:
-            raise NotStatefulError(FLAGS.format(number=number))
+    for index in indices:
+        traced, planned = call.results[index], results[index]
+        if planned is None or shape_of(traced) != shape_of(planned) or traced.dtype != planned.dtype:
+            raise NotStatefulError(CHANGED_RESULT.format(index=index))

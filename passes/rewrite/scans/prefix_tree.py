@@ -20,7 +20,7 @@ from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN, Associative, 
 
 @dataclass(frozen=True)
 class TreeScan:
-    """A call of the scan: the rows of each leaf, the operands that all rows share, and the number of the combine function."""
+    """A call of `associative_scan`: the rows of each leaf, the operands that all rows share, the combine function's id."""
 
     rows: tuple[fx.Node, ...]
     shared: tuple[fx.Node, ...]
@@ -28,7 +28,7 @@ class TreeScan:
 
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> TreeScan:
-        """Read a call's arguments: the rows of each leaf, the shared operands, the combine function's number."""
+        """Return a call from its arguments."""
         rows, shared, combine = arguments
         return cls(tuple(map(strip_aliases, rows)), tuple(map(strip_aliases, shared)), combine)
 
@@ -63,32 +63,30 @@ def associative_scan_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mappin
 
 
 def _backward_calls(call: TreeScan) -> Iterator[fx.Node]:
-    """Yield the backwards of a call: they take the same rows and the same combine function."""
+    """Yield the backwards of a call: they have the same rows, shared operands and combine function."""
     for user in dict.fromkeys(user for row in call.rows for user in users_through_aliases(row)):
         if user.target is SCAN_BACKWARD and TreeScan.read(user.args[1:]) == call:
             yield user
 
 
-def _result_values(node: fx.Node, parts: Mapping[int, Any]) -> tuple[Any, ...]:
-    """Return the traced values of the used results of a scan, by position."""
-    return tuple(node.meta[VALUE][number] for number in sorted(parts))
+def _result_values(node: fx.Node, users_by_result: Mapping[int, Any]) -> tuple[Any, ...]:
+    """Return the traced values of the used results of a scan, in order."""
+    return tuple(node.meta[VALUE][index] for index in sorted(users_by_result))
 
 
 def _getitems(scan: fx.Node, users_by_result: Mapping[int, Sequence[fx.Node]], writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """Emit a `getitem` for each used result, and map its old users to it."""
-    getitem_by_number = {
-        number: writer.call(operator.getitem, scan, position) for position, number in enumerate(sorted(users_by_result))
-    }
-    return {user: getitem_by_number[number] for number, users in users_by_result.items() for user in users}
+    """Emit a `getitem` for each used result, and map the old `getitem` nodes to it."""
+    getitem_by_index = {index: writer.call(operator.getitem, scan, i) for i, index in enumerate(sorted(users_by_result))}
+    return {user: getitem_by_index[index] for index, users in users_by_result.items() for user in users}
 
 
 def _plan(
     call: TreeScan, results: Sequence[int], gradients: Sequence[fx.Node] = (), absent: frozenset[int] | None = None
 ) -> TreePlan:
-    """Return the plan of a call, or of its backward."""
+    """Return the plan of a call with these used results, or of its backward if `absent` (gradients that are None) is given."""
     operands = [*((shape_of_node(row), 0) for row in call.rows), *((shape_of_node(value), None) for value in call.shared)]
     all_operands = [*((shape_of_node(gradient), 0) for gradient in gradients), *operands]
-    axes = separate_axes(all_operands, [operands[number] for number in results])
+    axes = separate_axes(all_operands, [operands[index] for index in results])
     dtypes = tuple(row.meta[VALUE].dtype for row in call.rows)
     (length, *_), *_ = shapes = [shape_of_node(row) for row in call.rows]
     assert isinstance(length, int)

@@ -1,7 +1,7 @@
 """Replace PyTorch's `scan` by a recurrence over rows: its carry and its direction are known.
 
 Values that a step computes only from operands shared by all rows are loop-invariant: they are computed once and expanded
-to all rows. The backward of a scan is a scan over such results, too: PyTorch stacks one copy of a weight per row if the
+to all rows. The backward of a scan is a scan that reads such values: PyTorch stacks one copy of a weight per row if the
 steps need it.
 """
 
@@ -33,12 +33,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ScanStep:
-    """The graph of one step: (carry, one row of each scanned operand, shared operands) to (next carry, one row per
-    output).
+    """The graph of one step, which maps (carry, a row of each scanned operand, shared operands) to (next carry, output rows).
+
+    `num_carried` is the number of values in the carry.
     """
 
     graph: fx.Graph
-    carried: int
+    num_carried: int
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -62,10 +63,10 @@ class ScanStep:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[result] for result in results))
         graph.eliminate_dead_code()
-        return ScanStep(graph, self.carried)
+        return ScanStep(graph, self.num_carried)
 
     def with_views(self) -> ScanStep:
-        """Replace copies of views by views that copy only if needed; nothing writes to the values of a step."""
+        """Return the step with views instead of copies of views, because nothing writes to the values of a step."""
         step = self.rearranged(self.inputs, self.results)
         for node in step.operators:
             viewed = _view_of(node.target)
@@ -78,27 +79,27 @@ class ScanOperator:
     """A call of `scan`: initial carry, scanned rows, and shared operands."""
 
     step: ScanStep
-    first: tuple[fx.Node, ...]
+    initial_carry: tuple[fx.Node, ...]
     rows: tuple[fx.Node, ...]
     shared: tuple[fx.Node, ...]
 
     @property
     def operands(self) -> tuple[fx.Node, ...]:
         """Return all operands: carry, scanned rows, shared operands."""
-        return (*self.first, *self.rows, *self.shared)
+        return (*self.initial_carry, *self.rows, *self.shared)
 
 
 @rewrite_rule(SCAN)
 def scan_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
-    """scan(step, first, rows, given) -> scan(first, rows, given), in reverse if the rows were flipped"""
-    call, users_by_result = _read_call(node), results_in_use(node)
+    """scan(step, carry, rows, shared) -> recurrence(carry, rows, shared), in reverse if the rows were flipped"""
+    call, users_by_result = _match_scan(node), results_in_use(node)
     if call is None or users_by_result is None:
         return None
-    results = _emit_without_steps(call, [number for number in users_by_result if number >= call.step.carried], writer)
-    remaining = [number for number in users_by_result if number not in results]
+    results = _emit_without_steps(call, [index for index in users_by_result if index >= call.step.num_carried], writer)
+    remaining = [index for index in users_by_result if index not in results]
     if remaining:
-        results |= _emit_scan(_with_shared_operands(call), remaining, writer)
-    return {user: results[number] for number, users in users_by_result.items() for user in users}
+        results |= _emit_recurrence(_with_shared_operands(call), remaining, writer)
+    return {user: results[index] for index, users in users_by_result.items() for user in users}
 
 
 @rewrite_rule(aten.flip.default)
@@ -111,18 +112,20 @@ def remove_flip_of_expand(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 # -- reading a call
 
 
-def _read_call(node: fx.Node) -> ScanOperator | None:
-    """Return the call if its step is pure (no random draws, no mutation, no dependence on layouts), else None."""
+def _match_scan(node: fx.Node) -> ScanOperator | None:
+    """Return a `scan` call as initial carry, scanned rows, shared operands and step. In the step, copies of views are views.
+
+    None if the step has side effects, random draws or layout-dependent operators, if operands are not tensors or do not
+    match its inputs, or if results have no static shape.
+    """
     function, *groups = node.args
     module = function.meta.get(GRAPH) if isinstance(function, fx.Node) else None
-    first, rows, shared = (tuple(group) for group in groups)  # type: ignore[arg-type]
-    if module is None or not rows or not all(isinstance(item, fx.Node) and is_tensor(item) for item in (*first, *rows, *shared)):
+    carry, rows, shared = (tuple(group) for group in groups)  # type: ignore[arg-type]
+    if module is None or not rows or not all(isinstance(item, fx.Node) and is_tensor(item) for item in (*carry, *rows, *shared)):
         return None
-    call = ScanOperator(ScanStep(module.graph, len(first)), first, rows, shared)
-    is_pure = len(call.step.inputs) == len(call.operands) and all(map(is_pure_operator, call.step.operators))
-    return (
-        ScanOperator(call.step.with_views(), first, rows, shared) if is_pure and all(map(_has_shape, call.step.results)) else None
-    )
+    step = ScanStep(module.graph, len(carry))
+    is_pure = len(step.inputs) == len((*carry, *rows, *shared)) and all(map(is_pure_operator, step.operators))
+    return ScanOperator(step.with_views(), carry, rows, shared) if is_pure and all(map(_has_shape, step.results)) else None
 
 
 def is_pure_operator(node: fx.Node) -> bool:
@@ -144,7 +147,7 @@ def _has_shape(result: Any) -> bool:
 
 
 def _view_of(target: Any) -> Any:
-    """t_copy -> t"""
+    """Return the view of a copying operator, such as `t` for `t_copy`; any other operator itself."""
     if not isinstance(target, OpOverload) or not target._opname.endswith("_copy"):
         return target
     viewed = getattr(getattr(aten, target._opname.removesuffix("_copy"), None), target._overloadname, None)
@@ -154,20 +157,20 @@ def _view_of(target: Any) -> Any:
 # -- results without steps
 
 
-def _emit_without_steps(call: ScanOperator, numbers: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
-    """Return the outputs, by number, that are rows of an operand or are loop-invariant: these need no recurrence."""
+def _emit_without_steps(call: ScanOperator, indices: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
+    """Return the outputs, by result index, that are rows of an operand or loop-invariant: these need no recurrence."""
     outputs: dict[int, fx.Node] = {}
-    start, stop = len(call.first), len(call.first) + len(call.rows)
+    start, stop = len(call.initial_carry), len(call.initial_carry) + len(call.rows)
     operands = dict(zip(call.step.inputs, call.operands, strict=True))
-    changing = descendants(call.step.inputs[:stop], call.step.operators)
-    for number in numbers:
-        source = _source_of_copy(call.step.results[number])
+    varying = descendants(call.step.inputs[:stop], call.step.operators)
+    for index in indices:
+        source = _source_of_copy(call.step.results[index])
         if source in call.step.inputs[start:stop]:
-            outputs[number] = operands[source]
-        elif source not in changing:
-            row = writer.call(aten.unsqueeze.default, _loop_invariant(source, operands, writer), 0)
+            outputs[index] = operands[source]
+        elif source not in varying:
+            row = writer.call(aten.unsqueeze.default, _emit_loop_invariant(source, operands, writer), 0)
             length = size_arguments(call.rows[0], writer)[0]
-            outputs[number] = writer.call(aten.expand.default, row, [length, *(-1 for _ in shape_of_node(source))])
+            outputs[index] = writer.call(aten.expand.default, row, [length, *(-1 for _ in shape_of_node(source))])
     return outputs
 
 
@@ -178,11 +181,11 @@ def _source_of_copy(node: fx.Node) -> fx.Node:
     return node
 
 
-def _loop_invariant(value: fx.Node, emitted: dict[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
-    """Compute a loop-invariant value outside of the steps."""
+def _emit_loop_invariant(value: fx.Node, emitted: dict[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
+    """Emit a loop-invariant value of a step before the scan; `emitted` maps the step's nodes to their copies."""
     if value not in emitted:
         for source in value.all_input_nodes:
-            _loop_invariant(source, emitted, writer)
+            _emit_loop_invariant(source, emitted, writer)
         args, kwargs = fx.node.map_arg((value.args, value.kwargs), emitted.__getitem__)
         emitted[value] = writer.call(value.target, *args, **kwargs)
     return emitted[value]
@@ -192,8 +195,8 @@ def _loop_invariant(value: fx.Node, emitted: dict[fx.Node, fx.Node], writer: Gra
 
 
 def _with_shared_operands(call: ScanOperator) -> ScanOperator:
-    """Turn scanned operands whose rows are all equal into shared operands."""
-    start, stop = len(call.first), len(call.first) + len(call.rows)
+    """Return the call with shared operands instead of scanned operands whose rows are all equal."""
+    start, stop = len(call.initial_carry), len(call.initial_carry) + len(call.rows)
     inputs = call.step.inputs
     repeated_by_input = {
         placeholder: _repeated_row(rows) for placeholder, rows in zip(inputs[start:stop], call.rows, strict=True)
@@ -207,7 +210,7 @@ def _with_shared_operands(call: ScanOperator) -> ScanOperator:
     shared = (*call.shared, *(repeated_by_input[placeholder] for placeholder in repeated_inputs))
     return ScanOperator(
         call.step.rearranged(order, call.step.results),
-        call.first,
+        call.initial_carry,
         tuple(rows_by_input[placeholder] for placeholder in varying_inputs),
         shared,  # type: ignore[arg-type]
     )
@@ -218,45 +221,40 @@ def _repeated_row(rows: fx.Node) -> fx.Node | None:
     if rows.target is not aten.expand.default:
         return None
     row = node_argument(rows)
-    is_one = row.target is aten.unsqueeze.default and row.args[1] == 0
-    value = node_argument(row) if is_one else None
+    is_single_row = row.target is aten.unsqueeze.default and row.args[1] == 0
+    value = node_argument(row) if is_single_row else None
     return value if value is not None and shape_of_node(value) == shape_of_node(rows)[1:] else None
 
 
 # -- writing the recurrence
 
 
-def _emit_scan(call: ScanOperator, numbers: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
-    """Return the given results, computed by an operator that runs the steps."""
-    carried = call.step.carried
-    final_carries, outputs = [n for n in numbers if n < carried], [n for n in numbers if n >= carried]
+def _emit_recurrence(call: ScanOperator, indices: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
+    """Emit a recurrence that runs the steps, and return the results with these indices, by index."""
+    num_carried = call.step.num_carried
+    final_carries, outputs = [i for i in indices if i < num_carried], [i for i in indices if i >= num_carried]
     reverse = any(_is_flipped(rows) for rows in call.rows)
-    results = [*call.step.results[:carried], *(call.step.results[number] for number in outputs)]
+    results = [*call.step.results[:num_carried], *(call.step.results[index] for index in outputs)]
     rows = tuple(_flip(item, writer) if reverse else item for item in call.rows)
-    call = ScanOperator(call.step.rearranged(call.step.inputs, results), call.first, rows, call.shared)
+    call = ScanOperator(call.step.rearranged(call.step.inputs, results), call.initial_carry, rows, call.shared)
     scanned = writer.call(ChunkedScan(_scan_plan(call, tuple(final_carries), reverse)), *call.operands)
-    results_by_number = {
-        number: writer.call(operator.getitem, scanned, position) for position, number in enumerate((*final_carries, *outputs))
-    }
-    return {
-        number: _flip(value, writer) if reverse and number >= carried else value for number, value in results_by_number.items()
-    }
+    getitems = {index: writer.call(operator.getitem, scanned, i) for i, index in enumerate((*final_carries, *outputs))}
+    return {index: _flip(value, writer) if reverse and index >= num_carried else value for index, value in getitems.items()}
 
 
-def _scan_plan(call: ScanOperator, finals: tuple[int, ...], reverse: bool) -> ScanPlan:
-    """Return the plan of a scan; `finals` are the carried values whose last state is a result."""
-    step, carried = call.step, call.step.carried
+def _scan_plan(call: ScanOperator, final_carries: tuple[int, ...], reverse: bool) -> ScanPlan:
+    """Return the plan of a scan; `final_carries` are the carried values whose last state is a result."""
+    step, num_carried = call.step, call.step.num_carried
     result_types = [(tuple(result.meta[VALUE].shape), result.meta[VALUE].dtype) for result in step.results]
     name = f"scan_{blake2s(repr(structure(step.graph)).encode(), digest_size=4).hexdigest()}"
     combine = fx.GraphModule(torch.nn.Module(), step.graph).forward
-    groups = ((call.first, None), (call.rows, 0), (call.shared, None))
-    operands = [(shape_of_node(item), at) for items, at in groups for item in items]
+    groups = ((call.initial_carry, None), (call.rows, 0), (call.shared, None))
+    operands = [(shape_of_node(item), row_dim) for items, row_dim in groups for item in items]
     length = shape_of_node(call.rows[0])[0]
-    outputs = [((length, *shape), 0) for shape, _ in result_types[carried:]]
-    axes = separate_axes(operands, [*((result_types[number][0], None) for number in finals), *outputs])
-    return ScanPlan(
-        name, combine, tuple(result_types[:carried]), finals, len(call.rows), tuple(result_types[carried:]), reverse, axes
-    )
+    outputs = [((length, *shape), 0) for shape, _ in result_types[num_carried:]]
+    axes = separate_axes(operands, [*((result_types[index][0], None) for index in final_carries), *outputs])
+    carry_types, output_types = tuple(result_types[:num_carried]), tuple(result_types[num_carried:])
+    return ScanPlan(name, combine, carry_types, final_carries, len(call.rows), output_types, reverse, axes)
 
 
 def _is_flipped(rows: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.scans.custom_scan import ScanCall, backwards_of, emit_recurrences, read_call
 from streamfx.runtime.segment_sum import AFTER_ROW_SCAN, BEFORE_ROW_SCAN, DECAYED_SUMS, SUMS_AFTER
 
-MAY_GROW = "decays that are not proven to be at most zero, as those of clamp(max=0) are"
+POSITIVE_DECAYS = "decays that may be above zero: clamp(max=0) proves that they are not"
 DECLARED = {DECAYED_SUMS: BEFORE_ROW_SCAN, SUMS_AFTER: AFTER_ROW_SCAN}
 
 
@@ -31,9 +31,9 @@ def decayed_sums_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[fx
         call = read_call(node, declared)
         backwards += backwards_of(declared, call)
         if ValueRanges().of(call.arguments["decays"]).high > 0:
-            raise NotStatefulError(MAY_GROW)
+            raise NotStatefulError(POSITIVE_DECAYS)
         return emit_recurrences(declared, call, backwards, writer)
     except NotStatefulError as why:
-        for failed in (node, *(backward.node for backward in backwards)):
-            failed.meta[WHY_WHOLE] = f"{failed.target} with {why}"
+        for call_node in (node, *(backward.node for backward in backwards)):
+            call_node.meta[WHY_WHOLE] = f"{call_node.target} with {why}"
         return None

@@ -53,7 +53,7 @@ EVALUATED = (
 )
 
 
-def are_row_numbers(indices: Sequence[fx.Node], rows: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
+def enumerate_rows(indices: Sequence[fx.Node], rows: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
     """Return whether indices, broadcast to `shape`, enumerate all elements of dimensions `rows` once, in row-major order."""
     if product(shape) != product(rows):
         return False
@@ -77,7 +77,7 @@ def are_row_numbers(indices: Sequence[fx.Node], rows: tuple[Size, ...], shape: t
     return True
 
 
-def counts_in_steps(node: fx.Node, step: int) -> bool:
+def is_strided_arange(node: fx.Node, step: int) -> bool:
     """Return whether a vector is 0, step, 2 * step, ..., and its dtype holds all of these exactly."""
     if node.target is aten.arange.start_step:
         arguments = bound_arguments(node)

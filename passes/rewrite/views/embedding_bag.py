@@ -18,7 +18,7 @@ from streamfx.ir.sizes import quotient
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.rewrite.pattern import results_in_use, rewrite_rule
-from streamfx.passes.rewrite.views.constant_indices import counts_in_steps
+from streamfx.passes.rewrite.views.constant_indices import is_strided_arange
 
 aten = torch.ops.aten
 SUM, MEAN = 0, 1
@@ -133,7 +133,7 @@ def _fallback_reason(arguments: Mapping[str, Any]) -> str | None:
         if arguments.get(name):
             return reason
     length = _bag_length(arguments)
-    return None if length is not None and counts_in_steps(arguments["offsets"], length) else LENGTHS
+    return None if length is not None and is_strided_arange(arguments["offsets"], length) else LENGTHS
 
 
 def _bag_length(arguments: Mapping[str, Any]) -> int | None:

@@ -19,7 +19,7 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.rewrite.pattern import rewrite_rule
-from streamfx.passes.rewrite.views.constant_indices import are_row_numbers
+from streamfx.passes.rewrite.views.constant_indices import enumerate_rows
 from streamfx.passes.rewrite.views.iota_index import NUMBERS, VIEWS, repeats
 
 aten = torch.ops.aten
@@ -157,7 +157,7 @@ def _match_index_of_view(source: fx.Node, indices: Sequence[fx.Node]) -> _OneHot
     """Return the last index if the other indices together enumerate the rows of all dimensions before it."""
     *counts, numbers = indices
     shape, indexed_dim = shape_of_node(numbers), len(counts)
-    if not are_row_numbers(counts, shape_of_node(source)[:indexed_dim], shape):
+    if not enumerate_rows(counts, shape_of_node(source)[:indexed_dim], shape):
         return None
     return _OneHotIndex(source, numbers, len(shape), indexed_dim, len(shape), is_viewed=True)
 

@@ -20,7 +20,7 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import EACH_ONCE, VALUE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.rewrite.pattern import rewrite_rule
-from streamfx.passes.rewrite.views.iota_index import ORDERS, VIEWS, counts_up
+from streamfx.passes.rewrite.views.iota_index import ORDERS, VIEWS, is_arange
 
 aten = torch.ops.aten
 SORTS = (aten.sort.default, aten.sort.stable)
@@ -125,7 +125,7 @@ def _is_arange_along(node: fx.Node, dim: int) -> bool:
         return False
     while node.target in (aten.unsqueeze.default, *VIEWS):
         node = node_argument(node)
-    return counts_up(node)
+    return is_arange(node)
 
 
 def _index_before_expand(index: fx.Node) -> fx.Node | None:

@@ -32,7 +32,7 @@ LISTED = 16  # largest index that is written as slices
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-def without_counting_index(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+def simplify_arange_index(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """Return a replacement for a look-up of rows, or a sum into rows, if its index counts up; else None."""
     if node.target in (aten.index.Tensor, aten._unsafe_index.Tensor):
         return _emit_lookup(node, writer)
@@ -169,7 +169,7 @@ def is_never_negative(index: fx.Node) -> bool:
         index = node_argument(index)
     if index.target is operator.getitem:
         return bool(index.args[1] == 1) and node_argument(index).target in SORTS
-    return index.target in ORDERS or counts_up(index)
+    return index.target in ORDERS or is_arange(index)
 
 
 def _is_floor_divided(node: fx.Node) -> bool:
@@ -209,9 +209,9 @@ def repeats(index: fx.Node, rows: Size) -> int | None:
     while index.target in SAME_NUMBERS and _holds_row_numbers(index, rows):
         index = node_argument(index)
     times: Any = None
-    if counts_up(index):
+    if is_arange(index):
         times = 1
-    elif index.target is aten.floor_divide.default and counts_up(index.args[0]) and _holds_row_numbers(index, rows):
+    elif index.target is aten.floor_divide.default and is_arange(index.args[0]) and _holds_row_numbers(index, rows):
         times = index.args[1]
     elif index.target in VIEWS:
         times = _repeats_of_matrix(node_argument(index))
@@ -231,12 +231,12 @@ def _repeats_of_matrix(node: fx.Node) -> Size | None:
     if node.target is not aten.expand.default or len(shape_of_node(node)) != 2:
         return None
     column = node_argument(node)
-    is_column = column.target in (aten.unsqueeze.default, *VIEWS) and counts_up(column.args[0])
+    is_column = column.target in (aten.unsqueeze.default, *VIEWS) and is_arange(column.args[0])
     rows, times = shape_of_node(node)
     return times if is_column and shape_of_node(column) == (rows, 1) else None
 
 
-def counts_up(node: Any) -> bool:
+def is_arange(node: Any) -> bool:
     """Return whether a vector is 0, 1, 2, ..., and its dtype holds all of these exactly."""
     if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in COUNTS:
         return False
