@@ -181,11 +181,11 @@ def test_doctor_reports_faults(
 
 REFUSED: list[tuple[list[str], str]] = [
     (["explain", "no/such/folder"], "there is no configuration"),
-    (["explain", MINE + "missing"], "there is no 'factories_of_a_user:missing'"),
+    (["explain", MINE + "missing"], "cannot find 'factories_of_a_user:missing'"),
     (["verify", "no_such_module:made"], "No module named"),
-    (["verify", MINE + "alone"], "x of ids is not what it takes"),
-    (["verify", MINE + "two"], "kinds and ids are both looked up in tables"),
-    (["verify", MINE + "masked"], "nobody tells what 'mask' is"),
+    (["verify", MINE + "alone"], "x cannot be token ids"),
+    (["verify", MINE + "two"], "kinds and ids are both looked up in embedding tables"),
+    (["verify", MINE + "masked"], "the values of 'mask' are unknown"),
     (["verify", MINE + "nothing"], "a function that returns a model"),
     (["verify", MINE + "pair"], "a tuple of NoneType, tuple"),
     (["verify", MINE + "CONSTANT"], "found an int"),
@@ -194,13 +194,13 @@ REFUSED: list[tuple[list[str], str]] = [
     (["verify", "broken_module_of_a_user:made"], "found SyntaxError"),
     (["explain", "odd"], "not a multiple of the number of attention heads"),
     (["verify", ".", "--options", "[3]"], "must be a dictionary of options"),
-    (["verify", ".", "--layers", "0"], "--layers is 1 or more"),
+    (["verify", ".", "--layers", "0"], "--layers must be 1 or more"),
     (["verify", ".", "--layers", "2"], "found it has 1\n  do    give a number from 1 to 1"),
-    (["explain", ".", "--layers", "2"], "--layers 2 asks for so many layers of a configuration"),
-    (["explain", MINE + "alone", "--layers", "2"], "--layers is for configurations of Hugging Face"),
+    (["explain", ".", "--layers", "2"], "--layers 2 must not exceed the layers of the configuration"),
+    (["explain", MINE + "alone", "--layers", "2"], "--layers applies only to Hugging Face configurations"),
     (["verify", "vast"], "238418579.1 GiB of parameters"),
     (["explain", ".", "--options", "{"], "--options must be JSON"),
-    (["explain", ".", "--seq", "1"], "--seq is 2 or more"),
+    (["explain", ".", "--seq", "1"], "--seq must be 2 or more"),
     (["plan", "Qwen3-8B", "--batch", "0"], "batch cannot be 0"),
 ]
 

@@ -137,7 +137,7 @@ def test_the_log_has_a_summary_of_each_graph(caplog: pytest.LogCaptureFixture) -
     assert "every stage streams, 5 to 12 rows per chunk" in first and "nothing streams" in second
     assert streamed.startswith("a graph of 12 rows: every stage streams") and "(predicted)" in streamed
     assert [row.split()[-7:-4] for row in streamed.splitlines() if "causal" in row] == [["causal", "5", "3"]]
-    assert whole.startswith("a graph runs as it stands: no dimension of this graph can be streamed")
+    assert whole.startswith("a graph runs unchunked: no dimension of this graph can be streamed")
 
 
 # -- wrong input: training continues as if the call had not happened

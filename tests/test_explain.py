@@ -98,9 +98,9 @@ def test_a_fallback_has_a_reason(model: Any, shape: tuple[int, ...], parts: tupl
 def test_strict_is_explained_not_raised() -> None:
     found = streamfx.explain(Mixing(), rows(), strict=True)
     assert found.stages[0].kind == "whole" and found.summary()["stages"][0]["attention"] == ["masked"]
-    assert str(found).endswith("the backend raises NotStreamedError for what runs whole")
+    assert str(found).endswith("the backend raises NotStreamedError for these fallbacks")
     text = str(streamfx.explain(Mixing(), rows()))
-    assert "runs whole" in text and "strict" not in text + str(streamfx.explain(Causal(), IDS, IDS, strict=True))
+    assert "fall back" in text and "strict" not in text + str(streamfx.explain(Causal(), IDS, IDS, strict=True))
 
 
 @pytest.mark.parametrize("disabled", [False, True])  # `logging.config` disables loggers that exist

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import streamfx
 from streamfx.kernels import sdpa
 from streamfx.passes.ops.hub_kernels import is_attention, name_of
-from streamfx.tools.report.fallback_reasons import ATTENTION, NO_SHAPES
+from streamfx.tools.report.fallback_reasons import ATTENTION, DECLARE_SHAPES
 from tests.support import hf, hub_kernels, layouts
 from tests.support.calls import noted
 from tests.support.exactness import compare, recorder
@@ -192,7 +192,7 @@ FALLBACKS: dict[str, tuple[Callable[[], Attention], tuple[str, ...]]] = {
     "softcap": (lambda: partial(hub_kernels.flash_attn2().flash_attn_func, causal=True, softcap=30.0), ("softcap=30.0",)),
     "unknown": (lambda: partial(hub_kernels.flash_attn2(OTHER).flash_attn_func, causal=True), (f"no rule for {OTHER}",)),
     "flash-attn3": (lambda: hub_kernels.flash_attn3, (f"no rule for {hub_kernels.FA3}._flash_attn_forward", ATTENTION)),
-    "vllm-flash-attn3": (lambda: hub_kernels.vllm_flash_attn3, (NO_SHAPES,)),
+    "vllm-flash-attn3": (lambda: hub_kernels.vllm_flash_attn3, (DECLARE_SHAPES,)),
 }
 
 

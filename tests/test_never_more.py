@@ -123,7 +123,7 @@ def test_requested_chunks_are_used() -> None:
     assert [stage.kind for stage in open_.stages] == ["whole"]
     assert {stage.kind for stage in asked.stages} == {"streamed"}
     (reason,) = open_.stages[0].reasons
-    assert "as it stands takes" in reason and "chunk_size" in reason
+    assert "unchunked, the graph takes" in reason and "chunk_size" in reason
 
 
 @pytest.mark.long

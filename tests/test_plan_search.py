@@ -21,7 +21,7 @@ from streamfx.tools.planner.initial_guess import guessed
 from streamfx.tools.planner.predict import Prediction
 from streamfx.tools.planner.scaling import growth_of
 from streamfx.tools.planner.search import Limits, SearchedSize, largest
-from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, GAIN, IN_CHUNKS, times
+from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, IN_CHUNKS, MIN_GAIN, times
 
 pytest.importorskip("transformers")
 
@@ -180,7 +180,7 @@ def test_a_plan_names_the_same_length_whatever_was_asked_for() -> None:
     assert f" {CHECKPOINTING} at this length" in short.verdict and short.verdict.endswith(f"; from about {found:,} tokens on")
     for length, gains in ((found, True), (found // 2, False)):
         ours, theirs = peaks_of(streamfx.plan(Layered(), seq=length, inputs=own_inputs(length), options=small))
-        assert (theirs >= GAIN * ours) == gains
+        assert (theirs >= MIN_GAIN * ours) == gains
     report = streamfx.plan(Layered(), seq=16, inputs=own_inputs(40))
     assert report.gains_from is None and "at this length" in report.verdict
 

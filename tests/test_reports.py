@@ -103,7 +103,7 @@ def test_a_page_has_the_verdict_the_fallbacks_and_the_missing_comparison(explana
     assert whole.operators == ("aten._softmax.default", "aten._softmax_backward_data.default")
     assert "self.norm(x.softmax(dim=1))" in whole.where
     assert whole.bytes > 2 * 2 * 64 * 4 * 4
-    assert "runs whole" in without.to_mermaid()
+    assert "falls back in part" in without.to_mermaid()
 
 
 def test_reports_of_graph_breaks_of_fallbacks_and_of_graphs_without_a_backward_half() -> None:
@@ -112,7 +112,7 @@ def test_reports_of_graph_breaks_of_fallbacks_and_of_graphs_without_a_backward_h
     assert len(broken.diagram.groups) == len(broken.page.stages) > 1
     whole = streamfx.explain(lambda x: x.sort(0).values * 2, torch.randn(4, requires_grad=True))
     assert_shows(checked(html_of(whole.page)), "no dimension of this graph", "nothing streams, because no dimension")
-    assert "graph 0 runs whole" in whole.to_dot() and not whole.diagram.arrows
+    assert "graph 0 runs unchunked" in whole.to_dot() and not whole.diagram.arrows
     with torch.no_grad():
         forward = streamfx.explain(Layered(), tokens(1, 64), options={"chunk_size": 16})
     assert stacked_chart(forward.timeline.ours).turn is None

@@ -43,7 +43,7 @@ def test_a_partly_traced_step_is_not_compared() -> None:
     """Behind a break in a loop the rest of a function is not traced: its memory is not in the figures."""
     found = explained(BrokenInLoop(False))
     assert any(item["given_up"] for item in found.summary()["break_reasons"])
-    assert str(found).startswith("streamfx: not compared with other ways: part of the step is not traced")
+    assert str(found).startswith("streamfx: not compared with baselines: part of the step is not traced")
     assert found.page.gains is None and found.page.verdict.startswith("Not compared")
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 import streamfx
 from streamfx.tools.inspect.tracing import traced
 from streamfx.tools.report.fallback_reasons import (
-    BY_NUMBER,
+    BY_INDEX,
     JOINED,
-    MIXES,
     ON_HOST,
     OTHER,
+    OTHER_DIMENSION,
     PARTS,
     RANKS,
     advice_on_break,
@@ -75,16 +75,16 @@ def joined(x: Tensor) -> Tensor:
 WHYS: list[tuple[Callable[[Tensor], Tensor], str, str]] = [
     (parts, "concatenates parts with separate rows to one sequence", PARTS),
     (joined, "concatenates rows of the sequence and blocks of its rows", JOINED),
-    (lambda x: of_all(x[:, ::12].sin(), x), "aten.slice.Tensor reads every 12th row of the sequence", MIXES),
-    (lambda x: of_all(x[:, torch.arange(3) * 5].sin(), x), "reads rows by index, from anywhere in the sequence", BY_NUMBER),
+    (lambda x: of_all(x[:, ::12].sin(), x), "aten.slice.Tensor reads every 12th row of the sequence", OTHER_DIMENSION),
+    (lambda x: of_all(x[:, torch.arange(3) * 5].sin(), x), "reads rows by index, from anywhere in the sequence", BY_INDEX),
     (
         lambda x: torch.ones_like(x).index_put((torch.arange(len(x))[:, None], order(x)), x.sin()),
         "writes rows by index, anywhere in the sequence",
-        BY_NUMBER,
+        BY_INDEX,
     ),
-    (lambda x: x.flip(1).sin(), "changes the order of the rows of the sequence", MIXES),
-    (lambda x: x.sort(1).values, "mixes the rows of the sequence", MIXES),
-    (attended, "has queries that are not rows of the sequence", MIXES),
+    (lambda x: x.flip(1).sin(), "changes the order of the rows of the sequence", OTHER_DIMENSION),
+    (lambda x: x.sort(1).values, "mixes the rows of the sequence", OTHER_DIMENSION),
+    (attended, "has queries that are not rows of the sequence", OTHER_DIMENSION),
     (lambda x: x.reshape(len(x), x.shape[2], -1).mT.sin(), "reads rows of one length as rows of another", OTHER),
 ]
 
@@ -130,6 +130,6 @@ def test_what_ranks_exchange_is_told_from_what_could_be_written_otherwise() -> N
     told = {item.operator: (item.found, item.do) for stage in stages for item in stage.obstacles}
     for name in ("attention", "attention_backward"):
         why, do = told[f"streamfx.{name}.default"]
-        assert "rows that ranks have sent each other" in why and do == RANKS
-    assert told["aten.scatter_add.default"][1] == BY_NUMBER
-    assert "runs whole between loops, the rest streams:" in text
+        assert "rows that ranks exchange" in why and do == RANKS
+    assert told["aten.scatter_add.default"][1] == BY_INDEX
+    assert "these operators fall back and run between loops, the rest streams:" in text

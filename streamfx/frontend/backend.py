@@ -109,7 +109,7 @@ def streambp(
         compilation, start = Compilation(module, resolve_options(options)), time.perf_counter()
         with show_activity("tracing", compilation.options.progress):
             run = compilation.compile(example_inputs)
-        note(compilation.facts, time.perf_counter() - start, whole=compilation.is_trained_unchunked)
+        note(compilation.facts, time.perf_counter() - start, unchunked=compilation.is_trained_unchunked)
         return run
 
 

@@ -169,7 +169,7 @@ def counted(reasons: list[str]) -> dict[str, int]:
     """Reasons without what to do about them, and without the machine's paths."""
     found: dict[str, int] = {}
     for reason in reasons:
-        text = re.sub(r"(\): |: )(let it run|write it|compile a larger|keep the parts|compare numbers).*", r")", reason)
+        text = re.sub(r"(\): |: )(let it run|write it|compile a larger|keep the parts|compare row indices).*", r")", reason)
         text = re.sub(r"/\S*/(\w+\.py)", r"\1", text)
         found[text] = found.get(text, 0) + 1
     return found

@@ -127,7 +127,7 @@ def summary(rows: list[Row]) -> Iterable[str]:
     yield "Measured at " + ", ".join(f"{code} ({count})" for code, count in revisions.most_common()) + ".\n\n"
     found = Counter(cause for row in rows for cause in {cause_of(reason) for reason in row.get("reasons", ())})
     if found:
-        yield "| model types | what runs whole |\n|---|---|\n"
+        yield "| model types | fallback |\n|---|---|\n"
         yield from (f"| {found[cause]} | {cell(cause)} |\n" for cause in sorted(found, key=lambda cause: (-found[cause], cause)))
         yield "\n"
 

@@ -18,14 +18,14 @@ from streamfx.frontend.gc_pause import uncollected
 from streamfx.tools.cli import doctor, explain, plan, verify
 from streamfx.tools.cli.codes import INTERRUPTED, REFUSED, CommandResult
 
-CODES = "exit codes: 0 done, 1 refused (one message says why), 2 wrong usage, 3 the answer is no, 130 Ctrl-C"
+CODES = "exit codes: 0 done, 1 refused (with an error message), 2 wrong usage, 3 the answer is no, 130 Ctrl-C"
 COMMANDS = (explain, verify, plan, doctor)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser with all subcommands."""
     arguments_parser = argparse.ArgumentParser(
-        prog="streamfx", description="Train decoders on long sequences: look before you run.", epilog=CODES
+        prog="streamfx", description="Train decoders on long sequences: inspect a step before you run it.", epilog=CODES
     )
     subparsers = arguments_parser.add_subparsers(dest="command", required=True, metavar="command")
     for command in COMMANDS:
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def command() -> int:
-    """Run `main` as a process of its own."""
+    """Run `main` as the only work of this process, and return its exit code."""
     with uncollected():
         code = main()
         gc.freeze()  # the process is about to end, so do not search the traced objects for cycles
@@ -63,9 +63,9 @@ def _print(text: str) -> bool:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard the buffer that Python flushes at exit
         if not isinstance(error, BrokenPipeError):  # the reader closed the pipe: `streamfx explain ... | head`
-            do = "give a place with room: streamfx ... > FILE"
+            do = "write to a file on a disk with free space: streamfx ... > FILE"
             print(
-                StreamFXError("the answer is to be written to standard output", found=describe_error(error), do=do),
+                StreamFXError("cannot write the report to standard output", found=describe_error(error), do=do),
                 file=sys.stderr,
             )
             return False

@@ -11,18 +11,18 @@ from streamfx.errors import ModelError
 from streamfx.tools.planner.model_names import TYPES, builtin_names, config_file
 from streamfx.tools.report.paths import is_there
 
-SOURCES = "a Hugging Face folder, its config.json, org/name of the local cache, a shipped name, or package.module:factory"
-EXAMPLE = 'write for example {"chunk_size": 1024}'
+SOURCES = "a Hugging Face folder, its config.json, org/name in the local cache, a shipped name, or package.module:factory"
+EXAMPLE = 'for example {"chunk_size": 1024}'
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, seq: int, dtype: str) -> None:
     """Add the arguments that select a model and its inputs."""
     shipped = ", ".join(builtin_names())
     parser.add_argument("model", help=f"{SOURCES}, a function that returns a model, or a model and its arguments ({shipped})")
-    parser.add_argument("--seq", type=int, default=seq, metavar="TOKENS", help="length of a sequence (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a step (default: %(default)s)")
-    parser.add_argument("--dtype", choices=[*TYPES, "float64"], default=dtype, help="type of parameters (default: %(default)s)")
-    parser.add_argument("--layers", type=int, metavar="N", help="only so many layers of a Hugging Face model")
+    parser.add_argument("--seq", type=int, default=seq, metavar="TOKENS", help="tokens per sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences per step (default: %(default)s)")
+    parser.add_argument("--dtype", choices=[*TYPES, "float64"], default=dtype, help="dtype of parameters (default: %(default)s)")
+    parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers of a Hugging Face model")
     parser.add_argument("--options", metavar="JSON", help="options of the backend, for example '{\"chunk_size\": 1024}'")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
 

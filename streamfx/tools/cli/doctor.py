@@ -21,8 +21,8 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     """Add the subcommand and its arguments."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "doctor",
-        help="versions, device, kernels, entry point, and a self-test of a second",
-        description="Looks at the installation, and trains one step of a small decoder with and without the backend.",
+        help="show versions, device, kernels and entry point, and run a short self-test",
+        description="Checks the installation, and trains one step of a small decoder with and without the backend.",
     )
     parser.add_argument("--json", action="store_true", help="print all findings as JSON")
     return parser
@@ -30,9 +30,9 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> CommandResult:
     """Return the text to print and the exit code."""
-    results = findings()
-    healthy = results["entry_point"] == "found" and results["self_test"]["ok"]
-    text = json.dumps(results, indent=2) if arguments.json else _findings_text(results, healthy)
+    found = findings()
+    healthy = found["entry_point"] == "found" and found["self_test"]["ok"]
+    text = json.dumps(found, indent=2) if arguments.json else _findings_text(found, healthy)
     return CommandResult(text, 0 if healthy else NOT_SO)
 
 
@@ -78,11 +78,11 @@ def _entry_point() -> str:
     """Return "found" if the backend is registered by name, otherwise what is wrong."""
     points = [point for point in metadata.entry_points(group=GROUP) if point.name == "streambp"]
     if not points:
-        return "missing: install streamfx with pip (an editable install will do), or pass backend=streamfx.streambp"
+        return "missing: install streamfx with pip (also editable), or pass backend=streamfx.streambp"
     try:
         loaded = points[0].load()
     except Exception as error:
-        return f"broken ({points[0].value}, {describe_error(error)}): install streamfx anew"
+        return f"broken ({points[0].value}, {describe_error(error)}): reinstall streamfx"
     return "found" if loaded is streamfx.streambp else f"another package's: {points[0].value}"
 
 
@@ -106,20 +106,20 @@ def _package_text(name: str, version: str | None) -> str:
     return f"{name} {version or 'not installed'}{too_old}"
 
 
-def _findings_text(results: dict[str, Any], healthy: bool) -> str:
+def _findings_text(findings: dict[str, Any], healthy: bool) -> str:
     """Return the findings as a table, followed by a verdict."""
-    installed = ", ".join(_package_text(name, version) for name, version in results["packages"].items())
-    test = results["self_test"]
+    installed = ", ".join(_package_text(name, version) for name, version in findings["packages"].items())
+    test = findings["self_test"]
     outcome = f"largest relative difference from eager {test['max_error']:.1e}" if "max_error" in test else test["error"]
     lines = {
-        "streamfx": f"{results['streamfx']}, Python {results['python']}",
+        "streamfx": f"{findings['streamfx']}, Python {findings['python']}",
         "packages": installed,
-        **({"untested": results["untested"]} if results["untested"] else {}),
-        "device": results["device"],
-        "fused attention": f"streams on {', '.join(results['fused_attention'])}",
-        "entry point": results["entry_point"],
-        "DDP": "set torch._dynamo.config.optimize_ddp = False before training with it" if results["optimize_ddp"] else "ready",
+        **({"untested": findings["untested"]} if findings["untested"] else {}),
+        "device": findings["device"],
+        "fused attention": f"streams on {', '.join(findings['fused_attention'])}",
+        "entry point": findings["entry_point"],
+        "DDP": "set torch._dynamo.config.optimize_ddp = False before training with DDP" if findings["optimize_ddp"] else "ready",
         "self-test": f"{'passed' if test['ok'] else 'FAILED'} in {test['seconds']:.1f} s, {outcome}",
     }
-    verdict = "streamfx works here" if healthy else "something is wrong: see above"
+    verdict = "streamfx works here" if healthy else "something is wrong: see the lines above"
     return "\n".join([*(f"{name:<16}{text}" for name, text in lines.items()), verdict])

@@ -16,12 +16,12 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     """Add the subcommand and its arguments."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "explain",
-        help="what of a model streams, what does not and why; nothing is run",
-        description="Traces one training step on the meta device and reports what the backend makes of it.",
+        help="show which parts of a model stream, and why others do not, without running it",
+        description="Traces one training step on the meta device and reports how the backend would run it.",
     )
     add_model_arguments(parser, seq=4096, dtype="bfloat16")
     add_html_argument(parser)
-    parser.add_argument("--strict", action="store_true", help=f"exit code {NOT_SO} if anything runs whole")
+    parser.add_argument("--strict", action="store_true", help=f"exit code {NOT_SO} if any operator falls back")
     return parser
 
 
@@ -37,6 +37,6 @@ def run(arguments: argparse.Namespace) -> CommandResult:
             report = explain(model, *args, options=options_of(arguments), **kwargs)
             summary = report.summary()
         reports.append(report)
-    runs_whole = any(stage["kind"] == "whole" for stage in summary["stages"]) or not summary["stages"]
+    has_fallback = any(stage["kind"] == "whole" for stage in summary["stages"]) or not summary["stages"]
     text = json.dumps(summary, indent=2) if arguments.json else str(report)
-    return CommandResult(text, NOT_SO if arguments.strict and runs_whole else 0)
+    return CommandResult(text, NOT_SO if arguments.strict and has_fallback else 0)

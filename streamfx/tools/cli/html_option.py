@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_html_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--html", metavar="FILE", help="also write the report to a file that a browser shows")
+    parser.add_argument("--html", metavar="FILE", help="also write the report as an HTML file")
 
 
 @contextmanager

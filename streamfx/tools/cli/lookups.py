@@ -18,9 +18,9 @@ from streamfx.tools.inspect.side_effect_guard import modules_of, original, witho
 from streamfx.torch_private.dynamo import quiet_tracer
 
 LABELS = ("labels", "label", "targets", "target")  # names of forward arguments for the token ids to predict
-TABLES = {F.embedding: (0, 1), torch.embedding: (1, 0), Tensor.__getitem__: (1, 0)}  # argument indices of ids and table
-SMALL = (1, 4)  # shape of the ids used to probe the model
-GIVE = "return (model, {...}) with the arguments of the call: "
+LOOKUPS = {F.embedding: (0, 1), torch.embedding: (1, 0), Tensor.__getitem__: (1, 0)}  # argument indices of ids and table
+PROBE_SHAPE = (1, 4)  # shape of the ids used to probe the model
+RETURN_PAIR = "return (model, {...}) with the arguments of the call: "
 
 
 class _LookupRecorder(TorchFunctionMode):
@@ -32,7 +32,7 @@ class _LookupRecorder(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, and record the rows of the table if it is a lookup of the ids."""
-        ids_index, table_index = TABLES.get(function, (0, 0))
+        ids_index, table_index = LOOKUPS.get(function, (0, 0))
         if ids_index != table_index and len(args) > 1 and all(isinstance(value, Tensor) for value in args[:2]):
             ids, table = args[ids_index], args[table_index]
             if ids.untyped_storage()._cdata == self.memory._cdata and table.is_floating_point():
@@ -49,17 +49,17 @@ def arguments_of(model: Callable[..., Any], name: str, batch: int, length: int) 
         try:
             rows = _rows_looked_up(model, ids, argument_names)
         except Exception as error:
-            reason = (
-                reason or f"{', '.join(argument_names) or 'one argument'} of ids is not what it takes: {describe_error(error)}"
-            )
+            reason = reason or f"{', '.join(argument_names) or 'one argument'} cannot be token ids: {describe_error(error)}"
             continue
         if rows:
             table_rows[ids] = min(rows)
     if len(table_rows) > 1:
-        raise lookup_error(found=type(model).__name__, do=f"{GIVE}{' and '.join(table_rows)} are both looked up in tables")
+        raise lookup_error(
+            found=type(model).__name__, do=f"{RETURN_PAIR}{' and '.join(table_rows)} are both looked up in embedding tables"
+        )
     if not table_rows:
-        reason = _missing_argument_text(model) or reason or "no argument of it is looked up in a table of ids as it is"
-        raise lookup_error(found=type(model).__name__, do=f"{GIVE}{reason}")
+        reason = _missing_argument_text(model) or reason or "none of its arguments is looked up in an embedding table"
+        raise lookup_error(found=type(model).__name__, do=f"{RETURN_PAIR}{reason}")
     (ids, rows_of_table), labels = table_rows.popitem(), _label_names(model)
     vocabulary = min(rows_of_table, getattr(getattr(model, "config", None), "vocab_size", rows_of_table))
     random_ids = torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
@@ -89,7 +89,7 @@ def _missing_argument_text(model: Callable[..., Any]) -> str:
         parameter for parameter in _parameters(model) if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     required = [parameter.name for parameter in named if parameter.default is parameter.empty and parameter.name not in LABELS]
-    return f"nobody tells what {required[1]!r} is" if len(required) > 1 else ""
+    return f"the values of {required[1]!r} are unknown" if len(required) > 1 else ""
 
 
 def _candidate_calls(model: Callable[..., Any]) -> Iterator[tuple[str, list[str]]]:
@@ -114,7 +114,7 @@ def _rows_looked_up(model: Callable[..., Any], ids: str, argument_names: list[st
     Errors after a lookup are ignored, because labels may need other shapes.
     """
     model = original(model)
-    ids_input, other_input = torch.zeros(SMALL, dtype=torch.int64), torch.zeros(SMALL, dtype=torch.int64)
+    ids_input, other_input = torch.zeros(PROBE_SHAPE, dtype=torch.int64), torch.zeros(PROBE_SHAPE, dtype=torch.int64)
     mode, faker = faker_of(model, (ids_input, other_input), {})
     with allow_real_inputs(mode), mode, without_side_effects(model), quiet_tracer(), torch.no_grad():
         faker.replace(modules_of(model), buffers=True)

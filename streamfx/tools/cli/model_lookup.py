@@ -19,20 +19,22 @@ from streamfx.tools.cli.lookups import arguments_of
 from streamfx.tools.planner.model_names import config_file
 from streamfx.tools.planner.models import TYPES, configuration, language_model
 
-COPIES = 3  # times the parameters' bytes that `verify` holds at once: parameters, eager gradients, streamed gradients
+COPIES = 3  # of the parameters' bytes that `verify` holds at once: parameters, eager gradients, streamed gradients
 RETURN = "let it return a model, or a pair of a model and its arguments (a dictionary or a tuple)"
 
 
 def model_and_inputs(arguments: argparse.Namespace, device: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return the model, its arguments and keyword arguments; `device` may be "meta" if nothing is computed."""
     if arguments.seq < 2 or arguments.batch < 1:
-        raise ModelError("--seq is 2 or more and --batch 1 or more", found=f"{arguments.seq} and {arguments.batch}")
+        raise ModelError("--seq must be 2 or more, and --batch 1 or more", found=f"{arguments.seq} and {arguments.batch}")
     if arguments.layers is not None and arguments.layers < 1:
-        raise ModelError("--layers is 1 or more", found=str(arguments.layers))
+        raise ModelError("--layers must be 1 or more", found=str(arguments.layers))
     if is_factory(arguments.model):
         if arguments.layers is not None:
-            do = "leave --layers out, and let the function make the model with so many layers"
-            raise ModelError("--layers is for configurations of Hugging Face", found=f"the function {arguments.model}", do=do)
+            do = "omit --layers, and let the function build the model with fewer layers"
+            raise ModelError(
+                "--layers applies only to Hugging Face configurations", found=f"the function {arguments.model}", do=do
+            )
         return _from_factory(arguments)
     model = _configured_model(arguments, device)
     ids = torch.zeros(arguments.batch, arguments.seq, dtype=torch.int64, device=device)
@@ -61,13 +63,9 @@ def _truncate_layers(config: Any, layers: int) -> None:
     """Truncate a configuration to its first layers."""
     layer_count = getattr(config, "num_hidden_layers", None)
     if not isinstance(layer_count, int) or layers > layer_count:
-        count_text = f"it has {layer_count}" if isinstance(layer_count, int) else "it does not say how many it has"
-        do = (
-            f"give a number from 1 to {layer_count}, or leave --layers out"
-            if isinstance(layer_count, int)
-            else "leave --layers out"
-        )
-        raise ModelError(f"--layers {layers} asks for so many layers of a configuration", found=count_text, do=do)
+        count_text = f"it has {layer_count}" if isinstance(layer_count, int) else "it has no num_hidden_layers"
+        do = f"give a number from 1 to {layer_count}, or omit --layers" if isinstance(layer_count, int) else "omit --layers"
+        raise ModelError(f"--layers {layers} must not exceed the layers of the configuration", found=count_text, do=do)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
@@ -93,7 +91,7 @@ def _pretrained_model(folder: Path, dtype: torch.dtype) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
     except Exception as error:
-        do = "look at the weights, or use --layers: a model with few layers is made with new ones"
+        do = "check the weights, or use --layers: a model with fewer layers gets random weights"
         raise ModelError(f"the model in {folder} cannot be loaded", found=describe_error(error), do=do) from error
 
 
@@ -106,23 +104,23 @@ def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tu
     try:
         factory = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
-        do = "write package.module:factory, where the module can be imported from here"
-        raise ModelError(f"there is no {arguments.model!r}", found=str(error), do=do) from None
+        do = "write package.module:factory; the module must be importable from the current folder"
+        raise ModelError(f"cannot find {arguments.model!r}", found=str(error), do=do) from None
     except Exception as error:
-        do = f"python -c 'import {module_name}' shows all of it"
+        do = f"python -c 'import {module_name}' shows the traceback"
         raise ModelError(
             f"{module_name} cannot be imported", found=describe_error(error), where=place_of(error), do=do
         ) from error
     if not callable(factory):
         raise ModelError(
-            f"{arguments.model} is a function that returns a model", found=with_article(type(factory).__name__), do=RETURN
+            f"{arguments.model} must be a function that returns a model", found=with_article(type(factory).__name__), do=RETURN
         )
     try:
         result = factory if isinstance(factory, torch.nn.Module) else factory()
     except Exception as error:
-        do = "call it without arguments, and see"
+        do = "call it in Python without arguments"
         raise ModelError(
-            f"{arguments.model} makes no model", found=describe_error(error), where=place_of(error), do=do
+            f"{arguments.model} failed to build a model", found=describe_error(error), where=place_of(error), do=do
         ) from error
     return _model_and_arguments(arguments, result)
 
@@ -140,7 +138,7 @@ def _model_and_arguments(
             if isinstance(result, tuple)
             else type(result).__name__
         )
-        raise ModelError(f"{arguments.model} is a function that returns a model", found=type_text, do=RETURN)
+        raise ModelError(f"{arguments.model} must be a function that returns a model", found=type_text, do=RETURN)
     return result, *arguments_of(result, arguments.model, arguments.batch, arguments.seq)
 
 

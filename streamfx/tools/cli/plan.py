@@ -33,59 +33,73 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     """Add the subcommand and its arguments."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
-        help="peak memory, FLOPs and the longest length of a model, without running it",
-        description="Traces a training step of a real-size model without memory, and says what fits and what it costs.",
-        epilog=f"configurations that are shipped: {', '.join(builtin_names())}",
+        help="predict peak memory, FLOPs and the longest sequence of a model, without running it",
+        description="Traces a training step of a full-size model without allocating it, and reports what fits and what it costs.",
+        epilog=f"shipped configurations: {', '.join(builtin_names())}",
     )
     parser.add_argument(
-        "model", help="a Hugging Face configuration: a folder, a JSON file, org/name of the local cache, or a shipped one"
+        "model", help="a Hugging Face configuration: a folder, a JSON file, org/name in the local cache, or a shipped one"
     )
-    parser.add_argument("--seq", type=int, default=4096, metavar="TOKENS", help="length of a sequence (default: %(default)s)")
+    parser.add_argument("--seq", type=int, default=4096, metavar="TOKENS", help="tokens per sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences per step and device (default: %(default)s)")
     parser.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="sequences of a step, on each device (default: %(default)s)"
+        "--memory", metavar="SIZE", help="memory budget of a device, such as 80G; the plan is then the fastest that fits"
     )
-    parser.add_argument("--memory", metavar="SIZE", help="what a step may take, as 80G; then the plan is the fastest that fits")
-    parser.add_argument("--host-memory", metavar="SIZE", help="what may wait on each host of up to 8 devices, as 1TiB")
-    parser.add_argument("--dtype", choices=TYPES, default="bfloat16", help="type of parameters (default: %(default)s)")
-    parser.add_argument("--lora-rank", type=int, metavar="R", help="train adapters of this rank in place of all parameters")
-    parser.add_argument("--quantize", choices=SCHEMES, help="freeze the model, its layers' weights in fewer bits")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="none", help="whose state is counted (default: %(default)s)")
+    parser.add_argument(
+        "--host-memory", metavar="SIZE", help="memory for offloaded values on each host of up to 8 devices, such as 1TiB"
+    )
+    parser.add_argument("--dtype", choices=TYPES, default="bfloat16", help="dtype of parameters (default: %(default)s)")
+    parser.add_argument("--lora-rank", type=int, metavar="R", help="train LoRA adapters of this rank instead of all parameters")
+    parser.add_argument("--quantize", choices=SCHEMES, help="freeze the model, and store its layers' weights in fewer bits")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="none", help="optimizer whose state is counted (default: %(default)s)"
+    )
     parser.add_argument(
         "--optimizer-in-backward",
         action="store_true",
-        help="it updates parameters in the backward pass, and frees gradients there",
+        help="the optimizer updates parameters, and frees gradients, during the backward pass",
     )
     parser.add_argument(
         "--world", type=int, default=1, metavar="N", help="devices that run the step together (default: %(default)s)"
     )
-    parser.add_argument("--shard", choices=SHARDS, default=SHARDS[0], help="what these divide (default: %(default)s, nothing)")
     parser.add_argument(
-        "--tensor", type=int, default=1, metavar="T", help="devices that cut layers among them (default: %(default)s)"
+        "--shard", choices=SHARDS, default=SHARDS[0], help="state that these devices shard (default: %(default)s, no state)"
     )
     parser.add_argument(
-        "--context", type=int, default=1, metavar="C", help="devices that divide each sequence (Ulysses; default: %(default)s)"
+        "--tensor",
+        type=int,
+        default=1,
+        metavar="T",
+        help="devices that split each layer (tensor parallelism; default: %(default)s)",
     )
-    parser.add_argument("--objective", choices=OBJECTIVES, default="sft", help="what a step computes (default: %(default)s)")
     parser.add_argument(
-        "--group", type=int, default=GROUP, metavar="N", help="answers to a prompt, for grpo (default: %(default)s)"
+        "--context", type=int, default=1, metavar="C", help="devices that split each sequence (Ulysses; default: %(default)s)"
     )
-    parser.add_argument("--max-length", action="store_true", help="find the longest length that fits into --memory")
+    parser.add_argument("--objective", choices=OBJECTIVES, default="sft", help="objective of a step (default: %(default)s)")
+    parser.add_argument(
+        "--group", type=int, default=GROUP, metavar="N", help="answers per prompt, for grpo (default: %(default)s)"
+    )
+    parser.add_argument("--max-length", action="store_true", help="find the longest sequence that fits into --memory")
     parser.add_argument("--max-batch", action="store_true", help="find the largest batch of --seq that fits into --memory")
-    parser.add_argument("--chunk-size", type=int, metavar="ROWS", help="the option chunk_size, in place of the plan's choice")
-    parser.add_argument("--loss-chunk-size", type=int, metavar="ROWS", help="the option loss_chunk_size, in its place, too")
-    parser.add_argument("--save", choices=SAVE_LEVELS, help="the option save, in place of the plan's choice")
-    parser.add_argument("--keep-every", type=int, metavar="K", help="the option keep_every, in place of the plan's choice")
+    parser.add_argument("--chunk-size", type=int, metavar="ROWS", help="set the option chunk_size instead of planning it")
+    parser.add_argument(
+        "--loss-chunk-size", type=int, metavar="ROWS", help="set the option loss_chunk_size instead of planning it"
+    )
+    parser.add_argument("--save", choices=SAVE_LEVELS, help="set the option save instead of planning it")
+    parser.add_argument("--keep-every", type=int, metavar="K", help="set the option keep_every instead of planning it")
     parser.add_argument(
         "--offload",
         choices=OFFLOADS,
         nargs="?",
         const=OFFLOADS[0],
-        help="let inputs of stages wait on the host for the backward half (alone: %(const)s), or results of attention, too",
+        help="offload stage inputs (inputs, the default) or also attention results to the host until the backward pass",
     )
     parser.add_argument(
-        "--device", default="H100", help=f"to plan for, with its kernels and rates: {', '.join(DEVICES)}, or here"
+        "--device", default="H100", help=f"device to plan for, with its kernels and rates: {', '.join(DEVICES)}, or here"
     )
-    parser.add_argument("--no-baselines", action="store_true", help="leave out eager, with gradient checkpointing and without")
+    parser.add_argument(
+        "--no-baselines", action="store_true", help="omit the baselines: eager mode with and without gradient checkpointing"
+    )
     add_html_argument(parser)
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     return parser
@@ -107,16 +121,16 @@ def run(arguments: argparse.Namespace) -> str:
 
 @contextmanager
 def traces(trace_count: int) -> Iterator[Callable[[Prediction], None]]:
-    """Show progress on a terminal: the index of the current trace, out of at most `most`, and the result of the last one."""
+    """Show progress on a terminal: the index of the current trace, of at most `trace_count`, and the result of the last one."""
     done = 1
-    with show_activity(f"planning {done} of {trace_count}" if trace_count > 1 else "planning") as now:
+    with show_activity(f"planning {done} of {trace_count}" if trace_count > 1 else "planning") as set_text:
 
         def noted(prediction: Prediction) -> None:
             """Show the last prediction and the index of the next trace."""
             nonlocal done
             done = min(done + 1, trace_count)
             last_result = f"{prediction.batch:,} x {prediction.length:,} tokens take {format_bytes(prediction.peak_bytes)}"
-            now(f"planning {done} of {trace_count} ({last_result})" if trace_count > 1 else f"planning ({last_result})")
+            set_text(f"planning {done} of {trace_count} ({last_result})" if trace_count > 1 else f"planning ({last_result})")
 
         yield noted
 

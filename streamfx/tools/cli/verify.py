@@ -17,8 +17,8 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     """Add the subcommand and its arguments."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "verify",
-        help="loss and gradients beside eager's; runs the model twice, here",
-        description="Runs one training step in eager and through the backend, and compares loss and gradients.",
+        help="compare loss and gradients with eager; this runs the model twice",
+        description="Runs one training step in eager mode and through the backend, and compares loss and gradients.",
     )
     add_model_arguments(parser, seq=256, dtype="float32")
     return parser

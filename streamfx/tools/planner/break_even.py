@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from streamfx.tools.report.verdict import GAIN
+from streamfx.tools.report.verdict import MIN_GAIN
 
 STEPS = 4  # candidate lengths per power of two
 STRIDE = 2 * STEPS  # candidates between two probes: a factor of four in length
@@ -40,9 +40,9 @@ def _first_gain(guess: Peaks, low: int, high: int, length: int, multiple: int) -
 
 
 def _saves_memory(peaks: Peaks, length: int) -> bool:
-    """Return whether the baseline takes at least `GAIN` times the memory of the backend."""
+    """Return whether the baseline takes at least `MIN_GAIN` times the memory of the backend."""
     pair = peaks(length)
-    return pair is not None and pair[1] >= GAIN * pair[0]
+    return pair is not None and pair[1] >= MIN_GAIN * pair[0]
 
 
 def named(number: int, multiple: int) -> int:

@@ -30,7 +30,7 @@ from streamfx.tools.planner.report import PlanReport
 from streamfx.tools.planner.scaling import Growth, growth_of
 from streamfx.tools.planner.search import FIRST_LENGTH, OFFLOADED, Limits, SearchedSize, largest, least_memory
 from streamfx.tools.planner.shards import Sharding
-from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, GAIN, IN_CHUNKS, why_nothing_streams
+from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, IN_CHUNKS, MIN_GAIN, why_nothing_streams
 
 OFFLOAD = "let inputs of stages wait on the host (--offload, offload='inputs'), and it fits: {takes}"
 LENGTHS = 256  # the longest length per rank is rounded to a multiple of this
@@ -108,7 +108,7 @@ class TrainingStep:
             or why_nothing_streams(prediction.stages) is not None
         ):
             return report
-        if prediction.ways[CHECKPOINTING].peak_bytes >= GAIN * prediction.peak_bytes:
+        if prediction.ways[CHECKPOINTING].peak_bytes >= MIN_GAIN * prediction.peak_bytes:
             return report
         return replace(report, gains_from=self._gains_from(batch, seq, options))
 

@@ -64,7 +64,7 @@ def diagram_of(lines: Sequence[StageRow], flows: Sequence[Iterable[LoopTraffic]]
 def _group_title(line: StageRow) -> str:
     """Return the name of similar stages, how much of them is chunked, and the kinds of attention."""
     kinds = ", ".join(line.stage["attention"])
-    whole = {"streamed": "", "in part": " runs whole in part", "whole": " runs whole"}[extent(line.stage)]
+    whole = {"streamed": "", "in part": " falls back in part", "whole": " runs unchunked"}[extent(line.stage)]
     return f"{line.name}{whole}" + (f" ({kinds})" if kinds else "")
 
 

@@ -23,76 +23,76 @@ from streamfx.passes.ops.traits import CONTRACTIONS, CUTS, producer_of
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
 from streamfx.torch_private.lines import source_line
 
-MOST = 160  # characters of an unexpected error that a report shows
-FEW = 3  # operators that a reason names
-OF_SUBSTANCE = 32  # an operator matters if its widest operand has at least 1/32 of the bytes of the graph's widest value
+MAX_ERROR_LENGTH = 160  # characters of an unexpected error that a report shows
+MAX_OPERATORS = 3  # that a reason names
+MIN_BYTES_DIVISOR = 32  # an operator matters if its widest operand has at least 1/32 of the bytes of the graph's widest value
 
 SMALLER = (
-    "the graph as it stands takes {other} at the peak for activations and gradients, and loops over chunks {ours}, so nothing is "
-    "cut into chunks; chunk_size=... cuts it all the same"
+    "unchunked, the graph takes {other} at the peak for activations and gradients, and in loops over chunks {ours}, so it runs "
+    "unchunked; an explicit chunk_size=... forces chunks"
 )
-FITS = "everything fits into the memory budget as it stands, so nothing is cut into chunks"
+FITS = "the unchunked graph fits into the memory budget, so it runs unchunked"
 NO_RULE = (
-    "write it with operators that streamfx knows, or give it a rule (streamfx.register_rule; where it has a state, "
+    "write it with operators that streamfx knows, or give it a rule (streamfx.register_rule; if it has a state, "
     "streamfx.register_recurrence)"
 )
-RANKS = "nothing in the code needs to change"
-FROM_RANKS = "{target} works on rows that ranks have sent each other, in one piece"
-PARTS = "keep the parts in a dimension of their own (torch.stack, unflatten), so that rows stay rows of one sequence"
-BY_NUMBER = (
-    "compare numbers of rows instead (torch.where); experts stream where rows are sorted, multiplied by grouped products "
-    "(torch.nn.functional.grouped_mm, with ends that are counted in tensors) and put back"
+RANKS = "no code needs to change"
+FROM_RANKS = "{target} works on all rows that ranks exchange, without chunks"
+PARTS = "keep the parts in a separate dimension (torch.stack, unflatten), so that rows remain rows of one sequence"
+BY_INDEX = (
+    "compare row indices instead (torch.where); experts stream if rows are sorted, multiplied by grouped matmuls "
+    "(torch.nn.functional.grouped_mm, with group ends in tensors) and scattered back"
 )
 BY_MASK = (
-    "keep all rows and let the loss leave some out (labels of -100, ignore_index), which streams; or take rows of all tensors in "
-    "one place (xk, yk = x[k], y[k]), so that the head and its loss are in one graph"
+    "keep all rows and let the loss ignore some (labels of -100, ignore_index), which streams; or select rows of all tensors "
+    "together (xk, yk = x[k], y[k]), so that the head and its loss are in one graph"
 )
-MIXES = "let it run along another dimension than the sequence, or outside of the compiled model"
+OTHER_DIMENSION = "let it run along another dimension than the sequence, or outside the compiled model"
 JOINED = (
-    "torch.nn.functional.scaled_dot_product_attention sees rows and blocks each by itself: where keys, values and mask are "
-    "joined in one way, and the mask hides by minus infinity"
+    "torch.nn.functional.scaled_dot_product_attention streams over rows and blocks if keys, values and mask are concatenated "
+    "alike, and the mask hides by minus infinity"
 )
 RECURRENT = "write the layer out as a loop over rows with torch.nn.LSTMCell, GRUCell or RNNCell: such a loop streams"
 KERNEL = (
-    "let the kernel be an operator of torch.library, with a backward that is another (torch.library.custom_op), and tell what "
-    "it does with rows: streamfx.register_recurrence where it has a state, else streamfx.register_rule"
+    "make the kernel an operator of torch.library, and its backward another one (torch.library.custom_op), and declare how "
+    "they treat rows: streamfx.register_recurrence if it has a state, else streamfx.register_rule"
 )
-WRITES = "wrap it in an operator that returns what it writes, and tell what that does with rows: streamfx.register_rule"
+WRITES = "wrap it in an operator that returns the written values, and declare how it treats rows: streamfx.register_rule"
 ON_HOST = (
-    "keep numbers of the data in tensors: .item() and .tolist() hand them to Python. Of experts, grouped products take counts as "
-    "tensors (torch.nn.functional.grouped_mm, by where groups end)"
+    "keep values of data in tensors: .item() and .tolist() pass them to Python. For experts, grouped matmuls take group ends as "
+    "a tensor (torch.nn.functional.grouped_mm)"
 )
-IN_ORDER = "give the operator memory that lies in the order of its dimensions: x.contiguous()"
+IN_ORDER = "give the operator contiguous memory: x.contiguous()"
 ATTENTION = (
     'attn_implementation="sdpa" streams, and so do "flash_attention_2" and "flex_attention"; or give the operator a rule '
     "(streamfx.register_rule)"
 )
-NO_SHAPES = (
-    "let the operator tell the shapes of its results (torch.library.register_fake) and what it does with rows "
-    f"(streamfx.register_rule); where it is attention of a kernel from the hub, {ATTENTION.partition(';')[0]}"
+DECLARE_SHAPES = (
+    "declare the shapes of the operator's results (torch.library.register_fake) and how it treats rows "
+    f"(streamfx.register_rule); if it is an attention kernel from the hub, {ATTENTION.partition(';')[0]}"
 )
-LOOP = "a loop over rows streams as torch._higher_order_ops.scan, or written out"
-CHOICE = "torch.where of what both functions give streams, where both may run"
-IN_PAIRS = (
-    'with combine_mode="generic" it streams, and has the gradients of all leaves (PyTorch\'s own of "pointwise" are wrong where '
-    "one leaf depends on another)"
+LOOP = "a loop over rows streams as torch._higher_order_ops.scan, or unrolled"
+CHOICE = "torch.where over the results of both functions streams, if both may run"
+GENERIC_SCAN = (
+    'with combine_mode="generic" it streams, and computes the gradients of all leaves (PyTorch\'s "pointwise" mode computes '
+    "wrong ones if one leaf depends on another)"
 )
-OTHER = "write it with plain operators that keep the sequence in a dimension of its own"
-SINGLE_ROW = "the inputs are a single row, of which nothing can be cut: give sequences of more rows"
+OTHER = "write it with plain operators that keep the sequence in a separate dimension"
+SINGLE_ROW = "the inputs are a single row, which cannot be chunked: give longer sequences"
 NO_SEQUENCE = "compile a larger part of the model in one graph, so that its attention or its loss is in it"
 
-OF_FUNCTIONS = {"cond": CHOICE, "while_loop": LOOP, "while_loop_stack_output": LOOP, "associative_scan": IN_PAIRS}
+ADVICE_BY_FUNCTION = {"cond": CHOICE, "while_loop": LOOP, "while_loop_stack_output": LOOP, "associative_scan": GENERIC_SCAN}
 
-OF_FAMILIES = {CUTS: PARTS, CONCATENATIONS: PARTS, READS_BY_INDEX: BY_NUMBER, WRITES_BY_INDEX: BY_NUMBER}
+ADVICE_BY_OPERATORS = {CUTS: PARTS, CONCATENATIONS: PARTS, READS_BY_INDEX: BY_INDEX, WRITES_BY_INDEX: BY_INDEX}
 
-ON_BREAKS = {  # fragments of Dynamo's break reasons for which its own hint does not help, and our advice
+ADVICE_BY_BREAK = {  # fragments of Dynamo's break reasons for which its own hint does not help, and our advice
     "RNN, GRU, or LSTM": RECURRENT,
     "aten._local_scalar_dense": ON_HOST,
     "Tensor.item()": ON_HOST,
     "Dynamic shape operator": BY_MASK,
     "torch.compiler.disable": KERNEL,
     "created with pybind": KERNEL,
-    "does not support running with fake tensors": NO_SHAPES,
+    "does not support running with fake tensors": DECLARE_SHAPES,
     "non-contiguous `out=` tensor": IN_ORDER,
 }
 
@@ -125,7 +125,7 @@ def obstacles(facts: Facts) -> dict[fx.Node, Obstacle]:
 def _obstacle(node: fx.Node, reason: str, facts: Facts, widest: int) -> Obstacle:
     """Describe why a node is not chunked; `widest` is the size of the largest value in the graph."""
     sizes = {value: bytes_like(value.meta[VALUE]) for value in (node, *tensor_operands(node)) if is_tensor(value)}
-    matters = node.target in CONTRACTIONS or max(sizes.values(), default=0) * OF_SUBSTANCE >= widest
+    matters = node.target in CONTRACTIONS or max(sizes.values(), default=0) * MIN_BYTES_DIVISOR >= widest
     sequence_bytes = sum(size for value, size in sizes.items() if _is_along_sequence(value, facts))
     reason, do = (FROM_RANKS.format(target=node.target), RANKS) if is_from_ranks(node, facts) else (reason, _advice(node, facts))
     return Obstacle(str(node.target), reason, source_line(node), do, matters, sequence_bytes)
@@ -174,7 +174,7 @@ def _advice(node: fx.Node, facts: Facts) -> str:
         return BY_MASK
     if signature is None or not signature.full_letters:
         return OTHER
-    return next((advice for operators, advice in OF_FAMILIES.items() if node.target in operators), MIXES)
+    return next((advice for operators, advice in ADVICE_BY_OPERATORS.items() if node.target in operators), OTHER_DIMENSION)
 
 
 def _advice_on_opaque(node: fx.Node) -> str:
@@ -185,12 +185,12 @@ def _advice_on_opaque(node: fx.Node) -> str:
         return ATTENTION
     if node.target is AUTO_FUNCTIONALIZED:
         return WRITES
-    return NO_RULE if isinstance(node.target, OpOverload) else OF_FUNCTIONS.get(str(node.target), OTHER)
+    return NO_RULE if isinstance(node.target, OpOverload) else ADVICE_BY_FUNCTION.get(str(node.target), OTHER)
 
 
 def advice_on_break(reason: str, hint: str) -> str:
     """Return advice for a graph break: Dynamo's own hint, unless a better one is known."""
-    return next((advice for fragment, advice in ON_BREAKS.items() if fragment in reason), hint)
+    return next((advice for fragment, advice in ADVICE_BY_BREAK.items() if fragment in reason), hint)
 
 
 def _is_of_recurrent_layer(node: fx.Node) -> bool:
@@ -201,7 +201,7 @@ def _is_of_recurrent_layer(node: fx.Node) -> bool:
 
 
 def why_smaller(ours: int, other: int) -> str:
-    """Explain why a graph that could be chunked runs unchanged."""
+    """Explain why a graph that could be chunked runs unchunked."""
     return SMALLER.format(ours=format_bytes(ours), other=format_bytes(other))
 
 
@@ -211,19 +211,18 @@ def why_no_stages(facts: Facts) -> str:
         runs = ", and Inductor compiles it" if facts.fits == "compiled" else ""
         return f"{facts.unchunked_reason or FITS}{runs}"
     if facts.analysis_error:
-        return (
-            f"the analysis failed ({facts.analysis_error.splitlines()[0][:MOST]}): please report it, the graph runs as it stands"
-        )
+        error = facts.analysis_error.splitlines()[0][:MAX_ERROR_LENGTH]
+        return f"the analysis failed ({error}): please report it; the graph runs unchunked"
     if facts.unchunked_reason is not None:
         return facts.unchunked_reason
     if facts.faults:
-        return f"{'; '.join(facts.faults)}; without that nothing streams"
+        return f"{'; '.join(facts.faults)}; so nothing streams"
     if _is_single_row(facts):
         return SINGLE_ROW
     text = "no dimension of this graph can be streamed: no attention, no sum over a long dimension"
     unknown = list(dict.fromkeys(_opaque_text(node) for node in facts.joint.nodes if is_opaque(node)))
     if unknown:
-        return f"{text}, and {'; '.join(unknown[:FEW])}; {NO_RULE}"
+        return f"{text}, and {'; '.join(unknown[:MAX_OPERATORS])}; {NO_RULE}"
     return f"{text}; {NO_SEQUENCE}"
 
 
@@ -260,13 +259,13 @@ def check_budget(facts: Facts, options: Options) -> None:
     failed = facts.analysis_error or "; ".join(facts.faults)
     if failed and facts.program is None and options.memory_budget not in (None, AUTO):
         raise OverBudgetError(
-            f"memory_budget={options.memory_budget!r} is to hold for this graph, which cannot be planned",
+            f"memory_budget={options.memory_budget!r} cannot be ensured: this graph has no plan",
             found=failed,
-            do="leave memory_budget out: the graph runs as it stands, and takes the memory of plain autograd",
+            do="omit memory_budget: the graph runs unchunked, and takes the memory of plain autograd",
         )
 
 
 def strict_refusal_text(all_facts: Sequence[Facts], options: Options) -> str:
     """Return the end of a report on a call that `strict=True` refuses; empty if it is not refused."""
     refused = options.strict and any(facts.reasons() for facts in all_facts)
-    return "\n\nstrict=True: the backend raises NotStreamedError for what runs whole" if refused else ""
+    return "\n\nstrict=True: the backend raises NotStreamedError for these fallbacks" if refused else ""

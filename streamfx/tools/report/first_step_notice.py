@@ -34,7 +34,7 @@ class Compiled:
         try:
             outcome = self._outcome()
         except Exception as error:
-            outcome = f"it cannot be described: {describe_error(error)}"
+            outcome = f"its report failed: {describe_error(error)}"
         return f"compiled in {self.seconds:.1f} s: {outcome}"
 
     def _outcome(self) -> str:
@@ -63,17 +63,17 @@ def noted_in(compiled_graphs: list[Compiled] | None) -> Iterator[None]:
         _noted.reset(token)
 
 
-def note(found: Sequence[Facts], seconds: float, whole: bool = False) -> None:
+def note(found: Sequence[Facts], seconds: float, unchunked: bool = False) -> None:
     """Record a compiled Dynamo graph; graphs without gradients are not training steps.
 
-    If Inductor got the `whole` graph before the analysis, there are no facts for it.
+    If Inductor compiled the graph `unchunked` without an analysis, there are no facts for it.
     """
     training: list[Facts | None] = [facts for facts in found if facts.joint.tangents]
-    training += [None] if whole else []
+    training += [None] if unchunked else []
     if not training:
         return
-    compiled, seen = Compiled(training[-1], seconds), _noted.get()
+    compiled, compiled_graphs = Compiled(training[-1], seconds), _noted.get()
     if log.isEnabledFor(logging.INFO):
         log.info("%s", compiled.text)
-    if seen is not None:
-        seen.append(compiled)
+    if compiled_graphs is not None:
+        compiled_graphs.append(compiled)

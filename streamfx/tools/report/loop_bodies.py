@@ -45,7 +45,9 @@ def bodies_of_module(module: str, graphs: Sequence[Facts]) -> dict[str, fx.Graph
     bodies = {name: body for name, body in bodies_of(graphs).items() if id(body) in body_ids}
     if not bodies:
         names = ", ".join(stage.name for _, stage in matching)
-        raise ReportError(_request_text(module), found=f"{names} has no loops: it runs whole", do="print(explanation) says why")
+        raise ReportError(
+            _request_text(module), found=f"{names} has no loops: it runs unchunked", do="print(explanation) shows the reason"
+        )
     return bodies
 
 

@@ -29,22 +29,22 @@ from streamfx.tools.report.stage_titles import unnumbered
 from streamfx.torch_private.dynamo import lost_writes
 from streamfx.torch_private.versions import untested
 
-MUCH_WORK = 10**11  # FLOPs of a graph: below this, a missed optimization does not matter
+MIN_FLOPS = 10**11  # FLOPs of a graph: below this, a missed optimization does not matter
 MORE = "streamfx.explain shows more"
-WHOLE_GRAPH = (
-    "a graph of {flops:.1e} FLOPs is run without streaming: {why}. The result is exact, the memory is that of plain autograd. "
+UNCHUNKED = (
+    "a graph of {flops:.1e} FLOPs runs unchunked: {why}. The result is exact, and takes as much memory as plain autograd. "
     f"{MORE}."
 )
 NO_GAIN = (
-    "a graph of {flops:.1e} FLOPs streams, and saves nothing: {ours} are predicted at the peak for activations and gradients, "
-    "and gradient checkpointing takes about {other}. Most of it are gradients, or what runs whole, or the sequence is short: "
+    "a graph of {flops:.1e} FLOPs streams without saving memory: predicted peak {ours} for activations and gradients, gradient "
+    "checkpointing takes about {other}. Gradients or fallbacks take most of it, or the sequence is short: "
     f"{MORE}."
 )
 
 
-LOST = (
-    "{line}: this write is lost under torch.compile, whatever the backend: AOTAutograd takes a tensor of no dimensions in "
-    "float64 on the CPU for a number. Give it a dimension (torch.zeros(1, dtype=torch.float64)), or another type"
+LOST_WRITE = (
+    "{line}: this write is lost under torch.compile with any backend: AOTAutograd treats a float64 scalar tensor on the CPU as "
+    "a Python number. Give it a dimension (torch.zeros(1, dtype=torch.float64)), or another dtype"
 )
 
 
@@ -57,7 +57,7 @@ def warn_if_torch_untested() -> None:
 def warn_about_lost_writes(graph: fx.Graph) -> None:
     """Warn about source lines whose writes AOTAutograd does not write back."""
     for line in lost_writes(graph):
-        _warn_once((LOST, line), LOST.format(line=line or "a write in place"))
+        _warn_once((LOST_WRITE, line), LOST_WRITE.format(line=line or "a write in place"))
 
 
 def warn_if_no_gain(facts: Facts, options: Options) -> None:
@@ -69,16 +69,16 @@ def warn_if_no_gain(facts: Facts, options: Options) -> None:
     if facts.analysis_error:  # already reported
         return
     flops = flops_of_graph(facts.joint.graph)
-    if flops < MUCH_WORK:
+    if flops < MIN_FLOPS:
         return
     if facts.program is None:
         why = why_no_stages(facts)
-        _warn_once((unnumbered(why), _model_key(facts)), WHOLE_GRAPH.format(flops=float(flops), why=why))
+        _warn_once((unnumbered(why), _model_key(facts)), UNCHUNKED.format(flops=float(flops), why=why))
     elif options.memory_budget is None and not has_collectives(facts.joint.graph):
         try:
             ours, other = predicted(facts).peak, checkpointing_bytes(facts)
         except Exception as error:
-            log.info("not known whether a graph saves memory: %s", describe_error(error))
+            log.info("it is unknown whether a graph saves memory: %s", describe_error(error))
             return
         if ours >= other:
             _warn_once(

@@ -38,7 +38,7 @@ def _record_text(facts: Facts) -> str:
     try:
         return "\n".join(line.rstrip() for line in _record_lines(facts))
     except Exception as error:
-        return f"a graph was compiled, and cannot be described: {describe_error(error)}"
+        return f"a graph was compiled, but its report failed: {describe_error(error)}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _record_lines(facts: Facts) -> Iterator[str]:
     """Yield the record of a graph: why it does not stream, or rows, peak and stages."""
     record = record_of(facts)
     if record.cost is None:
-        yield f"a graph runs as it stands: {why_no_stages(facts)}"
+        yield f"a graph runs unchunked: {why_no_stages(facts)}"
         return
     yield f"a graph of {sequence_length(facts)} rows: {record.streams}"
     yield f"  memory   {format_bytes(record.cost.peak)} at the peak for activations and gradients (predicted)"

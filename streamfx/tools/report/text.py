@@ -12,13 +12,13 @@ from streamfx.tools.report.stage_titles import joint_name, names_together, unnum
 from streamfx.tools.report.verdict import CHECKPOINTING, EAGER, NOTHING, StepCost, gains, verdict, why_nothing_streams
 
 Stage = Mapping[str, Any]
-NOT_ALL = "not compared with other ways: part of the step is not traced, runs in eager, and is missing from these figures"
+NOT_ALL = "not compared with baselines: part of the step is not traced; it runs in eager mode, outside these figures"
 COUNTED = "memory for activations and gradients"
-CHUNK_WORK = "what loops compute for a chunk, less with a smaller chunk_size"
-NOT_TRAINED = "nothing is trained in this call, so nothing is kept for a backward pass"
-IN_PART_HEADING = "of {names} this runs whole between loops, the rest streams:"
-PLACES = 3  # source lines that a reason names
-IN_PART = 0.995  # share of FLOPs in loops below which a report does not claim that everything streams
+CHUNK_WORK = "intermediate values of one chunk, fewer with a smaller chunk_size"
+NOT_TRAINED = "this call trains nothing, so nothing is saved for a backward pass"
+IN_PART_HEADING = "{names}: these operators fall back and run between loops, the rest streams:"
+MAX_LINES = 3  # source lines that a reason names
+FULL_SHARE = 0.995  # share of FLOPs in loops below which a report does not claim that everything streams
 HEADER = ("stage", "attention", "rows per chunk", "loops", "saved", "FLOPs")
 
 
@@ -56,18 +56,18 @@ def reason_lines(stages: Sequence[Stage]) -> Iterator[str]:
         if kind == "small":
             texts_of_small_operators.setdefault(names, []).append(text)
         else:
-            heading = f"{names} runs whole:" if kind == "whole" else IN_PART_HEADING.format(names=names)
+            heading = f"{names} runs unchunked:" if kind == "whole" else IN_PART_HEADING.format(names=names)
             texts_by_heading.setdefault(heading, []).append(text)
     for heading, texts in texts_by_heading.items():
         yield ""
         yield heading
         yield from (f"  {text}" for text in texts)
     for names, texts in texts_of_small_operators.items():
-        yield from (f"{names}: a small operator runs whole: {text}" for text in texts)
+        yield from (f"{names}: a small operator falls back: {text}" for text in texts)
 
 
 def _alike_obstacles(stages: Sequence[Stage]) -> dict[tuple[str, str, str], list[tuple[str, str]]]:
-    """Group stages and source lines by reason and kind: "whole" stages, stages streamed "in part", or "small" operators."""
+    """Group stages and source lines by reason and kind: "whole" (unchunked) stages, stages "in part", or "small" operators."""
     groups: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
     for stage in stages:
         for item in obstacles_of(stage):
@@ -92,7 +92,7 @@ def _source_lines_text(lines: Sequence[str]) -> str:
     """
     if not lines:
         return ""
-    shown = lines if len(lines) <= PLACES else lines[: PLACES - 1]
+    shown = lines if len(lines) <= MAX_LINES else lines[: MAX_LINES - 1]
     omitted_text = f"; and {counted(len(lines) - len(shown), 'more line')}" if len(shown) < len(lines) else ""
     return f" ({'; '.join(shown)}{omitted_text})"
 
@@ -105,12 +105,12 @@ def verdict_of(summary: Mapping[str, Any]) -> str:
     if summary["checkpointing_peak_bytes"] is not None:
         others.insert(0, StepCost(CHECKPOINTING, summary["checkpointing_peak_bytes"], summary["checkpointing_flops"]))
     ours = StepCost("streambp", summary["peak_bytes"], summary["flops"])
-    why_whole = why_nothing_streams(summary["stages"])
-    if not summary["trains"] and why_whole is None and not gains(ours, others):
+    why_unchunked = why_nothing_streams(summary["stages"])
+    if not summary["trains"] and why_unchunked is None and not gains(ours, others):
         return (
             f"{NOT_TRAINED}: {format_bytes(ours.peak_bytes)} at the peak, {format_bytes(others[0].peak_bytes)} in {others[0].way}"
         )
-    return verdict(ours, others, why_whole, counted=COUNTED)
+    return verdict(ours, others, why_unchunked, counted=COUNTED)
 
 
 def is_traced_in_part(summary: Mapping[str, Any]) -> bool:
@@ -131,30 +131,30 @@ def how_many_stream(extents: Sequence[str], share: float | None, traced: str = "
     """Describe how many stages stream; `share` is the share of FLOPs in loops, if known.
 
     >>> how_many_stream(["streamed", "whole"], 0.5), how_many_stream(["streamed"], 1.0, "traced ")
-    ('1 of 2 stages run whole', 'every traced stage streams')
+    ('1 of 2 stages run unchunked', 'every traced stage streams')
     >>> how_many_stream(["streamed"], 0.25), how_many_stream([], 1.0)
     ('every stage streams in part: 25.0 % of the FLOPs are in loops', 'nothing streams')
     >>> how_many_stream(["streamed", "in part"], 1.0), how_many_stream(["whole", "in part"], 0.5)
-    ('every stage streams, 1 of 2 but for some operators', '1 of 2 stages run whole, 1 streams but for some operators')
+    ('every stage streams, 1 of 2 except for some operators', '1 of 2 stages run unchunked, 1 streams except for some operators')
     """
     if all(extent == "whole" for extent in extents):
         return NOTHING
     whole_count, part_count = extents.count("whole"), extents.count("in part")
     if whole_count:
-        others = f", {part_count} stream{'s' if part_count == 1 else ''} but for some operators" if part_count else ""
-        return f"{whole_count} of {len(extents)} {traced}stages run whole{others}"
+        others = f", {part_count} stream{'s' if part_count == 1 else ''} except for some operators" if part_count else ""
+        return f"{whole_count} of {len(extents)} {traced}stages run unchunked{others}"
     streams = f"every {traced}stage streams"
-    if share is not None and share < IN_PART:
+    if share is not None and share < FULL_SHARE:
         streams += f" in part: {in_percent(share)} of the FLOPs are in loops"
-    return f"{streams}, {part_count} of {len(extents)} but for some operators" if part_count else streams
+    return f"{streams}, {part_count} of {len(extents)} except for some operators" if part_count else streams
 
 
 def share_text(summary: Mapping[str, Any]) -> str:
     """Describe the share of the FLOPs in loops."""
     share = summary["streamed_flops_share"]
     if share is None:
-        return "without what is not traced; how much of it all is in loops is not known"
-    of_which = "of the whole call's" if is_traced_in_part(summary) else "of it"
+        return "without the untraced part; the share in loops is unknown"
+    of_which = "of the full call" if is_traced_in_part(summary) else "of it"
     return f"{in_percent(share)} {of_which} in loops over chunks"
 
 
@@ -226,7 +226,7 @@ def _peak_values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
     >>> _peak_values([sort], 4096)
     '2.0 KiB, 2 results of aten.sort.stable (a.py:1: x.sort())'
     >>> _peak_values([sort], 5000)
-    'what loops compute for a chunk, less with a smaller chunk_size; 2.0 KiB, 2 results of aten.sort.stable (a.py:1: x.sort())'
+    'intermediate values of one chunk, fewer with a smaller chunk_size; 2.0 KiB, 2 results of aten.sort.stable (a.py:1: x.sort())'
     """
     texts = [] if 2 * sum(item["bytes"] for item in items) >= peak else [CHUNK_WORK]
     for item in items:
@@ -276,7 +276,7 @@ def _split_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield the places at which a graph is split because another sequence begins."""
     if summary["splits"]:
         yield ""
-        yield "split where another sequence begins: each part streams by itself, and what crosses is kept whole"
+        yield "split where another sequence begins: each part streams separately, and values between parts are saved in full"
         yield from (f"  {line}" for line in summary["splits"])
 
 
@@ -284,30 +284,30 @@ def _break_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield each graph break with its advice, and where tracing stopped."""
     if summary["break_reasons"]:
         yield ""
-        yield "graph breaks: each piece that is traced streams by itself, and what crosses from one to the next is kept whole"
+        yield "graph breaks: each traced graph streams separately, and values between graphs are saved in full"
         for item in summary["break_reasons"]:
             yield f"  {item['reason']}"
             yield f"    {item['where']}"
             if item["given_up"]:
-                yield "    the rest of this function is not traced: it runs in eager, and is not in this report"
+                yield "    the rest of this function is not traced: it runs in eager mode and is not in this report"
             if item["do"]:
                 yield f"    {item['do']}"
     if summary["stopped"]:
         yield ""
-        yield f"the call could not be followed to its end without data, so what comes later is not shown: {summary['stopped']}"
+        yield f"the call could not be traced to its end without data, so later operators are not shown: {summary['stopped']}"
 
 
-def counted(number: int, thing: str) -> str:
+def counted(count: int, noun: str) -> str:
     """Format a count with its noun: `no graphs`, `1 graph`, `2 graphs`."""
-    return f"{number or 'no'} {thing}{'' if number == 1 else 's'}"
+    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
 
 
-def in_flops(number: int) -> str:
+def in_flops(count: int) -> str:
     """Format FLOPs with a suitable unit."""
     for unit, size in (("P", 10**15), ("T", 10**12), ("G", 10**9), ("M", 10**6)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}FLOP"
-    return f"{number} FLOP"
+        if count >= size:
+            return f"{count / size:.2f} {unit}FLOP"
+    return f"{count} FLOP"
 
 
 def in_seconds(number: float) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 from streamfx.budget import format_bytes
 
-GAIN = 1.1  # times less memory: a smaller gain is not worth a code change
-LITTLE = 1.02  # ratio below which two figures count as equal
+MIN_GAIN = 1.1  # times less memory: a smaller gain is not worth a code change
+MIN_DIFFERENCE = 1.02  # ratio below which two figures count as equal
 CHECKPOINTING, EAGER = "gradient checkpointing", "eager"
 NOTHING = "nothing streams"
 IN_CHUNKS = "with the loss in chunks"
@@ -28,7 +28,7 @@ class StepCost:
 def verdict(
     ours: StepCost,
     others: Sequence[StepCost],
-    why_whole: str | None = None,
+    why_unchunked: str | None = None,
     gains_from: int | None = None,
     counted: str = "memory",
 ) -> str:
@@ -40,7 +40,7 @@ def verdict(
     Args:
         ours: Cost of the streamed step.
         others: Costs of the baselines.
-        why_whole: The reason if nothing streams, else None.
+        why_unchunked: The reason if nothing streams, else None.
         gains_from: A length from which on there is a gain; None if unknown.
         counted: The memory that the figures count.
 
@@ -60,27 +60,29 @@ def verdict(
     >>> verdict(StepCost("streambp", 42 << 30), [checkpointing], "no rule")
     'no gain: nothing streams, because no rule'
     >>> verdict(StepCost("streambp", 1 << 30), [])
-    'compared with nothing: no other way was followed'
+    'without a baseline: none was traced'
     """
     if not others:
-        return f"{NOTHING}, because {why_whole}" if why_whole is not None else "compared with nothing: no other way was followed"
+        return f"{NOTHING}, because {why_unchunked}" if why_unchunked is not None else "without a baseline: none was traced"
     other = others[0]
     saving, excess = ratio(other.peak_bytes, ours.peak_bytes), ratio(ours.peak_bytes, other.peak_bytes)
-    if saving >= GAIN:
-        though = "" if why_whole is None else f", though {NOTHING}, because {why_whole}"
+    if saving >= MIN_GAIN:
+        though = "" if why_unchunked is None else f", though {NOTHING}, because {why_unchunked}"
         return f"{times(saving)} less {counted} than {other.way}{_versus_chunked(ours, others)}{_flop_share(ours, other)}{though}"
-    if why_whole is not None and saving < LITTLE:
-        text = "no gain" if excess < GAIN else f"{times(excess)} as much {counted} as {other.way}"
-        return f"{text}: {NOTHING}, because {why_whole}"
-    if excess >= GAIN:
+    if why_unchunked is not None and saving < MIN_DIFFERENCE:
+        text = "no gain" if excess < MIN_GAIN else f"{times(excess)} as much {counted} as {other.way}"
+        return f"{text}: {NOTHING}, because {why_unchunked}"
+    if excess >= MIN_GAIN:
         text = f"{times(excess)} as much {counted} as {other.way} at this length"
     else:
-        text = f"{'little' if saving >= LITTLE else 'no'} gain over {other.way} at this length{_savings_text(ours, other)}"
+        text = (
+            f"{'little' if saving >= MIN_DIFFERENCE else 'no'} gain over {other.way} at this length{_savings_text(ours, other)}"
+        )
     from_length = "" if gains_from is None else f"; from about {gains_from:,} tokens on"
-    return f"{text}{'' if why_whole is None else f'; {NOTHING}, because {why_whole}'}{from_length}"
+    return f"{text}{'' if why_unchunked is None else f'; {NOTHING}, because {why_unchunked}'}{from_length}"
 
 
-def verdict_within(budget: int, ours: StepCost, others: Sequence[StepCost], why_whole: str | None = None) -> str:
+def verdict_within(budget: int, ours: StepCost, others: Sequence[StepCost], why_unchunked: str | None = None) -> str:
     """Compare a step with its baselines under a memory budget: report whether it fits, and its FLOPs.
 
     >>> ours, checkpointing = StepCost("streambp", 78 << 30, 78), StepCost("gradient checkpointing", 131 << 30, 100)
@@ -92,14 +94,14 @@ def verdict_within(budget: int, ours: StepCost, others: Sequence[StepCost], why_
     'does not fit into 70.0 GiB: nothing streams, because no rule; gradient checkpointing takes 131.0 GiB'
     """
     fits = f"fits into {format_bytes(budget)}" if ours.peak_bytes <= budget else f"does not fit into {format_bytes(budget)}"
-    fits += "" if why_whole is None else f": {NOTHING}, because {why_whole}"
+    fits += "" if why_unchunked is None else f": {NOTHING}, because {why_unchunked}"
     if not others:
         return fits
     other = others[0]
     if other.peak_bytes > budget or ours.peak_bytes > budget:
         return f"{fits}; {other.way} takes {format_bytes(other.peak_bytes)}"
-    if why_whole is not None or not ours.flops or not other.flops:
-        return f"{fits}{';' if why_whole else ','} {f'{other.way} fits, too' if why_whole else f'as does {other.way}'}"
+    if why_unchunked is not None or not ours.flops or not other.flops:
+        return f"{fits}{';' if why_unchunked else ','} {f'{other.way} fits, too' if why_unchunked else f'as does {other.way}'}"
     return f"{fits} with {ours.flops / other.flops:.2f} of the FLOPs of {other.way}, which fits, too"
 
 
@@ -109,13 +111,13 @@ def length_verdict(ours: int, others: Mapping[str, int]) -> str:
     >>> length_verdict(559_104, {"gradient checkpointing": 65_536, "the same, loss in chunks": 131_072})
     '8.5 times the length of gradient checkpointing: 559,104 tokens for 65,536'
     >>> length_verdict(512, {"gradient checkpointing": 0}), length_verdict(512, {})
-    ('512 tokens fit; gradient checkpointing fits at no length', '512 tokens fit, compared with nothing')
+    ('512 tokens fit; gradient checkpointing fits at no length', '512 tokens fit, without a baseline')
     """
     for way, length in others.items():
         if not length:
             return f"{ours:,} tokens fit; {way} fits at no length"
         return f"{times(ratio(ours, length))} the length of {way}: {ours:,} tokens for {length:,}"
-    return f"{ours:,} tokens fit, compared with nothing"
+    return f"{ours:,} tokens fit, without a baseline"
 
 
 def why_nothing_streams(stages: Sequence[Mapping[str, Any]]) -> str | None:
@@ -131,7 +133,7 @@ def why_nothing_streams(stages: Sequence[Mapping[str, Any]]) -> str | None:
 
 def gains(ours: StepCost, others: Sequence[StepCost]) -> bool:
     """Return whether the verdict reports a memory saving."""
-    return bool(others) and ratio(others[0].peak_bytes, ours.peak_bytes) >= GAIN
+    return bool(others) and ratio(others[0].peak_bytes, ours.peak_bytes) >= MIN_GAIN
 
 
 def ratio(part: int, whole: int) -> float:
@@ -164,7 +166,7 @@ def _flop_share(ours: StepCost, other: StepCost) -> str:
 def _savings_text(ours: StepCost, other: StepCost) -> str:
     """Format the memory and FLOPs that are lower than the baseline's although the memory gain is small."""
     memory = ratio(ours.peak_bytes, other.peak_bytes)
-    savings = [f"{memory:.2f} of its memory"] if ratio(other.peak_bytes, ours.peak_bytes) >= LITTLE else []
-    if ours.flops and other.flops and other.flops >= GAIN * ours.flops:
+    savings = [f"{memory:.2f} of its memory"] if ratio(other.peak_bytes, ours.peak_bytes) >= MIN_DIFFERENCE else []
+    if ours.flops and other.flops and other.flops >= MIN_GAIN * ours.flops:
         savings.append(f"{ours.flops / other.flops:.2f} of its FLOPs")
     return f": {', '.join(savings)}" if savings else ""
