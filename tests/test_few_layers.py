@@ -1,4 +1,4 @@
-"""What few layers tell of all: what eager takes, the plan, what analyses find; all are run where few do not stand for them."""
+"""Costs, plans and facts of a model follow from few of its layers; all layers are traced if they differ."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTH = 256
 
 
 class OwnBackward(torch.autograd.Function):
-    """A copy, whose backward half does more or less."""
+    """A copy with its own backward function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, does_more: bool) -> Tensor:
@@ -41,7 +41,7 @@ class OwnBackward(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Attention in a window or not. What it does beside that is in `does`, where nobody looks for settings."""
+    """Attention, with a window if one is given. `does` is a tuple, which is not compared as a setting."""
 
     def __init__(self, window: int | None = None, does: str = "", inner: int = 32) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, masks: dict[int | None, Tensor]) -> Tensor:
         does = self.does[0]
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        if does == "spelled out":
+        if does == "unfused":
             mixed = (q @ k.mT).masked_fill(~masks[None], -torch.inf).softmax(-1) @ v
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=masks[self.window])
@@ -63,7 +63,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers one after the other; each may read what came out of the one `skips` before, too, and the head may read them all."""
+    """Layers in sequence; a layer may also read the output two layers before, and the head may read all outputs."""
 
     def __init__(self, make: Callable[[], list[nn.Module]], skips: bool = False, reads_all: bool = False) -> None:
         super().__init__()
@@ -105,33 +105,30 @@ def ids() -> Tensor:
 
 
 MORE, MORE_BACKWARD = [*[""] * 5, "more", *[""] * 3], [*["back"] * 4, "back more", *["back"] * 4]
+COSTS: list[tuple[Stack, bool]] = [
+    (frozen(widths(*[64] * 2, *[32, 64] * 7, 32)), True),
+    (stack(*MORE), False),
+    (stack(*MORE_BACKWARD), False),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "stand"),
-    [
-        (lambda: frozen(widths(*[64] * 2, *[32, 64] * 7, 32)), True),
-        (lambda: stack(*MORE), False),
-        (lambda: stack(*MORE_BACKWARD), False),
-    ],
-    ids=["others first, then in turn", "one does more", "backward halves of their own"],
-)
-def test_few_layers_cost_what_all_cost(make: Callable[[], Stack], stand: bool) -> None:
-    """With checkpoints around them, too; all are run where few do not stand for them."""
-    model, inputs = make(), {"ids": ids()}
+@pytest.mark.parametrize(("model", "are_alike"), COSTS, ids=["alternating", "one does more", "one does more backward"])
+def test_few_layers_predict_the_cost_of_eager(model: Stack, are_alike: bool) -> None:
+    """Also with checkpoints around layers."""
+    inputs = {"ids": ids()}
     mode, faker = faker_of(model, (), inputs)
     for around in (None, checkpointed):
         with allow_real_inputs(mode), mode:
             call, every = (EagerCall(model, (), inputs, faker) for _ in range(2))
             every.__dict__["alike"] = None
-            found, whole = call.cost(around), every.cost(around)
-        assert (call.alike is not None) == stand
-        assert found is not None and whole is not None and found == whole and found.gradients > 0
-        assert found.forward_curve == whole.forward_curve and found.backward_curve == whole.backward_curve
+            found, full = call.cost(around), every.cost(around)
+        assert (call.alike is not None) == are_alike
+        assert found is not None and full is not None and found == full and found.gradients > 0
+        assert found.forward_curve == full.forward_curve and found.backward_curve == full.backward_curve
 
 
-def test_which_layers_are_alike() -> None:
-    """One after the other is enough. What shares a weight or has a hook is like no other; settings tell layers apart if asked."""
+def test_layers_repeat_unless_they_share_a_weight_or_have_a_hook() -> None:
+    """Layers with different settings do not repeat if settings are compared."""
     layers: list[nn.Module] = [Layer() for _ in range(12)]
     assert layers_of(nn.Sequential(nn.Linear(16, 16), nn.Sequential(*layers), nn.LayerNorm(16))) == layers
     assert layers_of(nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))) == []
@@ -144,18 +141,28 @@ def test_which_layers_are_alike() -> None:
 
 
 class Watched:
-    """Predictions: graphs that were made of few layers, the facts that these tell, and those that are found in all."""
+    """Predictions, the graphs extended from few layers, the facts derived from few layers, and the facts of all layers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.patch, self.wholes, self.refused = monkeypatch, list[FullGraph](), ""
-        self.told: Facts | None = None
+        self.patch, self.extended, self.refused = monkeypatch, list[FullGraph](), ""
+        self.derived: Facts | None = None
         self.every: Facts | None = None
+        run = tracing._SubsetCompilation.run_passes
 
         def noted(*given: Any) -> FullGraph:
-            self.wholes.append(of_all_layers(*given))
-            return self.wholes[-1]
+            self.extended.append(of_all_layers(*given))
+            return self.extended[-1]
+
+        def run_passes(call: Any, capture: Callable[[], Facts]) -> Facts:
+            try:
+                self.derived = facts_of_all_layers(call.found_of_few, call.few)
+            except LayersDifferError as error:
+                self.refused = str(error)
+            self.every = run_analyses(capture(), call.options)
+            return run(call, capture)
 
         monkeypatch.setattr(tracing, "of_all_layers", noted)
+        monkeypatch.setattr(tracing._SubsetCompilation, "run_passes", run_passes)
 
     def predict(
         self, model: nn.Module, few: Callable[[EagerCall], LayerSubset | None] | None = None, **options: Any
@@ -165,20 +172,6 @@ class Watched:
                 patch.setattr(EagerCall, "few", few)
             return predict(model, {"ids": ids()}, LENGTH, {"chunk_size": 32, **options})
 
-    def analyse(self, model: nn.Module) -> None:
-        run = tracing._SubsetCompilation.run_passes
-
-        def found(call: Any, capture: Callable[[], Facts]) -> Facts:
-            try:
-                self.told = facts_of_all_layers(call.found_of_few, call.few)
-            except LayersDifferError as error:
-                self.refused = str(error)
-            self.every = run_analyses(capture(), call.options)
-            return run(call, capture)
-
-        self.patch.setattr(tracing._SubsetCompilation, "run_passes", found)
-        self.predict(model)
-
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
@@ -186,45 +179,26 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 @pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (in_turn, {"save": "inputs", "keep_every": 3}),
-        (lambda: frozen(stack(*[""] * 8)), {"memory_budget": "1MiB", "chunk_size": "auto"}),
-    ],
-    ids=["windows in turn", "frozen weights, within a budget"],
-)
-def test_a_plan_of_few_layers_is_that_of_all(make: Callable[[], Stack], options: dict[str, Any], watched: Watched) -> None:
-    model = make()
-    found = watched.predict(model, **options)
-    (whole,) = watched.wholes
-    assert len(set(whole.origins)) < len(whole.origins) == len(list(model.parameters())) + 1
-    every = watched.predict(model, lambda call: None, **options)
-    assert len(watched.wholes) == 1
-    assert found == every and found.curves == every.curves
-    assert sum(stage["attention"] != [] for stage in found.stages) == len(model.layers)
-
-
-@pytest.mark.parametrize(
     ("does", "how"),
     [(MORE, {}), (MORE_BACKWARD, {}), ((), {"skips": True}), ((), {"reads_all": True})],
     ids=["one", "backward", "skips", "reads all"],
 )
-def test_all_layers_are_traced_where_few_do_not_stand_for_them(does: list[str], how: dict[str, Any], watched: Watched) -> None:
-    """Whatever was said of the layers."""
+def test_all_layers_are_traced_if_they_differ(does: list[str], how: dict[str, Any], watched: Watched) -> None:
+    """Even if they were assumed to repeat."""
     model = stack(*does, **how)
     repeat = repeat_of(model, by_settings=True)
     assert repeat is not None
     found = watched.predict(model, (lambda call: LayerSubset(repeat, "layers")) if how else None)
-    assert not watched.wholes and sum(stage["attention"] != [] for stage in found.stages) == 9
+    assert not watched.extended and sum(stage["attention"] != [] for stage in found.stages) == 9
 
 
 def found_of(facts: Facts) -> list[Any]:
-    """All that is found, by the place of operators in the graph; of axes their sizes, and whether they are of the sequence."""
+    """Return all facts, by the position of operators in the graph; an axis is its size, and whether it is of the sequence."""
     axes, access, key_spans = facts.axes, facts.access, facts.key_spans
     nodes = [node for node in facts.joint.graph.nodes if node.op != "output"]
     number = {node: i for i, node in enumerate(nodes)}
     assert axes.sequence is not None
-    members, spans = axes.sequence.members, dict[int, int]()  # which operators have one span: the first that shares it
+    members, spans = axes.sequence.members, dict[int, int]()  # the first operator with the same span
 
     def kind(dim: Dim) -> Any:
         return [(axes.table.size(atom), members.get(atom)) for atom in axes.table.resolve(dim)]
@@ -248,20 +222,35 @@ def found_of(facts: Facts) -> list[Any]:
     return [*map(of, nodes), results]
 
 
-@pytest.mark.parametrize("make", [in_turn, lambda: frozen(stack())], ids=["windows in turn", "frozen"])
-def test_few_layers_tell_what_is_found_in_all(make: Callable[[], Stack], watched: Watched) -> None:
-    watched.analyse(make())
-    assert watched.told is not None and watched.every is not None, watched.refused
-    assert found_of(watched.told) == found_of(watched.every)
+PLANS: list[tuple[Callable[[], Stack], dict[str, Any]]] = [
+    (in_turn, {"save": "inputs", "keep_every": 3}),
+    (lambda: frozen(stack(*[""] * 8)), {"memory_budget": "1MiB", "chunk_size": "auto"}),
+]
 
 
-@pytest.mark.parametrize(("does", "why"), [("draws", "more than an operator"), ("spelled out", "not all operators agree")])
-def test_what_belongs_to_a_graph_as_a_whole_is_looked_for_in_all(does: str, why: str, watched: Watched) -> None:
-    watched.analyse(stack(*[does] * 9))
-    assert watched.told is None and why in watched.refused
+@pytest.mark.parametrize(("make", "options"), PLANS, ids=["alternating windows", "frozen weights, within a budget"])
+def test_few_layers_predict_the_plan_and_the_facts_of_all(
+    make: Callable[[], Stack], options: dict[str, Any], watched: Watched
+) -> None:
+    model = make()
+    found = watched.predict(model, **options)
+    (full,) = watched.extended
+    assert len(set(full.origins)) < len(full.origins) == len(list(model.parameters())) + 1
+    assert watched.derived is not None and watched.every is not None, watched.refused
+    assert found_of(watched.derived) == found_of(watched.every)
+    every = watched.predict(model, lambda call: None, **options)
+    assert len(watched.extended) == 1
+    assert found == every and found.curves == every.curves
+    assert sum(stage["attention"] != [] for stage in found.stages) == len(model.layers)
 
 
-def test_periods_of_which_something_else_is_found_tell_nothing(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("does", "why"), [("draws", "more than an operator"), ("unfused", "not all operators agree")])
+def test_facts_of_the_full_graph_are_not_derived_from_few_layers(does: str, why: str, watched: Watched) -> None:
+    watched.predict(stack(*[does] * 9))
+    assert watched.derived is None and why in watched.refused
+
+
+def test_no_facts_are_derived_if_periods_differ(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[fx.Node] = []
     own = repeated_analysis._node_facts
 
@@ -270,5 +259,5 @@ def test_periods_of_which_something_else_is_found_tell_nothing(watched: Watched,
         return (*own(node, facts), node if len(seen) == 7 else None)
 
     monkeypatch.setattr(repeated_analysis, "_node_facts", found)
-    watched.analyse(stack())
-    assert watched.told is None and "what is found of" in watched.refused
+    watched.predict(stack())
+    assert watched.derived is None and "what is found of" in watched.refused
