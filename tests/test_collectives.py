@@ -83,12 +83,6 @@ def test_both_halves(ranks: DeviceMesh, golden: Golden) -> None:
 
 
 @pytest.mark.long
-def test_collectives_between_two_loops_run_as_one(ranks: DeviceMesh, golden: Golden) -> None:
-    """Those of the embedding and two layers, of which the first begins at once; of the first stage's gradients."""
-    golden(texts_of(sharded(Two(), ranks))["buckets"])
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("ranks", [(256, 255)], indirect=True)
 def test_collectives_depend_on_no_length_and_no_rank(ranks: DeviceMesh) -> None:
     """The last of many ranks holds no rows of some weights, and pads them."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from streamfx import IntegrationError
 from streamfx.integrations import EnabledModules, enable
 from tests.support.collectives import data_of, one_process, worst
 from tests.support.engines import LENGTH, OPTIONS, TOLERANCE, graphs_seen, twins, wrapped
@@ -30,11 +29,10 @@ def enabled(given: Any) -> EnabledModules:
 
 
 def launched(rank: int) -> None:
-    """What a launcher tells each process; no network is asked, and no port: the process group is there already."""
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "NODE_RANK": 0}
-    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "TORCHELASTIC_RUN_ID": 1}  # type: ignore[dict-item]
-    own |= {"HF_HUB_OFFLINE": 1, "HF_DATASETS_DISABLE_PROGRESS_BARS": 1, "DS_ACCELERATOR": "cpu"}  # type: ignore[dict-item]
-    os.environ.update({name: str(value) for name, value in own.items()})
+    """Set the environment of a launcher; the process group exists already, so no port is opened."""
+    own = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 NODE_RANK=0 MASTER_ADDR=127.0.0.1 "
+    own += "MASTER_PORT=0 TORCHELASTIC_RUN_ID=1 HF_HUB_OFFLINE=1 HF_DATASETS_DISABLE_PROGRESS_BARS=1 DS_ACCELERATOR=cpu"
+    os.environ.update(item.split("=") for item in own.split())  # type: ignore[arg-type]
 
 
 # -- FSDP1
@@ -77,10 +75,6 @@ def deepspeed(rank: int, stage: int, before: bool) -> None:
         settings |= {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
         optimizer = torch.optim.SGD(own.parameters(), lr=1.0)
         engines.append(library.initialize(model=own, optimizer=optimizer, config=settings)[0])
-    if stage == 3:
-        with pytest.raises(IntegrationError, match="ZeRO-3"):
-            engines[0](*data_of(rank, LENGTH)) if before else enabled(engines[0])
-        return
     done = done or enabled(engines[0])
     for _ in range(2):
         for engine in engines:
@@ -167,7 +161,7 @@ CASES: dict[str, tuple[str, Callable[[int], None]]] = {
             "deepspeed",
             partial(deepspeed, stage=stage, before=before),
         )
-        for stage, before in ((1, True), (2, False), (3, False), (3, True))
+        for stage, before in ((1, True), (2, False))
     },
     **{
         f"{name}, {'enabled before' if before else 'enabled'}": (name, partial(case, before=before))

@@ -43,25 +43,6 @@ def prompt_masked(ids: Tensor) -> Batch:
     return {"input_ids": ids, "labels": labels}
 
 
-def multi_turn(ids: Tensor) -> Batch:
-    """Turns of three tokens, every other one without labels."""
-    turn = torch.arange(ids.shape[1]) // 3 % 2 == 0
-    return {"input_ids": ids, "labels": ids.masked_fill(turn, IGNORED)}
-
-
-def sparse_labels(ids: Tensor) -> Batch:
-    """A single label per row."""
-    labels = torch.full_like(ids, IGNORED)
-    labels[:, -1] = ids[:, -1]
-    return {"input_ids": ids, "labels": labels}
-
-
-def a_row_without_labels(ids: Tensor) -> Batch:
-    labels = ids.clone()
-    labels[0] = IGNORED
-    return {"input_ids": ids, "labels": labels}
-
-
 def no_labels_at_all(ids: Tensor) -> Batch:
     return {"input_ids": ids, "labels": torch.full_like(ids, IGNORED)}
 
@@ -102,9 +83,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Batch]] = {
         left_padding,
         right_padding,
         prompt_masked,
-        multi_turn,
-        sparse_labels,
-        a_row_without_labels,
         no_labels_at_all,
         packed_by_positions,
         packed_by_mask,
