@@ -1,4 +1,4 @@
-"""Fused attention on operands that lie in memory in every way: the operator asks for nothing, whatever its kernels ask for."""
+"""Fused attention accepts operands with any memory layout, even if its kernels do not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.movedim(-2, 0).contiguous().movedim(0, -2),  # by rows
     lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),  # by columns
     within,
-    lambda x: torch.stack([x, x * 0, x], -2)[..., 0, :],  # a third of what one projection makes
+    lambda x: torch.stack([x, x * 0, x], -2)[..., 0, :],  # a third of one projection
     at_an_odd_address,
     lambda x: x[:1].expand_as(x),  # the first of the batch for all
 ]
@@ -94,7 +94,7 @@ def test_attention_is_exact_for_any_memory_layout(device: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.01), (torch.float32, 1e-5)])
 def test_attention_is_as_exact_as_its_type_allows(dtype: torch.dtype, tolerance: float) -> None:
-    """Log-sum-exps are in single precision, biases in what the queries are in: kernels look at no type."""
+    """Log-sum-exps are float32; biases have the type of the queries."""
     with in_their_place(half=True):
         for seed in range(40):
             case = drawn(seed)
@@ -106,7 +106,6 @@ def test_attention_is_as_exact_as_its_type_allows(dtype: torch.dtype, tolerance:
 
 
 def test_plain_attention_matches_autograd() -> None:
-    """What the kernels are compared with, and what runs where there are none."""
     for seed in range(20):
         case = drawn(seed)
         (bias, causal, scale), leaves = case.how, [item.detach().clone().requires_grad_() for item in case.heads]
@@ -145,7 +144,7 @@ def test_causal_flash_attention_over_more_keys_falls_back() -> None:
 
 @pytest.mark.parametrize("scale", [-0.4, 0.0])
 def test_a_causal_mask_with_a_negative_scale_is_exact(scale: float) -> None:
-    """The kernel's own causal mask is minus infinity before it scales: NaN here, where eager's mask is added behind."""
+    """The kernel's causal flag masks before scaling, which gives NaN here; eager adds its mask after scaling."""
 
     def function(x: Tensor) -> Tensor:
         q, k, v = (item.unflatten(-1, (2, 8)).transpose(1, 2) for item in x.chunk(3, -1))

@@ -1,4 +1,4 @@
-"""Attention that is spelled out beside a sink: one fused kernel, on numbers that are drawn to hurt, and in chunks."""
+"""Unfused attention with a sink becomes one fused kernel with the same values, also for extreme numbers."""
 
 from __future__ import annotations
 

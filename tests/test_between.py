@@ -1,4 +1,4 @@
-"""What runs between the loops of a stage is made again in the backward half: exact, small, and the same on all ranks."""
+"""Values between the loops of a stage are recomputed in backward: exact, with little memory, and in one order on all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYERS, WIDTH, ROWS, VOCABULARY = 4, 16, 256, 11
 
 
 class Mixing(nn.Module):
-    """Layers whose rows are mixed by a function that no loop can run, beside a residual stream that loops make."""
+    """Layers that mix rows by a function that no loop can run, and a residual stream that runs in loops."""
 
     def __init__(self, mix: Callable[..., Tensor], layers: int = LAYERS) -> None:
         super().__init__()
@@ -91,7 +91,6 @@ noted.register_autograd(lambda ctx, gradient: gradient)
 
 
 def test_an_unknown_operator_is_not_recomputed() -> None:
-    """An operator of another package: nobody knows what it holds."""
     options: dict[str, Any] = {"save": "inputs", "chunk_size": 8, "loss_chunk_size": 8}
     model = torch.compile(Mixing(to_keys(noted)), backend="streambp", options=options)
     model(tokens(2, 37))
@@ -101,7 +100,7 @@ def test_an_unknown_operator_is_not_recomputed() -> None:
 
 
 def test_values_between_loops_are_live_for_one_layer_at_a_time() -> None:
-    """A layer leaves what enters it, and keys and values for the loop of its attention; not keys that were sorted."""
+    """A layer saves its input, keys and values; sorted keys are recomputed."""
     options = {"chunk_size": 32, "loss_chunk_size": 32, "save": "inputs"}
     models = (Mixing(MIXERS["to sorted"], layers) for layers in (3, 6))
     few, many = (streamfx.explain(model, tokens(2, ROWS), options=options).summary()["peak_bytes"] for model in models)

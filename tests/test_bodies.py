@@ -40,7 +40,7 @@ INDUCTOR: dict[str, Any] = {"chunk_size": 4, "bodies": "inductor"}
 
 @pytest.fixture
 def forms(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[FamilyCode]]:
-    """What a test compiles; what was said before may be said again."""
+    """The code that a test compiles; each warning may appear once per test."""
     found: dict[Any, list[FamilyCode]] = {}
     monkeypatch.setattr(compiled_segments, "_versions", found)
     monkeypatch.setattr(compiled_segments, "_warned", set())
@@ -166,7 +166,7 @@ ASKS: dict[str, tuple[Callable[[Any], Any], set[int]]] = {
 
 @pytest.mark.parametrize("asks", ASKS)
 def test_code_is_reused_for_sizes_that_pass_its_guards(asks: str) -> None:
-    """A compiler may find that its code is for one size, or for some: it holds for the size it was made for at least."""
+    """Guards of a compiler may restrict code to one size, or some; the code always holds for the size it was compiled for."""
 
     def compiler(module: fx.GraphModule, inputs: list[Any]) -> Any:
         ASKS[asks][0](inputs[1].shape[0])
@@ -260,7 +260,7 @@ ROWS, OTHER = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0"
 
 
 def drawn_size(random: Random) -> Any:
-    """A size that follows from what a chunk's rows are, or see, in an axis that may be the sequence or another one."""
+    """A size that depends on a chunk's rows or keys, along the sequence or another axis."""
     lengths = (ROWS, OTHER, ROWS - 1, OTHER + 2, 2 * OTHER)
     whole: tuple[Any, ...] = random.choice(((0, ROWS), (random.choice((-1, 0, 2)), random.choice(lengths))))
     kind = random.choice(
@@ -282,7 +282,6 @@ def drawn_size(random: Random) -> Any:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_generated_size_code_equals_the_size_functions(seed: int) -> None:
-    """Whatever a size of a chunk is part of, and whatever else has been written."""
     random = Random(seed)
     wanted = [drawn_size(random) for _ in range(16)]
     writer = LoopWriter(SimpleNamespace(length=ROWS))  # type: ignore[arg-type]

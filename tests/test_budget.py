@@ -1,4 +1,4 @@
-"""`memory_budget`: what a plan says is what a step takes, and no plan takes more than it may."""
+"""`memory_budget`: the predicted peak is the measured peak, and never exceeds the budget."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Step:
         self.compiled = torch.compile(lambda ids: self.model(input_ids=ids, labels=ids).loss, backend=self.backend)
 
     def peak(self) -> int:
-        """Bytes alive at most in a run after the first, over what was alive before."""
+        """The most live bytes in a run after the first, beyond those live before it."""
         for _ in range(2):  # the first one compiles
             self.model.zero_grad(set_to_none=True)
             with Meter() as meter:
@@ -92,7 +92,7 @@ def peak_as_predicted(recorded: Any, program: Program | None) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("make", [hf.qwen3_tied, hf.gemma3], ids=lambda make: make.__name__)
 def test_models_within_four_budgets(make: Any) -> None:
-    """The joint graph is recorded once; programs for each level of what is kept and each budget are run on real tensors."""
+    """The joint graph is recorded once; programs for each save level and budget run on real tensors."""
     step = Step(make, outputs="dense", **CHUNKS)
     step.compiled(step.ids).backward()
     (recorded,) = step.backend.compilations
@@ -119,7 +119,7 @@ def test_free_memory_respects_the_container_limit(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.long
 def test_an_automatic_budget_is_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that fits into it with the optimizer's state runs as it stands; else it streams, and stays within."""
+    """A step that fits with the optimizer's state runs unchanged; else it streams and stays within the budget."""
     whole = Step(layers=2, memory_budget="1GiB", bodies="eager")
     most, trained = whole.peak(), sum(parameter.nbytes for parameter in whole.model.parameters())
     monkeypatch.setattr(budget, "total_memory", lambda device: 0)
@@ -132,7 +132,7 @@ def test_an_automatic_budget_is_the_free_memory(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("is_translator", [True, False])
 def test_the_error_mentions_a_split_only_if_it_could_help(is_translator: bool) -> None:
-    """Of a graph of two sequences, and only there; and what a step takes at least, wherever nothing fits."""
+    """Only a graph with two sequences mentions a split; each error names the smallest possible peak."""
     model = Translator(layers=1) if is_translator else Causal()
     inputs = batch(96, 24) if is_translator else (tokens(1, 32), tokens(1, 32))
     with pytest.raises(OverBudgetError, match="smallest possible peak is") as caught, however_small():
@@ -169,7 +169,7 @@ def asked(model: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[fx
 
 
 def assert_bounded(model: nn.Module, **inputs: Any) -> int:
-    """Eager, which keeps the most, stays below what is said of all graphs of a call; how many were told of."""
+    """Assert that eager's peak stays below the bounds of a call's graphs; return the number of bounds."""
     graphs = [max_activation_bytes(graph) for graph, _ in asked(model, **inputs)]
     with Meter() as meter:
         scalar_of(model(**inputs)).backward()
@@ -221,7 +221,6 @@ def test_custom_operators_have_no_quick_bound(run: Callable[[Tensor], Tensor]) -
 
 
 def test_an_lstm_has_no_quick_bound() -> None:
-    """They keep what each step makes."""
 
     def steps(x: Tensor, one: Tensor, other: Tensor) -> Tensor:
         return torch.lstm(x, (x.new_zeros(1, 1, 3),) * 2, [one, other], False, 1, 0.0, False, False, True)[0]
@@ -230,7 +229,7 @@ def test_an_lstm_has_no_quick_bound() -> None:
 
 
 def test_a_quick_bound_holds_up_to_a_length() -> None:
-    """A plan for lengths that change holds for some lengths: beyond them, a call is compiled again, and streams if it must."""
+    """Beyond that length, a call is compiled anew, and streams if it has to."""
     runs: list[Lengths | None] = []
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Every choice of a plan, levels and rows per chunk: gradients stay those of eager, each keeps and takes what it says."""
+"""Choices of a plan: values to save, rows per chunk, and placement of values in loops."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loops_again(facts: Facts) -> int:
 
 
 def test_each_level_saves_more_and_recomputes_less() -> None:
-    """Values of the first layer, batch 1: each level keeps what the one before it keeps, and computes less again."""
+    """Values of the first layer, batch 1: each level also saves the values of the level before it."""
     ids = torch.randint(1, hf.VOCABULARY, (1, 12))
     model = LossOf(deep(hf.qwen3, 2))
     (recorded,) = compare(model, {"input_ids": ids, "labels": ids}, chunk_size=6).recorder.compilations
@@ -89,7 +89,7 @@ def layer(facts: Facts) -> Stage:
 def test_a_chunk_takes_a_bounded_share_of_memory(
     length: int, row_bytes: int, stream_bytes: int, worthwhile: int, held: int, cuts: int
 ) -> None:
-    """Of what a step holds, or as much as one value at a cut; no more rows than are worth their memory, but for whole tiles."""
+    """The share is of the live bytes, or one value at a cut; rows are rounded to tiles."""
     chunk = AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts)
     rows, small = (item.rows(length, row_bytes, stream_bytes) for item in (chunk, AutoChunk(row_bytes, stream_bytes)))
     assert small <= rows <= length
@@ -108,7 +108,7 @@ def test_chunks_amortize_the_traffic_of_sums(trained: Facts) -> None:
     for rates in (CPU, CUDA):
         rows = worthwhile_rows(stage, trained, rates)
         assert 0 < rates.seconds(moved=moved) <= OVERHEAD * rates.seconds(flops=flops) * rows / LENGTH
-        idle = replace(rates, launch=0)  # which is most of what so small a layer costs
+        idle = replace(rates, launch=0)  # which dominates for so small a layer
         assert worthwhile_rows(layer(frozen), frozen, idle) < worthwhile_rows(stage, trained, idle)
     assert worthwhile_rows(stage, trained, CPU) < worthwhile_rows(stage, trained, CUDA)
 

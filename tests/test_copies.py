@@ -73,14 +73,14 @@ class Skips(Layers):
 
 @pytest.mark.compiled
 def test_values_read_by_several_stages_are_copied_correctly(device: Device) -> None:
-    """In the forward half they stay for their last reader; the backward half fetches them again after a gap."""
+    """In forward they stay until their last reader; backward fetches them again after a gap."""
     Traced(Skips(LAYERS)).run(device)
     device.check()
     assert 2 <= device.most_alive() <= 4
 
 
 def test_forwards_and_backwards_may_interleave(traced: Traced, device: Device) -> None:
-    """A graph that is kept fetches the same copies twice, beside a second forward pass; of a third nobody runs the backward."""
+    """A retained graph fetches its copies twice, during a second forward pass; a third forward pass has no backward."""
     with device.watching():
         saved = traced.forward()
         traced.backward(list(saved))

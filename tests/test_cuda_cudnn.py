@@ -108,7 +108,7 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [
 
 
 def test_a_plan_for_another_layout_is_never_reused(hopper: list[Any]) -> None:
-    """Results and gradients come in many layouts; a user's own call of one sequence may have made a plan for another."""
+    """Results and gradients have many layouts; a user's call of one sequence may have cached a plan for another."""
     q, k, v = drawn(1, 8, 8)
     out, lse = plain_attention.forward(q, k, v, None, True, None)
     gradient = torch.randn_like(out).contiguous()
@@ -179,13 +179,13 @@ def test_flash_attention_3_replaces_both_kernels(hopper: list[Any], monkeypatch:
     assert all(hopper) and calls == [(8, KEYS)]
 
 
-# -- what eager chooses while a mask is traced
+# -- the operator that eager chooses while a mask is traced
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize(("masked", "by_name"), [(False, True), (True, True), (True, False)])
 def test_cudnn_is_disabled_while_a_mask_is_traced(masked: bool, by_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets -65504 for what a boolean mask hides (2.11); what is planned meanwhile finds it as the user has it."""
+    """cuDNN's operator gets -65504 at hidden positions of a boolean mask (2.11); planning sees the user's setting."""
     flags = torch.backends.cuda
     planned = noted(monkeypatch, Compilation, "partition", lambda *_: flags.cudnn_sdp_enabled())
     traced = noted(monkeypatch, flags, "enable_cudnn_sdp", lambda on: on)

@@ -31,14 +31,14 @@ Call = tuple[int, int]  # rows, and documents
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
-    """Forward calls of the kernel; float64 stands for a half type."""
+    """Forward calls of the kernel; float64 represents a half type."""
     with in_their_place(half=True):
         flash_varlen.separates_documents(CPU, torch.float64, HEAD)
         yield noted(monkeypatch, stand_in, "flash", lambda q, k, v, rows, *_: (len(q), len(rows) - 1))
 
 
 def seen_by(starts: list[int], length: int, left: int | None = None, causal: bool = True) -> Tensor:
-    """Rows of one sequence and the keys that they see: of their own document, none behind them, and so many before."""
+    """The keys that rows of one sequence see: of their own document, none later, and at most `left` earlier."""
     at = torch.arange(length)
     document = (at[:, None] >= torch.tensor(starts)).sum(1)
     seen = document == document[:, None]
@@ -139,7 +139,7 @@ FAULTS = [(refuses, None), (turned_sums, None), (other_documents, None), (anothe
 
 @pytest.mark.parametrize(("fault", "back"), FAULTS, ids=lambda fault: getattr(fault, "__name__", "-"))
 def test_incorrect_kernels_are_not_called(fault: Any, back: Any, calls: list[Call]) -> None:
-    """Documents are then taken apart: what a device's kernels do is tried on a few rows, once."""
+    """Documents are then split: a device's kernels are tested once, on a few rows."""
     with wrong(flash_varlen.separates_documents, stand_in, ("flash", "flash_backward"), fault, back):
         check_mask(bias_of(seen_by(STARTS, LENGTH)))
         assert not flash_varlen.separates_documents(CPU, torch.float64, HEAD)

@@ -54,7 +54,7 @@ def as_cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool)
 
 
 def attended(operator: Callable[..., Tensor], x: Tensor, groups: int, bias: Tensor | None, causal: bool) -> Tensor:
-    """One tensor [B, T, (heads + 2 groups) D] to a number; eager computes what it should by the math of attention."""
+    """One tensor [B, T, (heads + 2 groups) D] to a number; eager uses plain attention."""
     q, k, v = x.unflatten(-1, (-1, HEAD)).transpose(1, 2).split((4, groups, groups), 1)
     is_traced = isinstance(x, torch._subclasses.FakeTensor | torch._subclasses.functional_tensor.FunctionalTensor)
     out = operator(q, k, v, bias, causal) if is_traced else plain(q, k, v, bias, causal, None)[0]
@@ -119,7 +119,7 @@ REFUSED: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_attention_keeps_its_operator(name: str, half: None) -> None:
-    """The stand-ins have neither: the original operator is what was called."""
+    """The stand-ins support neither, so they raise."""
 
     def function(x: Tensor, bias: Tensor) -> Tensor:
         return REFUSED[name](*(item[:, None] for item in x.unflatten(-1, (3, HEAD)).unbind(2)), bias).sum()
@@ -179,7 +179,7 @@ def test_many_rows_take_several_calls(
     check(cuda_attention, drawn(2, rows, keys, count, groups), (None, causal, None), (None, causal, None))
     assert len(calls) > 1 and all(own == count // groups and size <= 8 and seen <= 16 for own, size, seen in calls)
     pairs = sum(size * seen for _, size, seen in calls) // groups
-    assert pairs < rows * keys or not causal or keys > rows  # what no row sees is left out
+    assert pairs < rows * keys or not causal or keys > rows  # keys that no row sees are omitted
 
 
 def test_a_top_left_causal_mask_over_more_keys_is_exact(half: None) -> None:
@@ -301,7 +301,7 @@ def stand_ins(takes_other_totals: bool) -> Iterator[list[str]]:
 def test_a_product_is_added_to_a_wider_total(batch: tuple[int, ...], takes_other_totals: bool) -> None:
     """In place where it can be; the other way where it cannot, and not by trying at each product."""
     left, right = torch.randn(*batch, 5, 7).to(HALF), torch.randn(*batch, 7, 4).to(HALF)
-    total = torch.full((*batch, 5, 4), torch.nan)  # the first part is written, whatever the total holds
+    total = torch.full((*batch, 5, 4), torch.nan)  # the first part overwrites the total
     with stand_ins(takes_other_totals) as called:
         for is_first in (True, False, False):
             ADD_PRODUCT(total, left, right, is_first)

@@ -1,4 +1,4 @@
-"""Which outputs are deferred, that they are exact, when they are computed, and what becomes of them when a weight changes."""
+"""Deferred outputs: which they are, that they are exact, when they are computed, and how they react to changed weights."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ALONE = ["linear", "weights made of rows", "all rows added", *MIXED]
 
 @pytest.mark.parametrize("name", only([*ALONE[:2], "less the mean over time", "a norm behind a mean over time"], ALONE))
 def test_rows_that_are_read_alone_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of logits so large that they are never made whole, where the norm in front of the head reads other rows."""
+    """As for logits too large to compute in full, with a norm before the head that reads other rows."""
     monkeypatch.setattr(steps, "LEAST", 1)
     model = decoder(HEADS[name][0])
     for ids in (some_ids(60)[:1], some_ids(60)):
@@ -102,7 +102,7 @@ def test_heads_are_exact(name: str) -> None:
     assert_same(results[0], results[1])
 
 
-# -- when they are computed, and what that costs
+# -- when they are computed, and at which cost
 
 
 def test_a_deferred_output_is_computed_once_if_its_values_are_used(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_few_rows_are_computed_without_the_others(compiled: Compiled, monkeypa
     assert (len(rows), len(whole)) == (2, 1)
 
 
-# -- changed weights, in every way that torch has: the outputs are what they were, or raise `StaleOutputError`
+# -- changed weights: outputs keep their values, or raise `StaleOutputError`
 
 
 def shifted_head(model: Decoder, x: Tensor, ids: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ def one_element(model: Decoder) -> None:
 
 
 def filled(model: Decoder, values: Tensor) -> None:
-    """As a shard is gathered again: the memory freed, and filled anew."""
+    """As if a shard is gathered again: free the memory, then fill it."""
     storage = model.weight.untyped_storage()
     size = storage.nbytes()
     storage.resize_(0)
@@ -238,7 +238,7 @@ def test_the_stale_output_error_explains_itself(compiled: Compiled) -> None:
 
 
 def test_an_output_smaller_than_its_weights_is_computed_in_the_call(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token of a text that is generated: to read the weight again for a check would take as long as to make it."""
+    """One generated token: a check that reads the weight would take as long as the computation."""
     monkeypatch.setattr(recompute, "SMALL", 0)
     logits, dense = compiled.deferred(), compiled.dense()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A deferred tensor behaves as the dense one does: whatever reads it, views it, writes into it, saves it or differentiates it."""
+"""A deferred tensor behaves like a dense one under reads, views, writes, serialization and autograd."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_gradients_through_deferred_tensors_are_exact(
 
 
 def test_a_view_taken_before_a_write_is_readable_without_a_gradient(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its history is written anew when it is asked for, which only autograd can do."""
+    """Only autograd can rebuild the view's history."""
     monkeypatch.setattr(steps, "LEAST", 1)
     logits = compiled.deferred()
     last = logits[:, -1]
@@ -202,7 +202,7 @@ def test_a_view_taken_before_a_write_is_readable_without_a_gradient(compiled: Co
 @pytest.mark.parametrize("turn", [lambda x: x.transpose_(0, 1), lambda x: x.unsqueeze_(0), lambda x: x.swapaxes_(0, 1)])
 @pytest.mark.parametrize("writes_to_view", [True, False])
 def test_writing_after_an_in_place_transpose_raises(compiled: Compiled, turn: Callable[..., Any], writes_to_view: bool) -> None:
-    """Autograd would view the turned base again for the gradient of a view that was taken before."""
+    """For the gradient of an earlier view, autograd would view the transposed base again."""
     logits = compiled.deferred()
     part = logits[:, 1:]
     turn(logits)
@@ -235,7 +235,7 @@ def test_gradients_are_exact_if_they_cannot_be_chunked(rows: Callable[[Tensor], 
     for lazily in (True, False):
         model = decoder(HEADS["bias"][0])
         function = torch.compile(model, backend="streambp", options=OPTIONS) if lazily else model
-        ids = torch.arange(240).reshape(4, 60) * 7 % VOCABULARY  # so many that what the head reads is small beside the logits
+        ids = torch.arange(240).reshape(4, 60) * 7 % VOCABULARY  # the head's input is small compared to the logits
         loss = rows(function(ids)).logsumexp(-1).sum()
         loss.backward()
         results.append([loss.detach(), gradients(model)])

@@ -1,4 +1,4 @@
-"""Dropout: repeats under a seed, drops what it says, and its gradient is that of the sample drawn."""
+"""Dropout: one seed gives one sample, the share is as requested, and gradients match the sampled mask."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class InKernel(Dropped):
 
 
 class Checkpointed(Dropped):
-    """The program's own checkpoints draw again what they have drawn."""
+    """The program's own checkpoints repeat their random numbers."""
 
     attention = KernelHeads
 

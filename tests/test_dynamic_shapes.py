@@ -1,4 +1,4 @@
-"""Promise one, when batch and length change between calls, and how often that compiles anew."""
+"""Gradients equal eager's if batch and length change between calls, and few graphs are compiled."""
 
 from __future__ import annotations
 

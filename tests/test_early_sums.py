@@ -1,4 +1,4 @@
-"""Rows that the backward half takes whole, and that are known before any gradient, are made by the forward loops on the way."""
+"""Reductions over forward values that backward needs before its first loop are computed by the forward loops."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LAYERS, BLOCK = 2, 11
 
 
 def test_a_recurrent_layer_has_one_backward_loop() -> None:
-    """The last step with a gradient reads one row of each of its values: no loop makes these again for it. Nor is the last
-    product of a layer made again: FLOPs are at most those of checkpointing.
+    """The last step with a gradient reads one row of each value, and no extra loop recomputes them. Nor is the last
+    product of a layer recomputed: FLOPs are at most those of checkpointing.
     """
     ids = layouts.tokens(VOCABULARY, BATCH, 4 * BLOCK, 0)
     model, batch = decoders.made(lambda: xlstm(LAYERS)), {"input_ids": ids, "labels": ids}
@@ -33,7 +33,7 @@ def test_a_recurrent_layer_has_one_backward_loop() -> None:
 
 
 class Scaled(torch.autograd.Function):
-    """Its gradient is scaled by a sum of what comes behind each row, and that of its weight by a table of rows."""
+    """Its gradient is scaled by a sum over later rows, and its weight's gradient by a table of rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Scaled(torch.autograd.Function):
 
 
 class Convolved(nn.Module):
-    """Convolutions one behind the other, and a loss with a running sum."""
+    """A sequence of convolutions, and a loss with a running sum."""
 
     def __init__(self, scaled: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Convolved(nn.Module):
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_each_layer_is_a_stage_if_the_loss_has_a_running_sum(scaled: bool) -> None:
-    """A running sum of losses has less alive beside it than there is between layers. A sum of what runs back through the rows is
+    """A cut at a running sum of losses is smaller than a cut between layers. A reversed running sum over rows is
     no sum that a forward loop makes on the way, and a table that no loop waits for is not kept.
     """
     model = decoders.made(lambda: Convolved(scaled))

@@ -74,7 +74,7 @@ def looked_up(m: SortedExperts, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def some_of_none(m: SortedExperts, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Some rows belong to no expert of this rank: they are sorted behind all others."""
+    """Some rows belong to no expert of this rank: they are sorted after all others."""
     shares, chosen = SortedExperts.groups(m, x)
     return shares, torch.where(shares < 0.35, len(m.up), chosen)
 
@@ -114,7 +114,7 @@ def test_a_routing_table_that_changes_stays_exact() -> None:
         same_step(function, own, eager, batch(2, 13))
 
 
-# -- what depends on the order
+# -- values that depend on the order of rows
 
 
 def negative(m: SortedExperts, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Steps of real configurations as they are on a GPU, traced without one: what streams, by which kernels, in which chunks.
+"""Steps of real configurations for a GPU, traced without one: stages, kernels and chunks.
 
 With a CUDA build of PyTorch, loop bodies become machine code for an H100, by the ptxas that Triton brings.
 """
@@ -24,7 +24,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embed
 MISTRAL = {"model_type": "mistral", "sliding_window": 1024, **SIZES, **HEADS}
 MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 128, "mamba_n_groups": 1, "mamba_d_state": 64, "mamba_chunk_size": 128}
 BAMBA = {"model_type": "bamba", "attn_layer_indices": [1], **SIZES, **HEADS, **MAMBA}
-BLOCKS = "mixes blocks of rows of the sequence"  # what a hybrid says of the states that it hands from block to block
+BLOCKS = "mixes blocks of rows of the sequence"  # the reason for states that a hybrid passes between blocks
 
 CAUSAL, WINDOW, MASKED = ["causal"], ["window(1024)"], ["masked"]
 LOCAL = ["causal", "window(512)"]  # of Gemma 3
@@ -32,7 +32,7 @@ SINKS = ["causal", "window(128)"]  # of GPT-OSS
 
 
 class Case(NamedTuple):
-    """What is asked; the kernels that eager's attention would be; those of the loops; what rows see.
+    """Arguments; attention kernels of eager and of the loops; verdicts about masks.
 
     A mask that depends on data has no numbers here and is taken as a bias, where with its numbers it is taken apart. That of flex
     attention comes out of a graph of its own.
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 FLASH_2, FLEX, T4 = {"attention": "flash_attention_2"}, {"attention": "flex_attention"}, {"device": "t4"}
 PACKED, PADDED = {"given": "positions"}, {"given": "mask"}
 EFFICIENT, FLASH, CUDNN, PLAIN = {"efficient"}, {"flash"}, {"cudnn"}, {"plain"}
-HOPPER = CUDNN | EFFICIENT  # what eager takes there; what is traced is never cuDNN's operator
+HOPPER = CUDNN | EFFICIENT  # eager's choice there; the traced operator is never cuDNN's
 CASES = {
     "Qwen3 on an H100": Case({"model": QWEN}, HOPPER, CUDNN, CAUSAL),
     "Qwen3 on an A100": Case(
@@ -131,7 +131,7 @@ def test_a_library_is_loaded_only_from_a_private_folder(tmp_path: Path, monkeypa
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "length"), [("attention", 2048), ("recurrent", 128)])
 def test_layers_on_two_devices_stream(kind: str, length: int) -> None:
-    """Each stage streams where its weights are; what crosses is copied as in eager."""
+    """Each stage streams on the device of its weights; values between devices are copied as in eager."""
     found = reported("two_devices", options={"chunk_size": 48, "offload": "inputs"}, kind=kind, length=length)
     assert not found["stopped"] and not found["reasons"] and found["graphs"] == 1 and found["streamed"] == 1
     for stage, device in (("layers_0", "cuda:0"), ("layers_3", "cuda:1"), ("head", "cuda:1")):

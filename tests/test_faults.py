@@ -93,7 +93,7 @@ class Thrown:
     times: int = 0
 
     def listen(self) -> None:
-        """Anew where passes begin again: Python drops a listener that raises an error."""
+        """Start again with the passes: Python drops a listener that raises an error."""
         if self.how != "once" or not self.times:
             sys.settrace(self._call)
 
@@ -243,7 +243,7 @@ def test_strict_raises_if_a_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_explicit_budget_is_refused_if_planning_fails(
     budget: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where no plan can be made, an amount that was asked for is refused; what is free is asked for by nobody."""
+    """Without a plan, an explicit amount raises; "auto" falls back."""
     monkeypatch.setattr("streamfx.frontend.backend.may_fit_whole", lambda joint, budget: False)
     monkeypatch.setattr("streamfx.frontend.backend.find_fitting_lengths", lambda graph, inputs, budget: None)
     monkeypatch.setattr("streamfx.frontend.backend.run_pipeline", mock.Mock(side_effect=ValueError("no such axis")))

@@ -28,7 +28,7 @@ pytestmark = [
 
 VOCABULARY, WIDTH, LENGTH = 31, 20, 23
 PLAIN_ENDS, GAPS = [0, 4, 5, 11, LENGTH], [0, 0, 9, 9, LENGTH]  # GAPS: two documents without rows
-CASES: dict[str, tuple[dict[str, Any], int, set[str]]] = {  # how it is called, groups of heads, what is seen
+CASES: dict[str, tuple[dict[str, Any], int, set[str]]] = {  # arguments, groups of heads, verdict
     "causal": ({"causal": True}, 2, {"causal"}),
     "grouped": ({"causal": True, "softmax_scale": 0.3}, 1, {"causal"}),
     "window": ({"causal": True, "window_size": (4, 4)}, 2, {"window(5)"}),
@@ -93,7 +93,7 @@ def test_calls_of_the_package_stream(name: str, ends: list[int] | None, others: 
 
 @pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"alibi_slopes": torch.ones(2)}, {"dropout_p": 0.1}])
 def test_unsupported_arguments_fall_back(asked: dict[str, Any]) -> None:
-    """The operator runs whole, and the reason names what is asked."""
+    """The reason names the argument."""
 
     def function(x: Tensor) -> Tensor:
         heads = x.unflatten(-1, (2, 8))

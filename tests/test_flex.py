@@ -25,7 +25,7 @@ Scored = Callable[["Block"], Callable[..., Tensor]]  # to a score of a score, an
 
 @pytest.fixture(autouse=True)
 def gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU the public function refuses gradients, which the operators behind it have."""
+    """On CPU the public function refuses gradients, although its operators support them."""
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
 
 
@@ -89,7 +89,7 @@ SCORES: dict[str, Scored] = {
     "learned slopes": lambda block: lambda score, b, h, row, key: score - torch.sigmoid(block.slopes)[h] * (row - key),
     "a table of distances": lambda block: lambda score, b, h, row, key: score + block.table[h, (row - key).clamp(0, 63)],
 }
-# what is made; what rows see; torch promises float32 for the log-sum-exp: rounding as under AOTAutograd alone
+# arguments, verdict, tolerance; torch promises float32 for the log-sum-exp: rounding as under AOTAutograd alone
 CASES: dict[str, tuple[dict[str, Any], set[str], float]] = {
     **{name: ({"mask": mask, "groups": 1}, CAUSAL, TOLERANCE) for name, mask in MASKS.items()},
     **{name: ({"mask": causal, "score": score}, CAUSAL, TOLERANCE) for name, score in SCORES.items()},
@@ -143,7 +143,7 @@ HALF_SCORES: dict[str, Scored] = {
 
 @pytest.mark.parametrize("name", only(["in float32"], HALF_SCORES))
 def test_score_biases_are_not_rounded_to_half_precision(name: str) -> None:
-    """Scores are in float32, whatever queries are: ALiBi's slopes times positions are more than bfloat16 tells apart."""
+    """Scores are float32 for queries of any type: bfloat16 cannot represent ALiBi's slopes times positions."""
     model = Decoder(causal, HALF_SCORES[name]).bfloat16()
     for block in model.blocks:
         block.fixed = torch.rand(2)

@@ -65,7 +65,7 @@ def rows(*shape: int) -> Tensor:
 
 
 CAUSALLY = {"attention": {"causal"}}
-ODD: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any]]] = {  # a model, its inputs, what is asked of it
+ODD: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any]]] = {  # a model, its inputs, expectations
     # keys of another sequence, whose gradients are sums over all chunks
     "cross attention": (decoders.CrossAttention, lambda: {**handwritten_batch(), "memory": rows(2, 5, WIDTH)}, {}),
     "as many keys as rows": (decoders.CrossAttention, lambda: {**handwritten_batch(), "memory": rows(2, LENGTH, WIDTH)}, {}),

@@ -1,4 +1,4 @@
-"""A plan holds for the lengths that it was shown to hold for; a call beyond is planned again, as if it were the first."""
+"""A plan holds up to a proven length; a longer call is planned like a first one."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_unchunked_plan_holds_up_to_a_length() -> None:
     again = calls.step(1000)
     assert peak(again) <= budget
     assert most(again) >= 1000
-    assert calls.step(700) is None  # by the plan that was made for longer ones
+    assert calls.step(700) is None  # by the plan for longer ones
 
 
 def test_a_length_that_fits_no_plan_is_refused_on_its_call() -> None:
@@ -84,7 +84,7 @@ def test_a_length_that_fits_no_plan_is_refused_on_its_call() -> None:
 
 
 def test_values_saved_because_they_are_small_are_saved_up_to_a_length() -> None:
-    """Results of attention are kept while they are small beside the model: for so long, and not for a longer sequence."""
+    """Results of attention are saved if they are small compared to the model, up to a length."""
     calls = Calls(chunk_size=8, loss_chunk_size=8)
     short = calls.step(9)
     assert short is not None and any(short.plan.kept)

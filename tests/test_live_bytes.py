@@ -43,7 +43,7 @@ def case(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 class Shapes(TorchDispatchMode):
-    """Notes the shape of everything that is made; views of it that only repeat elements are not made."""
+    """Records the shape of each new tensor, except views that only repeat elements."""
 
     supports_higher_order_operators = True
 

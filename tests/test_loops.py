@@ -23,7 +23,7 @@ pytestmark = pytest.mark.compiled
 
 @pytest.fixture
 def peft(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """PEFT, where an old torchao beside it is not looked at."""
+    """PEFT, which ignores an old torchao."""
     module = pytest.importorskip("peft")
     monkeypatch.setattr("peft.tuners.lora.torchao.is_torchao_available", lambda: False)
     return module
@@ -101,7 +101,7 @@ def test_dora_weights_are_one_graph_while_a_model_is_enabled(peft: Any) -> None:
 
 
 def test_generation_is_unchanged_and_training_keeps_no_cache() -> None:
-    """`use_cache` is on by default: in training nobody reads the keys and values of every layer."""
+    """`use_cache` is on by default, although training does not read keys and values of every layer."""
     model: Any = tiny.causal_model().eval()
     prompt = batch(length=5)["input_ids"]
     wanted = model.generate(prompt, max_new_tokens=6, do_sample=False)

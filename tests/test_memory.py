@@ -79,7 +79,7 @@ def test_gradients_are_accumulated_and_clipped(name: str, outputs: str) -> None:
 
 
 def test_a_gradient_that_is_a_tangent_is_copied() -> None:
-    """`table.view(..) + 1`: its gradient is the very tangent in other sizes, which the caller may use again."""
+    """`table.view(..) + 1`: its gradient is a view of the tangent, which the caller may reuse."""
     own = Decoder(BLOCKS["parallel"])
     tangents = [torch.randn(2, LENGTH, WIDTH, dtype=torch.float64), torch.randn(2, WIDTH // 2, dtype=torch.float64)]
     kept = [item.clone() for item in tangents]

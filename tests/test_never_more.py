@@ -69,7 +69,7 @@ def expert(m: Any, x: Tensor) -> Tensor:
 
 
 def experts(m: Any, x: Tensor) -> Tensor:
-    """Graphs whose halves have equal peaks, and of which each runs while what the others keep is there."""
+    """Graphs whose halves have equal peaks; each runs while the values saved by the others are live."""
     for _ in range(4):
         x = expert(m, x)
     return x.sum()
@@ -128,7 +128,7 @@ def test_requested_chunks_are_used() -> None:
 
 @pytest.mark.long
 def test_an_unchunked_graph_is_exact_up_to_a_length() -> None:
-    """Dynamic rows: the decision holds up to a length, beyond which the graph is compiled anew."""
+    """Rows are dynamic; beyond that length, the graph is compiled anew."""
     model, backend = decoder().double(), recorder(bodies="eager")
     compiled = torch.compile(model, backend=backend)
     for rows in (12, 14, 16, 300):
@@ -154,7 +154,7 @@ def test_an_unchunked_graph_holds_for_parts_of_any_length() -> None:
 
 
 def test_deferred_outputs_take_memory_after_their_first_use() -> None:
-    """What stands for them until then has no memory; what is made inside of them has."""
+    """A placeholder has no memory; the computed values have."""
     ids = torch.randint(0, 300, (1, 100))
     compiled = torch.compile(nn.Sequential(nn.Embedding(300, 8), nn.Linear(8, 300)), backend="streambp")
     with RealMeter() as meter:
@@ -165,7 +165,7 @@ def test_deferred_outputs_take_memory_after_their_first_use() -> None:
 
 
 def scored(is_read: bool) -> Model:
-    """A head that is not trained: its gradient needs nothing of what it reads."""
+    """A frozen head: its gradient does not need its input."""
 
     def function(m: Any, ids: Tensor) -> Any:
         x = m.embed(ids)
@@ -178,7 +178,7 @@ def scored(is_read: bool) -> Model:
 
 @pytest.mark.parametrize("is_read", [False, True])
 def test_small_outputs_are_deferred_only_if_other_outputs_use_them(is_read: bool) -> None:
-    """The caller reads logits that nothing else was made of: deferred, they take what they are rebuilt from as well."""
+    """A deferred output that only the caller reads would also keep its inputs live."""
     graph = dynamo_graph(scored(is_read), torch.ones(2, 40, dtype=torch.int64))
     with mock.patch.object(rewrite, "is_made_whole", IS_MADE_WHOLE):
         assert (defer_outputs(graph) is not None) == is_read
@@ -208,7 +208,7 @@ def in_documents(m: Any, ids: Tensor, documents: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("lengths", only([[20, 90, 18]], [[128], [20, 90, 18], [32, 32, 32, 32]]), ids=str)
 def test_packed_documents_take_no_more_than_predicted(lengths: list[int]) -> None:
-    """What rows see is cut into pieces: the gradients of one are there beside the sums over all."""
+    """Masks are split into tiles: the gradients of one tile are live together with the sums over all."""
     ids, options = torch.randint(0, 30, (1, 128)), {"chunk_size": 32, "loss_chunk_size": 8}
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     model = decoder(64, in_documents)

@@ -74,7 +74,7 @@ def check(step: Step, batch: dict[str, Tensor], name: str) -> Recorder:
 
 @pytest.mark.parametrize("name", only(["dpo_with_sft", "grpo_reference_given"], OBJECTIVES))
 def test_objectives_with_a_frozen_head_run_in_one_pass(name: str) -> None:
-    """The head's products are those of eager, which holds the logits: none is made twice."""
+    """The head runs as many products as eager, which holds the logits."""
     step, batch = Step(OBJECTIVES[name]), batch_of()
     for weight, parameter in step.models.policy.named_parameters():
         parameter.requires_grad_(not any(part in weight for part in FROZEN))
@@ -95,7 +95,7 @@ def preferences(x: Tensor, head: Tensor, ids: Tensor, halves: bool = True) -> Te
 
 
 class Small(nn.Module):
-    """A frozen head behind one layer of attention."""
+    """One layer of attention and a frozen head."""
 
     def __init__(self, halves: bool = True) -> None:
         super().__init__()
@@ -171,11 +171,11 @@ def test_the_smallest_plan_that_an_error_names_fits() -> None:
     check_steps(in_turn((4, 256)), memory_budget=int(found.value.smallest * 1.01))
 
 
-# -- a model that returns its logits beside the loss runs no product more than eager with every layer checkpointed
+# -- a model that returns logits and a loss runs no more products than eager with checkpointed layers
 
 
 class Norm(nn.Module):
-    """Its weight is made outside of loops."""
+    """Its weight is computed outside loops."""
 
     def __init__(self) -> None:
         super().__init__()

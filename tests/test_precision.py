@@ -30,7 +30,7 @@ def distance(actual: dict[str, Tensor | None], truth: dict[str, Tensor | None]) 
 
 
 def assert_as_near_as_eager(make: Callable[[], nn.Module], dtype: torch.dtype, chunk_size: int, autocast: bool = False) -> None:
-    """Chunks are no smaller than a vector register: torch's CPU kernels round `rsqrt` and others twice in what is left over."""
+    """Chunks are no smaller than a vector register: torch's CPU kernels round `rsqrt` and others twice in the remainder."""
     low = decoders.made(make, dtype=torch.float32 if autocast else dtype)
     high, eager = copy.deepcopy(low).double(), copy.deepcopy(low)
     truth = outcome(high, high, batch(2, 64)).gradients
@@ -100,7 +100,7 @@ SEEING = [("mean", torch.float16), ("signs", torch.bfloat16), ("mean of all", to
 
 @pytest.mark.parametrize(("name", "dtype"), only(SEEING, [*product(SUMS, (torch.bfloat16, torch.float16))]))
 def test_partial_sums_may_exceed_the_total(name: str, dtype: torch.dtype) -> None:
-    """A chunk's part would be infinite in float16, or rounded to what a small total is lost beside."""
+    """A partial sum would be infinite in float16, or its rounding error would exceed a small total."""
     x = torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     model = Summed(SUMS[name]).to(dtype)
     truth_model = copy.deepcopy(model).double()

@@ -50,7 +50,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 class Packed(nn.Module):
-    """A weight in 8 bits with a scale for each row, unpacked when it is used, and a trained product of low rank beside it.
+    """A weight in 8 bits with a scale for each row, unpacked when it is used, and a trained product of low rank that is added.
 
     It is packed in inference mode, as some libraries do: autograd saves no such tensors.
     """
@@ -101,7 +101,7 @@ def torchao(dtype: torch.dtype) -> Any:
 
 
 def hqq(dtype: torch.dtype) -> Any:
-    """Its weights are made in inference mode: autograd would not save them."""
+    """Its weights are created in inference mode: autograd would not save them."""
     quantize = pytest.importorskip("hqq.core.quantize", reason="hqq is not installed")
     config = quantize.BaseQuantizeConfig(nbits=4, group_size=16)
     return made(dtype, lambda child: quantize.HQQLinear(child, config, compute_dtype=dtype, device="cpu"))
@@ -183,7 +183,7 @@ def test_quantized_base_weights(kind: str, tmp_path: Path, peft: Any, monkeypatc
 
 
 def test_explain_leaves_packed_weights_unchanged(tmp_path: Path, peft: Any) -> None:
-    """A packed weight keeps its scales beside its values: tracing without data leaves it as it is."""
+    """A packed weight stores its scales with its values: tracing without data leaves it unchanged."""
     model = adapted(bitsandbytes(tmp_path, torch.float32, 1, **FOUR), peft)
     ids = torch.randint(8, 60, (1, 12))
     weight = model.base_model.model.model.layers[0].mlp.up_proj.weight

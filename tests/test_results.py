@@ -20,7 +20,7 @@ from tests.support.stretches import interpreted
 
 pytestmark = pytest.mark.compiled
 
-Views = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # what is returned of an input and of what is made of it
+Views = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # returned views of an input and of a computed value
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ def sums_of(results: Any) -> Any:
 
 
 class Returns(nn.Module):
-    """A loss, and views beside it."""
+    """A loss and views."""
 
     def __init__(self, views: Views) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ EVERY_VIEW = [("heads", True), ("half", True), ("half", False), ("parts", True)]
 
 @pytest.mark.parametrize(("name", "with_gradients"), only(EVERY_VIEW, list(product(VIEWS, (True, False)))))
 def test_returned_views_equal_eager_at_any_length(name: str, with_gradients: bool) -> None:
-    """AOTAutograd makes them again from where our results lie: their offset is asked for, which follows from the length.
+    """AOTAutograd rebuilds them from our results' storage: their offset depends on the length.
 
     What is detached asks for no gradients: a view of a result that does would ask for them, too, and give no arrays.
     """
@@ -98,7 +98,7 @@ def test_returned_views_equal_eager_at_any_length(name: str, with_gradients: boo
             torch.testing.assert_close(*(torch.autograd.grad(sums_of(items), given)[0] for items in (found, wanted)))
 
 
-SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {  # what is returned, and part of it
+SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {  # results that share memory
     "rows": lambda y: (y, y[:, y.shape[1] // 2 :]),
     "detached": lambda y: (y, y.detach()),
     "conjugates": lambda y: ((z := torch.polar(y, y)), z.conj()),
@@ -112,7 +112,7 @@ EVERY_TIME = [("rows", True), ("two parts, turned", False)]
 
 @pytest.mark.parametrize(("name", "dynamic"), only(EVERY_TIME, list(product(SHARED, (True, False)))))
 def test_results_share_memory_as_in_eager(name: str, dynamic: bool) -> None:
-    """Without gradients nobody makes views again: the caller's write into one shows in the other."""
+    """Without gradients AOTAutograd rebuilds no views: the caller's write into one result shows in the other."""
     layer = nn.Linear(4, 4).double()
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Large values that would wait for another model's layers are made after them, in an order in which all can be computed."""
+"""Large values that would wait for another model's layers are computed after them, in a valid order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Drawn:
 
 
 def test_sinking_keeps_a_valid_order() -> None:
-    """Random graphs: nothing is lost, and everything stands after its operands; parts stand with their tuples' other uses."""
+    """In random graphs no node is lost, and each node comes after its operands."""
     for seed in range(200):
         draw, d = random.Random(seed), Drawn()
         attentions = []

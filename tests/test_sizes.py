@@ -1,4 +1,4 @@
-"""Amounts of memory, as people write them: each form is read as what it says, and everything else is refused with an error."""
+"""Amounts of memory as text or numbers: valid forms parse exactly, others raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls do not share state: several threads that call one compiled model get what eager gives each of them."""
+"""Calls do not share state: several threads that call one compiled model get eager's results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHUNKS: dict[str, Any] = {"chunk_size": 8, "loss_chunk_size": 8}
 
 @pytest.fixture(autouse=True)
 def frequent_switches() -> Iterator[None]:
-    """Threads take turns after every few instructions, so that what they share is touched by all of them."""
+    """Threads take turns after every few instructions, so that all of them touch shared state."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -65,7 +65,7 @@ def test_a_step_keeps_no_input_alive() -> None:
 
 
 class Steps:
-    """A compiled model under a padding mask that is another one in each thread, and what eager gives of each."""
+    """A compiled model with a different padding mask in each thread, and eager's gradients for each."""
 
     def __init__(self) -> None:
         self.model = Padded(layers=2, width=8).double()
@@ -108,7 +108,7 @@ class Dropping(nn.Module):
 
 
 def test_dropout_in_several_threads_is_consistent() -> None:
-    """A backward half draws what its own forward half has drawn, whoever draws meanwhile; nobody's generator is set."""
+    """A backward repeats the random numbers of its own forward, even if other threads draw meanwhile."""
     x, call = torch.ones(2, 37, 8, dtype=torch.float64), compiled(Dropping())
 
     def draws(number: int) -> None:
@@ -143,7 +143,7 @@ def test_a_step_advances_the_generator_once() -> None:
 
 
 def test_several_threads_may_read_a_deferred_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One output is read in all threads at once: whole, by rows, cast, with its gradient, which is made in chunks."""
+    """All threads read one output: in full, by rows, cast, and with its gradient in chunks."""
     monkeypatch.setattr(steps, "LEAST", 1000)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 300, bias=False)).double()
     x, call = torch.randn(2, 37, 8, dtype=torch.float64), compiled(model)
@@ -164,7 +164,7 @@ def test_several_threads_may_read_a_deferred_output(monkeypatch: pytest.MonkeyPa
         together(read)
 
 
-# -- what is counted
+# -- which calls stream
 
 
 def test_a_call_streams_while_another_thread_compiles() -> None:

@@ -1,4 +1,4 @@
-"""A call of which Dynamo gives up a part: what is left is not compared with all of it, and the reason is always the same."""
+"""If Dynamo does not trace part of a call, the rest is not compared with the full call, and the reason is stable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials of kernels in a child process: its answers, its crashes, and what is kept of them."""
+"""Self-tests of kernels in a child process: answers, crashes, and cached outcomes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_crash_ends_only_the_child(child: Child) -> None:
     assert asked(child, 4).is_correct and child._process is not first
 
 
-ODD = {  # what a child does with its first question, and what is said of it
+ODD = {  # how a child reacts to its first question, and the text about it
     "print('null', flush=True)": "gave an answer that cannot be read",
     "print('[' * 100000, flush=True)": "gave an answer that cannot be read",
     "subprocess.Popen(['sleep', '60']); time.sleep(60)": "gave no answer for 1 s",

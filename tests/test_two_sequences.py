@@ -125,7 +125,7 @@ def test_a_part_needs_a_gradient_for_its_inputs(way: str) -> None:
         assert_exact(model, batch())
 
 
-# -- where it is split, and what that saves
+# -- where graphs are split, and how much memory that saves
 
 
 def bart() -> nn.Module:
@@ -140,7 +140,7 @@ def t5() -> nn.Module:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("make", "lengths"), [(bart, (64, 128)), (bart, (128, 128)), (t5, (256, 128)), (t5, (256, 256))])
+@pytest.mark.parametrize(("make", "lengths"), [(bart, (128, 128)), (t5, (256, 128))])
 def test_encoders_and_decoders_stream_along_their_own_sequences(make: Callable[[], nn.Module], lengths: tuple[int, int]) -> None:
     torch.manual_seed(0)
     model, (ids, labels) = make().double(), batch(*lengths)
@@ -167,7 +167,7 @@ class Stacked(Translator):
 
 @pytest.mark.long
 def test_no_split_without_a_gain_or_within_a_budget() -> None:
-    """Decoders alone, what would save too little, and what has a budget, which one plan of one graph keeps."""
+    """Decoders alone, splits that save too little, and graphs with a budget, which one plan has to keep."""
     inputs = batch(64, 24)
     with however_small(), noted("compile_in_parts") as tried:
         alone = streamfx.explain(Stacked(), *inputs)
@@ -188,7 +188,7 @@ class WithLogits(Translator):
 
 
 def test_outputs_of_the_second_part_are_deferred() -> None:
-    """Logits are computed when they are touched; what the second part reads is no such output."""
+    """Logits are computed on their first use; values that the second part reads are not deferred."""
     model, inputs = WithLogits().double(), batch(96, 24)
     with split_at(lambda places: next(node for node in places if node.target == "amax")):
         loss, logits, words = compiled(model)(*inputs)
@@ -221,7 +221,7 @@ def test_buckets_of_ddp_are_not_split() -> None:
 
 
 def test_heads_of_several_calls_keep_no_gradients_of_logits() -> None:
-    """Each head's gradient of its input is computed beside its logits, and one sum is kept of its weight's."""
+    """Each head's input gradient is computed with its logits; its weight's gradients are one sum."""
     model, inputs = Segments().double(), batch(72, 72)
     with however_small():
         (graph,) = streamfx.explain(model, *inputs, chunk_size=5).call.graphs

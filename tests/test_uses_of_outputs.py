@@ -35,7 +35,7 @@ def small_values_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Model(nn.Module):
-    """A decoder, and what it returns beside its logits."""
+    """A decoder that returns logits, and optionally a function of them."""
 
     def __init__(self, beside: Callable[[Tensor], Any] | None = None) -> None:
         super().__init__()
@@ -113,12 +113,6 @@ def clipped(logits: Tensor, ids: Tensor) -> Tensor:
     return -torch.min(2.0 * ratio, 2.0 * ratio.clamp(0.8, 1.2)).mean()
 
 
-def of_each(logits: Tensor, ids: Tensor, rows: int = 1) -> Tensor:
-    """In the user's own chunks."""
-    parts = zip(logits.split(rows, 1), ids.split(rows, 1), strict=True)
-    return torch.stack([F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum") for x, y in parts]).sum()
-
-
 def kth(logits: Tensor, k: int = 50) -> Tensor:
     return logits.topk(k).values[..., -1:]
 
@@ -139,7 +133,6 @@ STREAMED: dict[str, Loss] = {
 }
 WHOLE: dict[str, Loss] = {
     "by mask": lambda x, ids: F.cross_entropy(x[ids > 10], ids[ids > 10]),
-    "in the user's chunks": lambda x, ids: of_each(x, ids, 9),
     "top-k filter": lambda x, ids: x.masked_fill(x < kth(x), float("-inf")).logsumexp(-1).mean(),
     "top-p filter": lambda x, ids: x.masked_fill(x.softmax(-1) < nucleus(x.detach()), float("-inf")).logsumexp(-1).mean(),
 }
@@ -190,7 +183,7 @@ def test_writes_to_logits_behave_as_in_eager(written: Callable[[Tensor], Tensor]
 
 
 def test_nothing_is_kept_after_the_last_reference() -> None:
-    """Neither the expression nor what it was made from: not by what was compiled for it, either."""
+    """Neither the expression nor its inputs stay alive, and compiled code does not hold them."""
     (_, compiled), ids = made(), some_ids()
     gc.disable()
     try:
@@ -216,7 +209,7 @@ def logits_of(beside: Callable[[Tensor], Any] | None = None) -> tuple[Model, Any
     return model, compiled(some_ids())
 
 
-# what is compared: each gives a mask, whose number of hits per token is known
+# comparisons; each gives a mask with a known number of hits per token
 HITS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "amax": (lambda x: x == x.amax(-1, keepdim=True), 1),
     "top-k": (lambda x: x >= kth(x), 50),
@@ -263,7 +256,7 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", only(["maxima", "the largest of one row"], [*BESIDE, *NUMBERS]))
 def test_returned_maxima_are_found_among_their_logits(name: str) -> None:
-    """It was rounded with the rows of a loop: what it is compared with has to be, too."""
+    """The result was rounded with the rows of a loop, so the logits have to be, too."""
     beside = {**BESIDE, **NUMBERS}[name]
     _, (logits, told) = logits_of(beside)
     assert name in BESIDE or not isinstance(logits, DeferredTensor)

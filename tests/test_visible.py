@@ -54,7 +54,7 @@ def masks(draw: st.DrawFn) -> Tensor:
 
 
 def cells(piece: MaskTile, mask: Tensor) -> Tensor:
-    """The mask that a piece stands for, of its own rows and keys."""
+    """The mask that a tile represents, for its own rows and keys."""
     part = mask[slice(*piece.batch), slice(*piece.rows), slice(*piece.keys)]
     if piece.kind is TileKind.MIXED:
         return part
@@ -147,7 +147,7 @@ class Steps:
 @pytest.mark.compiled
 @pytest.mark.parametrize("bodies", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_mask_is_evaluated_once_per_chunk(bodies: str) -> None:
-    """Not in each of three layers, nor again in the backward half."""
+    """Not in each of three layers, and not in backward."""
     steps, keep = Steps(bodies), torch.ones(2, 64, dtype=torch.bool)
     for _ in range(2):
         with mock.patch.object(mask_programs, "visible_intervals", side_effect=visible_intervals) as looked_at:
@@ -157,7 +157,7 @@ def test_a_mask_is_evaluated_once_per_chunk(bodies: str) -> None:
 
 @pytest.mark.compiled
 def test_a_changed_mask_is_evaluated_again() -> None:
-    """Also if it was written behind torch's back."""
+    """Also if it was written through NumPy."""
     steps, keep = Steps(), torch.ones(2, 64, dtype=torch.bool)
     for length in (64, 40, 20):
         keep.copy_(torch.arange(64) < length)

@@ -18,7 +18,7 @@ WIDTH, LENGTH = 8, 21
 
 
 class Model(nn.Module):
-    """Attention three times: with a mask that says what is seen, with one that is added, and with slopes for distances."""
+    """Attention three times: with a boolean mask, with an additive mask, and with slopes for distances."""
 
     visible: Tensor
     added: Tensor

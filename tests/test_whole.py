@@ -27,7 +27,7 @@ Between = Callable[["Decoder", Tensor], Tensor]
 
 
 class Decoder(nn.Module):
-    """Two layers of attention and a head; `between` is what stands between the layers."""
+    """Two layers of attention and a head; `between` runs between the layers."""
 
     def __init__(self, between: Between) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def looped(self: Decoder, x: Tensor) -> Tensor:
 
 def windows(self: Decoder, x: Tensor) -> Tensor:
     padded = F.pad(x, (0, 0, 2, 0))
-    rows = padded[:, 1:].transpose(0, 1)  # what is read begins before what is shown
+    rows = padded[:, 1:].transpose(0, 1)  # it reads memory before the view's first element
     return x + rows.as_strided((2, LENGTH, 3, WIDTH), (padded.stride(0), WIDTH, WIDTH, 1), 0).sum(2)
 
 
@@ -148,7 +148,7 @@ def test_the_reason_names_an_alternative(advice: str) -> None:
 
 
 def test_equal_calls_of_functions_are_not_merged() -> None:
-    """What a function draws at random nobody tells, so that two equal calls need not give the same."""
+    """A function may draw random numbers, so two equal calls may differ."""
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.ones(2)
@@ -162,7 +162,7 @@ def test_equal_calls_of_functions_are_not_merged() -> None:
     "target", only(["aten.mm.default"], ["aten.cumsum.default", "aten.mm.default", "streamfx.attention.default"])
 )
 def test_an_operator_that_a_later_pass_refuses_falls_back(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any operator may be marked: the passes begin again."""
+    """The passes start again after they mark an operator."""
     refused: list[str] = []
     find_lowering = bodies.find_lowering
 
