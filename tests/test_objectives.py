@@ -1,4 +1,4 @@
-"""Training objectives stream with exact gradients and without a tensor of rows times vocabulary (`tests/support/objectives`)."""
+"""Training objectives stream with exact gradients and without a tensor of rows times vocabulary (`tests/support/objectives.py`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.support.exactness import TOLERANCE, assert_small, check_streamed, errors, outcome, recorder
-from tests.support.objectives import OBJECTIVES, OF_HIDDEN, Step, batch_of
-from tests.support.objectives.models import ROWS, VOCABULARY
+from tests.support.objectives import OBJECTIVES, OF_HIDDEN, ROWS, VOCABULARY, Step, batch_of
 from tests.support.spread import only
 from tests.test_live_bytes import Shapes
 

@@ -19,8 +19,7 @@ import streamfx
 from streamfx.errors import OverBudgetError
 from streamfx.ir.facts import known
 from tests.support.exactness import Recorder, assert_small, check_streamed, errors, outcome, recorder
-from tests.support.objectives import OBJECTIVES, Step, batch_of
-from tests.support.objectives.models import VOCABULARY
+from tests.support.objectives import OBJECTIVES, VOCABULARY, Step, batch_of
 from tests.support.spread import only
 
 pytestmark = pytest.mark.compiled

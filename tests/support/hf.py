@@ -55,13 +55,9 @@ def gemma2(**more: Any) -> nn.Module:
     return of("Gemma2", sliding_window=WINDOW, query_pre_attn_scalar=HEAD, **more)
 
 
-def gemma3(layers: int = 6, **more: Any) -> nn.Module:
-    own = {"num_hidden_layers": layers, "layer_types": ["sliding_attention"] * (layers - 1) + ["full_attention"]}
+def gemma3(**more: Any) -> nn.Module:
+    own = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
     return of("Gemma3", sliding_window=WINDOW, query_pre_attn_scalar=HEAD, **{**own, **more})
-
-
-def gemma3_short(**more: Any) -> nn.Module:
-    return gemma3(layers=2, **more)
 
 
 def gpt2(**more: Any) -> nn.Module:
@@ -77,15 +73,7 @@ def gpt_neox(**more: Any) -> nn.Module:
     return of("GPTNeoX", "num_key_value_heads", "head_dim", rotary_pct=0.5, **more)
 
 
-def phi3(**more: Any) -> nn.Module:
-    return of("Phi3", "head_dim", **more)
-
-
-def olmo2(**more: Any) -> nn.Module:
-    return of("Olmo2", "head_dim", **more)
-
-
-ALL = (llama, qwen3, qwen3_tied, mistral, gemma2, gemma3, gemma3_short, gpt2, gpt_neox, phi3, olmo2)
+ALL = (llama, qwen3, qwen3_tied, mistral, gemma2, gemma3, gpt2, gpt_neox)
 MODELS: dict[str, Callable[..., nn.Module]] = {make.__name__: make for make in ALL}
 IMPLEMENTATIONS = [
     (name, attention)
@@ -94,11 +82,11 @@ IMPLEMENTATIONS = [
     if (name, attention) != ("gemma2", "sdpa")  # transformers refuses it: SDPA knows no softcap
 ]
 _LOCAL = {"mistral": {f"window({WINDOW})"}}
-_LOCAL |= {name: {f"window({WINDOW})", "causal"} for name in ("gemma2", "gemma3", "gemma3_short")}
+_LOCAL |= {name: {f"window({WINDOW})", "causal"} for name in ("gemma2", "gemma3")}
 
 
 def verdicts(name: str, attention: str = "sdpa", layout: str = "plain") -> set[str]:
-    """What each attention of a model has to be found to be.
+    """Return the verdicts on a model's attention.
 
     Masks from outside and positions from outside cannot be proven causal. With a padding mask, eager attention adds a huge
     negative number, so a row of padding alone sees all keys, later ones too: that is not causal either.
@@ -121,7 +109,7 @@ def made(name: str, attention: str = "sdpa", seed: int = 0, **more: Any) -> nn.M
 
 
 def deep(make: Callable[..., nn.Module], layers: int) -> nn.Module:
-    """A model in float64 with so many layers."""
+    """A model in float64 with `layers` layers."""
     torch.manual_seed(0)
     before, ROTARY["num_hidden_layers"] = ROTARY["num_hidden_layers"], layers
     try:
@@ -131,7 +119,7 @@ def deep(make: Callable[..., nn.Module], layers: int) -> nn.Module:
 
 
 class LossOf(nn.Module):
-    """A model of which a training loop asks for nothing but the loss."""
+    """A model whose only output is the loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from functorch.compile import aot_function
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamfx.ir.facts import Facts
 from streamfx.options import resolve_options
@@ -74,15 +73,3 @@ def take_gradients(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
             found[str(position)] = tensor.grad
             tensor.grad = None
     return found
-
-
-def as_function(model: nn.Module, *inputs: Tensor) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """A module as a function of its parameters and inputs."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-
-    def function(*tensors: Tensor) -> Tensor:
-        own, given = tensors[: len(names)], tensors[len(names) :]
-        result: Tensor = torch.func.functional_call(model, dict(zip(names, own, strict=True)), given)
-        return result
-
-    return function, [*parameters, *inputs]
