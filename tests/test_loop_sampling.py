@@ -1,4 +1,4 @@
-"""Few stand for many: turns of a function that takes pieces in turn, chunks of a loop. Their cost is that of following all."""
+"""Costs of few iterations, or few chunks of a loop, predict the cost of all."""
 
 from __future__ import annotations
 
@@ -50,63 +50,58 @@ def step(
         return eager_step(call, is_sampled=is_sampled)
 
 
-LENGTHS = [FIRST_COUNT * ROWS, (FIRST_COUNT + LAST_COUNT) * ROWS, (FIRST_COUNT + LAST_COUNT + 1) * ROWS, 30 * ROWS, 30 * ROWS + 3]
+SAMPLED = FIRST_COUNT + LAST_COUNT
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
-@pytest.mark.parametrize("length", LENGTHS)
-def test_few_turns_stand_for_all(length: int, is_trained: bool) -> None:
-    followed = [0, 0]
+@pytest.mark.parametrize("length", [FIRST_COUNT * ROWS, SAMPLED * ROWS, (SAMPLED + 1) * ROWS, 30 * ROWS, 30 * ROWS + 3])
+def test_sampled_iterations_cost_the_same_as_all(length: int, is_trained: bool) -> None:
+    calls = [0, 0]
 
     def counted(number: int, *given: Tensor) -> Tensor:
-        followed[number] += 1
+        calls[number] += 1
         return plain(*given)
 
     one, other = (step(bool(few), length, partial(counted, few), is_trained) for few in (1, 0))
     assert one == other and one.cost.backward_curve == other.cost.backward_curve
-    turns = -(-length // ROWS)
-    assert followed == [
-        2 * turns,
-        2 * min(turns, FIRST_COUNT + LAST_COUNT + (length % ROWS > 0)),
-    ]  # once more in the backward half
+    iterations = -(-length // ROWS)
+    assert calls == [2 * iterations, 2 * min(iterations, SAMPLED + (length % ROWS > 0))]  # the backward half recomputes
 
 
-def test_what_turns_keep_is_not_stood_for() -> None:
-    with pytest.raises(IterationsDifferError, match="allocated or freed during the skipped iteration"):
-        step(True, 30 * ROWS, around=lambda function: function)
-
-
-@pytest.mark.parametrize("message", ["the first iterations differ", "differs from the earlier ones"])
-def test_a_turn_that_differs_is_refused(message: str) -> None:
-    """One of the first, of which every second is kept, or one behind those that are stood for."""
+def test_iterations_that_allocate_or_differ_are_refused() -> None:
+    """Every second of the first iterations may keep memory, or one after the skipped iterations may differ."""
     held: list[Tensor] = []
 
-    def loss(weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
-        found, number = plain(weight, hidden, labels), len(held)
-        held.append(hidden if message == "the first iterations differ" and number % 2 == 0 else hidden.new_empty(0))
-        return (
-            found + hidden.sum()
-            if message == "differs from the earlier ones" and number == FIRST_COUNT + LAST_COUNT - 2
-            else found
-        )
+    def keeps(weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
+        held.append(hidden if len(held) % 2 == 0 else hidden.new_empty(0))
+        return plain(weight, hidden, labels)
 
-    with pytest.raises(IterationsDifferError, match=message):
-        step(True, 30 * ROWS, loss)
+    def differs(weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
+        held.append(hidden.new_empty(0))
+        return plain(weight, hidden, labels) + (hidden.sum() if len(held) == SAMPLED - 1 else 0)
+
+    with pytest.raises(IterationsDifferError, match="allocated or freed during the skipped iteration"):
+        step(True, 30 * ROWS, around=lambda function: function)
+    with pytest.raises(IterationsDifferError, match="the first iterations differ"):
+        step(True, 30 * ROWS, keeps)
+    held.clear()
+    with pytest.raises(IterationsDifferError, match="differs from the earlier ones"):
+        step(True, 30 * ROWS, differs)
 
 
-class OfTheUsersOwn(nn.Linear):
-    """A head of which nothing is known."""
+class CustomHead(nn.Linear):
+    """A head that may do anything."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
 
-@pytest.mark.parametrize("head", only([OfTheUsersOwn], [nn.Linear, OfTheUsersOwn]))
-def test_heads_of_torchs_own_alone_are_followed_in_few_turns(head: type[nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+@pytest.mark.parametrize("head", only([CustomHead], [nn.Linear, CustomHead]))
+def test_only_heads_of_torch_are_sampled(head: type[nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
 
     def noted(function: Callable[..., Tensor], pieces: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
-        asked.append(len(pieces))
+        counts.append(len(pieces))
         return run_iterations(function, pieces)
 
     monkeypatch.setattr(baselines, "run_iterations", noted)
@@ -115,14 +110,14 @@ def test_heads_of_torchs_own_alone_are_followed_in_few_turns(head: type[nn.Linea
     model.lm_head = head(32, 100, bias=False, device="meta")
     chunked, around = baselines.ways_of(model)[IN_CHUNKS]
     found = eager_cost(loss_of(chunked), objective_called("sft", 1).inputs(1, 30 * ROWS), around)
-    assert found is not None and bool(asked) is (head is nn.Linear)
+    assert found is not None and bool(counts) is (head is nn.Linear)
 
 
-def test_where_turns_differ_all_are_followed() -> None:
+def test_all_iterations_run_if_they_differ() -> None:
     calls: list[int] = []
 
     class Odd(nn.Module):
-        """Keeps each second piece as it is."""
+        """Keeps every second piece."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -138,7 +133,7 @@ def test_where_turns_differ_all_are_followed() -> None:
             return piece.square().sum()
 
     cost = eager_cost(Odd(), {"x": torch.empty(1, 30 * ROWS, WIDTH, device="meta")}, lambda forward: forward)
-    assert cost is not None and len(calls) == FIRST_COUNT + 30  # what is refused when the fourth begins, and all
+    assert cost is not None and len(calls) == FIRST_COUNT + 30  # refused at the fourth, then all
 
 
 # -- few chunks
@@ -146,8 +141,7 @@ def test_where_turns_differ_all_are_followed() -> None:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("example", only(["streams"], EXAMPLES))
-def test_sampled_chunks_stand_for_all(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The figures of a loop that runs few chunks are those of one that runs them all."""
+def test_sampled_chunks_cost_the_same_as_all(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, arguments = EXAMPLES[example].model(), EXAMPLES[example].arguments()
     sampled = summary_of(model, *arguments, options={"chunk_size": 1})
     monkeypatch.setattr("streamfx.cost.sampling.sample_of", list)
@@ -157,8 +151,8 @@ def test_sampled_chunks_stand_for_all(example: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.compiled
-def test_the_number_of_chunks_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten million rows in chunks of four: no chunk is looked at but those that run."""
+def test_explain_reads_few_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten million rows in chunks of four."""
     looked: list[int] = []
     get = Chunks.__getitem__
 
