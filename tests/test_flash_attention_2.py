@@ -59,7 +59,7 @@ def told(apart: bool) -> dict[str, Any]:
     return {**given, **more}
 
 
-@pytest.mark.parametrize("name", only(["mistral"], ["mistral", "gemma3_short"]))
+@pytest.mark.parametrize("name", only(["mistral"], ["mistral", "gemma3"]))
 def test_several_sequences_stream(name: str) -> None:
     compare(of_flash(name), batch_of("plain", 2), chunk_size=7, also=(16,), attention=hf.verdicts(name))
 

@@ -1,4 +1,4 @@
-"""Training objectives stream with exact gradients and without a tensor of rows times vocabulary (`tests/support/objectives.py`)."""
+"""Training objectives stream with exact gradients and without a tensor of rows times vocabulary (`support/objectives.py`)."""
 
 from __future__ import annotations
 
