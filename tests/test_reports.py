@@ -115,7 +115,7 @@ def test_reports_of_graph_breaks_of_fallbacks_and_of_graphs_without_a_backward_h
     assert "graph 0 runs unchunked" in whole.to_dot() and not whole.diagram.arrows
     with torch.no_grad():
         forward = streamfx.explain(Layered(), tokens(1, 64), options={"chunk_size": 16})
-    assert stacked_chart(forward.timeline.ours).turn is None
+    assert stacked_chart(forward.timeline.ours).backward_start is None
     view = streamfx.explain(lambda x: x.view(-1), torch.randn(2, 3, requires_grad=True))
     assert view.timeline.peak_bytes == view.summary()["peak_bytes"]
     checked(html_of(view.page))

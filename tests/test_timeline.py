@@ -19,7 +19,7 @@ from streamfx.cost.sampling import SampledLoop
 from streamfx.cost.work import Work
 from streamfx.runtime.loop import Loop
 from streamfx.tools.report.loop_bodies import python_of
-from streamfx.tools.report.timeline import LoopTime, StepCourse
+from streamfx.tools.report.timeline import LoopTime, MemoryTimeline
 from tests.support.layered import Layered
 from tests.support.small import EXAMPLES, Causal, tokens
 
@@ -35,7 +35,7 @@ def test_the_highest_point_is_the_peak(example: str) -> None:
     assert timeline.peak_bytes == peaks["streamfx"] == summary["peak_bytes"]
     assert peaks["eager"] == summary["baseline_peak_bytes"]
     for course in timeline.courses:
-        assert list(course.seconds) == sorted(course.seconds) and 0 < course.turn <= course.end
+        assert list(course.seconds) == sorted(course.seconds) and 0 < course.backward_start <= course.end
 
 
 def test_saved_values_of_a_graph_stay_alive_while_other_graphs_run() -> None:
@@ -47,10 +47,10 @@ def test_saved_values_of_a_graph_stay_alive_while_other_graphs_run() -> None:
     assert max(timeline.ours.terms[BETWEEN_GRAPHS]) > 0
 
 
-def rises(course: StepCourse, term: str, loop: LoopTime) -> int:
+def rises(course: MemoryTimeline, term: str, loop: LoopTime) -> int:
     """How often the bytes of a term rise from zero while a loop runs."""
     column = course.terms.get(term, (0,) * len(course.seconds))
-    sizes = [size for at, size in zip(course.seconds, column, strict=True) if loop.begins <= at <= loop.ends]
+    sizes = [size for at, size in zip(course.seconds, column, strict=True) if loop.start <= at <= loop.end]
     return sum(before == 0 < after for before, after in zip([0, *sizes], sizes, strict=False))
 
 
@@ -60,29 +60,29 @@ def test_each_sampled_chunk_shows(chunks: int) -> None:
     explanation = streamfx.explain(Causal(), ids, ids, options={"chunk_size": 6, "loss_chunk_size": 6})
     ours = explanation.timeline.ours
     for loop in ours.loops:
-        assert (loop.chunks, loop.drawn) == (chunks, min(chunks, MAX_GROUPS))
-        assert 0 <= loop.begins < loop.ends <= ours.end
+        assert (loop.chunks, loop.sampled_chunks) == (chunks, min(chunks, MAX_GROUPS))
+        assert 0 <= loop.start < loop.end <= ours.end
     first = ours.loops[0]
-    assert rises(ours, CHUNK, first) >= first.drawn
+    assert rises(ours, CHUNK, first) >= first.sampled_chunks
     assert len(ours.seconds) <= 4000
-    busy = [at for at, size in zip(ours.seconds, ours.terms[CHUNK], strict=True) if size and at < first.ends]
-    assert busy[-1] - first.begins > (1 - 1.5 / chunks) * (first.ends - first.begins)  # a sampled chunk takes its group's time
+    busy = [at for at, size in zip(ours.seconds, ours.terms[CHUNK], strict=True) if size and at < first.end]
+    assert busy[-1] - first.start > (1 - 1.5 / chunks) * (first.end - first.start)  # a sampled chunk takes its group's time
     assert ours.peak_bytes == explanation.summary()["peak_bytes"]
 
 
 def test_equal_layers_are_drawn_from_one_layers_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
+    sampled_chunks: list[int] = []
     of_all = SampledLoop._curve_of_all
 
     def noted(*given: Any) -> Any:
-        drawn.append(1)
+        sampled_chunks.append(1)
         return of_all(*given)
 
     monkeypatch.setattr(SampledLoop, "_curve_of_all", noted)
     ours = streamfx.explain(Layered(6), tokens(2, 40), options={"chunk_size": 4, "loss_chunk_size": 4}).timeline.ours
-    assert len(drawn) < len(ours.loops)
+    assert len(sampled_chunks) < len(ours.loops)
     for loop in ours.loops:
-        assert rises(ours, CHUNK, loop) + rises(ours, LOSS, loop) >= loop.drawn == loop.chunks == 10
+        assert rises(ours, CHUNK, loop) + rises(ours, LOSS, loop) >= loop.sampled_chunks == loop.chunks == 10
 
 
 def test_shortened_curves_keep_extremes_and_chunks_are_grouped() -> None:
@@ -150,7 +150,11 @@ def test_bodies_of_a_module_are_printed(capsys: pytest.CaptureFixture[str]) -> N
     everything = explanation.print_readable(print_output=False)
     assert everything.count("class ") == len(explanation.graphs) == 10
     assert all(f"class {name}(" in everything for name in explanation.graphs)
-    for name, said in (("layer.1", r"(?s)'layer\.1'.*no operator that streams.*'layers\.1'"), ("zzz", "for example"), ("", "")):
+    for name, said in (
+        ("layer.1", r"(?s)'layer\.1'.*none of its operators streams.*'layers\.1'"),
+        ("zzz", "for example"),
+        ("", ""),
+    ):
         with pytest.raises(streamfx.ReportError, match=said):
             explanation.print_readable(name)
     with pytest.raises(streamfx.ReportError, match="no modules in loops"):

@@ -20,11 +20,11 @@ from streamfx.tools.inspect.tracing import TracedCall, TracedGraph
 from streamfx.tools.report.comm_table import (
     HostTraffic,
     as_plain,
+    bytes_between_machines,
     bytes_of,
     calls_of,
-    far_of,
     sent_by_program,
-    together,
+    sum_traffic,
     traffic_of_graphs,
 )
 
@@ -33,7 +33,7 @@ def wire_of(graphs: Sequence[TracedGraph], costs: Sequence[Cost], call: TracedCa
     """Return the communication of these graphs, with that of `call` in eager mode, or None if nothing is sent."""
     pairs = list(zip(graphs, costs, strict=True))
     traffic = [_host_traffic(graph, cost) for graph, cost in pairs]
-    sent = together(wire for host_traffic in traffic for wire in host_traffic.by_loop.values())
+    sent = sum_traffic(wire for host_traffic in traffic for wire in host_traffic.by_loop.values())
     if not calls_of(sent):
         return None
     early, reductions = (
@@ -43,7 +43,7 @@ def wire_of(graphs: Sequence[TracedGraph], costs: Sequence[Cost], call: TracedCa
     return {
         **as_plain(sent),
         "bytes": bytes_of(sent),
-        "far_bytes": far_of(sent),
+        "far_bytes": bytes_between_machines(sent),
         "early_reductions": early / reductions if reductions else None,
         "whole_weights_bytes": peak.peak_terms.get(WEIGHTS, 0),
         "eager": None if call is None else _eager_traffic(call),

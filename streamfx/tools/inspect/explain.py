@@ -46,7 +46,7 @@ from streamfx.tools.report.notices import record_of
 from streamfx.tools.report.page import Page
 from streamfx.tools.report.stage_table import StageReport
 from streamfx.tools.report.text import report_text
-from streamfx.tools.report.timeline import Timeline, course_of
+from streamfx.tools.report.timeline import Timeline, memory_timeline
 from streamfx.tools.report.verdict import CHECKPOINTING, EAGER
 
 OURS = "streamfx"
@@ -182,7 +182,7 @@ class Explanation(Unpicklable, Exports):
         """Bytes alive over the step by category, next to checkpointing and eager. Its peak is `peak_bytes` of the summary."""
         rates = rates_of(self._device)
         courses = [
-            course_of(way, curve, lambda work: rates.seconds(work.flops, work.moved, work.launches), flops)
+            memory_timeline(way, curve, lambda work: rates.seconds(work.flops, work.moved, work.launches), flops)
             for way, (curve, flops) in self.curves().items()
         ]
         return Timeline(

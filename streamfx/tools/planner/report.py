@@ -25,7 +25,7 @@ from streamfx.tools.report.exports import Exports
 from streamfx.tools.report.page import Page
 from streamfx.tools.report.stage_titles import joint_name, unnumbered
 from streamfx.tools.report.text import in_flops, in_seconds, reason_lines, suffix_of
-from streamfx.tools.report.timeline import Timeline, course_of
+from streamfx.tools.report.timeline import Timeline, memory_timeline
 from streamfx.tools.report.verdict import EAGER, StepCost, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
 RESERVE = 0.02  # fraction of a device's memory kept free for allocations outside of the plan
@@ -159,7 +159,7 @@ class PlanReport(Exports):
     def timeline(self) -> Timeline:
         """Bytes alive over the step by category, next to the baselines. Its peak is `peak_bytes` of the summary."""
         courses = (
-            course_of(way, curve, self._seconds if way == OURS else self.device.seconds, flops)
+            memory_timeline(way, curve, self._seconds if way == OURS else self.device.seconds, flops)
             for way, (curve, flops) in self.prediction.curves.items()
         )
         waiting = "; what a device waits for others is left out" if self.prediction.wire is not None else ""

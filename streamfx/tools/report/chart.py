@@ -23,19 +23,20 @@ from streamfx.cost.categories import (
     WEIGHTS,
 )
 from streamfx.tools.report.text import in_seconds
-from streamfx.tools.report.timeline import LoopTime, StepCourse, Timeline
+from streamfx.tools.report.timeline import LoopTime, MemoryTimeline, Timeline
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 960, 78, 14, 16, 26
 STRIP = 14  # height of the row of loops under a chart
-MOST_MOMENTS = 1400  # moments per chart: no chart is wider than this many dots
+MAX_MOMENTS = 1400  # per chart: no chart is wider than this many pixels
 TICKS = 5
-FAR = 1.5  # times the highest peak compared: a baseline with a higher peak is cut off
+MAX_PEAK_RATIO = 1.5  # to the highest peak compared: a baseline with a higher peak is cut off
 COLOURS = (
     *(PARAMETERS, OPTIMIZER, INPUTS, GRADIENTS, STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, CHUNK, LOSS, STATES),
     *(WEIGHTS, BETWEEN_GRAPHS, OTHER),
 )
-WAYS = 6  # style sheet colors for the ways of running a step
-SPARE = 6  # style sheet colors for memory categories without a fixed color
+COURSE_COLOURS = 6  # in the style sheet, for the ways of running a step
+SPARE_COLOURS = 6  # in the style sheet, for memory categories without a fixed color
+MIN_BAR_WIDTH = 0.5
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class ChartMark:
 
 @dataclass(frozen=True)
 class Chart:
-    """Shapes from back to front, axes, the start of the backward graph (`turn`, if there is one), peaks, and loops.
+    """Shapes from back to front, axes, the start of the backward pass (None without one), peaks, and loops.
 
     Baselines in `beyond` are cut off at the top.
     """
@@ -86,7 +87,7 @@ class Chart:
     shapes: tuple[Shape, ...]
     xs: tuple[Tick, ...]
     ys: tuple[Tick, ...]
-    turn: float | None
+    backward_start: float | None
     marks: tuple[ChartMark, ...]
     blocks: tuple[LoopBar, ...] = ()
     beyond: frozenset[str] = frozenset()
@@ -97,19 +98,19 @@ class Scale:
     """Map seconds and bytes to coordinates in the picture."""
 
     seconds: float
-    most: int
+    max_bytes: int
     height: int
 
     def x(self, seconds: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (seconds / self.seconds if self.seconds else 0.0)
 
     def y(self, size: float) -> float:
-        return TOP + (self.height - TOP - BOTTOM) * (1 - size / self.most)
+        return TOP + (self.height - TOP - BOTTOM) * (1 - size / self.max_bytes)
 
 
-def stacked_chart(course: StepCourse, height: int = 330) -> Chart:
+def stacked_chart(course: MemoryTimeline, height: int = 330) -> Chart:
     """Stack the live bytes of one step by memory category, and draw its loops below."""
-    shortened = course.shortened(MOST_MOMENTS)
+    shortened = course.shortened(MAX_MOMENTS)
     scale = Scale(course.end, axis_limit(course.peak_bytes), height)
     totals = [0] * len(shortened.seconds)
     shapes = []
@@ -121,33 +122,35 @@ def stacked_chart(course: StepCourse, height: int = 330) -> Chart:
 
 
 def comparison_chart(timeline: Timeline, height: int = 240) -> Chart:
-    """Draw all ways of running the step on one scale, the streamed one filled.
+    """Draw the memory of all ways of running the step on one scale, the streamed one filled.
 
     The scale fits the streamed step and the first baseline; baselines far above it are cut off.
     """
     compared = timeline.courses[:2]
     most = max(course.peak_bytes for course in compared)
     highest = max(course.peak_bytes for course in timeline.courses)
-    scale = Scale(max(course.end for course in timeline.courses), axis_limit(highest if highest <= FAR * most else most), height)
+    scale = Scale(
+        max(course.end for course in timeline.courses), axis_limit(highest if highest <= MAX_PEAK_RATIO * most else most), height
+    )
     shapes = []
     for number, course in enumerate(timeline.courses):
-        shortened = course.shortened(MOST_MOMENTS)
-        shapes.append(Shape(course.way, number % WAYS, area(shortened.seconds, shortened.totals, course.end, scale)))
-    beyond = frozenset(course.way for course in timeline.courses if course.peak_bytes > scale.most)
+        shortened = course.shortened(MAX_MOMENTS)
+        shapes.append(Shape(course.way, number % COURSE_COLOURS, area(shortened.seconds, shortened.totals, course.end, scale)))
+    beyond = frozenset(course.way for course in timeline.courses if course.peak_bytes > scale.max_bytes)
     return replace(_chart(scale, shapes[::-1], compared), beyond=beyond)
 
 
-def _chart(scale: Scale, shapes: Sequence[Shape], marked: Sequence[StepCourse]) -> Chart:
+def _chart(scale: Scale, shapes: Sequence[Shape], marked: Sequence[MemoryTimeline]) -> Chart:
     """Build a chart from its shapes. The first course in `marked` is the streamed step."""
     ours = marked[0]
-    turn = scale.x(ours.turn) if ours.turn < ours.end else None
+    backward_start = scale.x(ours.backward_start) if ours.backward_start < ours.end else None
     xs = tuple(Tick(scale.x(at), in_seconds(at) if at else "0 s") for at in _tick_seconds(scale.seconds))
-    ys = tuple(Tick(scale.y(size), _tick_text(size)) for size in range(0, scale.most + 1, _tick_distance(scale.most)))
+    ys = tuple(Tick(scale.y(size), _tick_text(size)) for size in range(0, scale.max_bytes + 1, _tick_distance(scale.max_bytes)))
     marks = tuple(_peak_mark(course, scale) for course in marked if course.seconds)
-    return Chart(scale.height, scale.y(0), tuple(shapes), xs, ys, turn, marks)
+    return Chart(scale.height, scale.y(0), tuple(shapes), xs, ys, backward_start, marks)
 
 
-def _peak_mark(course: StepCourse, scale: Scale) -> ChartMark:
+def _peak_mark(course: MemoryTimeline, scale: Scale) -> ChartMark:
     """Return the labeled mark at the peak of a course."""
     label = f"{course.way}: {format_bytes(course.peak_bytes)}"
     return ChartMark(scale.x(course.seconds[course.peak]), scale.y(course.peak_bytes), label)
@@ -168,7 +171,7 @@ def colour_of(term: str, terms: Sequence[str]) -> int:
     if term in COLOURS:
         return COLOURS.index(term)
     others = [name for name in terms if name not in COLOURS]
-    return len(COLOURS) + others.index(term) % SPARE
+    return len(COLOURS) + others.index(term) % SPARE_COLOURS
 
 
 def axis_limit(size: int) -> int:
@@ -218,10 +221,9 @@ def _tick_seconds(seconds: float) -> list[float]:
 
 def _loop_bars(loops: Sequence[LoopTime], scale: Scale) -> Iterator[LoopBar]:
     """Yield a bar per loop with name, chunks and seconds as its title."""
-    for number, loop in enumerate(loops):
-        x = scale.x(loop.begins)
-        drawn = f", {loop.drawn} of them drawn" if loop.drawn < loop.chunks else ""
-        takes = in_seconds(loop.ends - loop.begins)
-        yield LoopBar(
-            x, max(scale.x(loop.ends) - x, 0.5), f"{loop.name}: {loop.chunks:,} chunks{drawn}, {takes}", number % 2 == 1
-        )
+    for i, loop in enumerate(loops):
+        x = scale.x(loop.start)
+        sampled = f", {loop.sampled_chunks} of them drawn" if loop.sampled_chunks < loop.chunks else ""
+        duration = in_seconds(loop.end - loop.start)
+        width = max(scale.x(loop.end) - x, MIN_BAR_WIDTH)
+        yield LoopBar(x, width, f"{loop.name}: {loop.chunks:,} chunks{sampled}, {duration}", i % 2 == 1)

@@ -24,14 +24,14 @@ FORWARD, BACKWARD = HALVES = "forward", "backward"
 Wire = dict[str, dict[str, Traffic]]  # by half, by column
 
 
-def nothing() -> Wire:
+def empty_wire() -> Wire:
     """Return no traffic in either graph."""
     return {half: dict.fromkeys(COLUMNS, Traffic()) for half in HALVES}
 
 
-def together(traffic_parts: Iterable[Wire]) -> Wire:
+def sum_traffic(traffic_parts: Iterable[Wire]) -> Wire:
     """Return the sum of the traffic of several parts of a step."""
-    total = nothing()
+    total = empty_wire()
     for wire in traffic_parts:
         for half, columns in wire.items():
             for column, traffic in columns.items():
@@ -44,7 +44,7 @@ def bytes_of(wire: Wire) -> int:
     return sum(traffic.bytes for columns in wire.values() for traffic in columns.values())
 
 
-def far_of(wire: Wire) -> int:
+def bytes_between_machines(wire: Wire) -> int:
     """Return the number of bytes that leave the machine."""
     return sum(traffic.far for columns in wire.values() for traffic in columns.values())
 
@@ -65,7 +65,7 @@ def _traffic_dict(traffic: Traffic) -> dict[str, int]:
 
 def traffic_of_graphs(forward: Mapping[str, Traffic], backward: Mapping[str, Traffic]) -> Wire:
     """Return the traffic of a forward and a backward graph without loops."""
-    return together([{FORWARD: dict(forward), BACKWARD: dict(backward)}])
+    return sum_traffic([{FORWARD: dict(forward), BACKWARD: dict(backward)}])
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def halves_of(program: Program, num_outputs: int) -> list[tuple[str, ProgramTraf
     if program.backward is None:
         return [(FORWARD, forward)]
     saved = saved_values(program.forward.graph, program.backward.graph, num_outputs)
-    made_by = {input_: forward.made_by[node] for input_, node in saved.items() if node in forward.made_by}
-    return [(FORWARD, forward), (BACKWARD, ProgramTraffic(program.backward, made_by))]
+    writer_loop = {input_: forward.writer_loop[node] for input_, node in saved.items() if node in forward.writer_loop}
+    return [(FORWARD, forward), (BACKWARD, ProgramTraffic(program.backward, writer_loop))]
 
 
 def sent_by_program(program: Program, num_outputs: int, costs: Mapping[str, LoopCost]) -> HostTraffic:
@@ -96,23 +96,23 @@ def sent_by_program(program: Program, num_outputs: int, costs: Mapping[str, Loop
     by_loop: dict[str, Wire] = {}
     for name, half in halves:
         for loop, sent in half.sent():
-            traffic = by_loop.setdefault(loop, nothing())[name]
+            traffic = by_loop.setdefault(loop, empty_wire())[name]
             traffic[sent.kind] = traffic[sent.kind].plus(sent.traffic)
         for loop in half.loops.values():
             if costs[loop].sent.calls:
-                by_loop.setdefault(loop, nothing())[name][IN_LOOPS] = costs[loop].sent
+                by_loop.setdefault(loop, empty_wire())[name][IN_LOOPS] = costs[loop].sent
     early, reductions = halves[-1][1].early() if program.backward is not None else (0, 0)
     return HostTraffic(by_loop, early, reductions)
 
 
 @dataclass
 class ProgramTraffic:
-    """A host program. `made_by` maps each value to the last loop that computes it; for inputs, to a loop of the forward graph."""
+    """A host program. `writer_loop` maps each value to the last loop that computes it, inputs to a loop of the forward graph."""
 
     module: fx.GraphModule
-    made_by: dict[fx.Node, str]
+    writer_loop: dict[fx.Node, str]
     loops: dict[fx.Node, str] = field(init=False)
-    used_by: dict[fx.Node, fx.Node] = field(default_factory=dict)  # the first loop that reads a value or a result of it
+    reader_loop: dict[fx.Node, fx.Node] = field(default_factory=dict)  # the first loop that reads a value or a result of it
 
     def __post_init__(self) -> None:
         """Find for each node the last loop before it and the first loop after it along def-use chains."""
@@ -123,16 +123,16 @@ class ProgramTraffic:
         last_loop: dict[fx.Node, fx.Node] = {}  # the last loop that a node depends on, or the node itself if it is a loop
         for node in self.module.graph.nodes:
             loops_before = [last_loop[source] for source in node.all_input_nodes if source in last_loop]
-            loops_of_inputs = [self.made_by[source] for source in node.all_input_nodes if source in self.made_by]
+            loops_of_inputs = [self.writer_loop[source] for source in node.all_input_nodes if source in self.writer_loop]
             if node in self.loops or loops_before:
                 last_loop[node] = node if node in self.loops else max(loops_before, key=position.__getitem__)
-                self.made_by[node] = self.loops[last_loop[node]]
+                self.writer_loop[node] = self.loops[last_loop[node]]
             elif loops_of_inputs:
-                self.made_by[node] = loops_of_inputs[-1]
+                self.writer_loop[node] = loops_of_inputs[-1]
         for node in reversed(self.module.graph.nodes):
-            users = [user if user in self.loops else self.used_by.get(user) for user in node.users]
+            users = [user if user in self.loops else self.reader_loop.get(user) for user in node.users]
             if loops_after := [user for user in users if user is not None]:
-                self.used_by[node] = min(loops_after, key=position.__getitem__)
+                self.reader_loop[node] = min(loops_after, key=position.__getitem__)
 
     def sent(self) -> Iterable[tuple[str, CallTraffic]]:
         """Yield the collectives between loops, each with the loop that it serves."""
@@ -153,7 +153,7 @@ class ProgramTraffic:
         This is the first loop that uses its result, or the last loop that computes its operands. If neither exists, it is the
         last loop before the node.
         """
-        reader, writer = self.used_by.get(node), self.made_by.get(node)
+        reader, writer = self.reader_loop.get(node), self.writer_loop.get(node)
         loop_of_reader = None if reader is None else self.loops[reader]
         return (loop_of_reader or writer if is_for_users else writer or loop_of_reader) or loop_before
 

@@ -20,7 +20,7 @@ def wire_totals(wire: Plain | None) -> Iterator[str]:
     early, whole = wire["early_reductions"], wire["whole_weights_bytes"]
     parts = [f"{format_bytes(wire['bytes'])} sent by each rank"]
     parts += [] if early is None else [f"{100 * early:.0f} % of the reductions begin before the last loop"]
-    parts += [f"{format_bytes(whole)} of whole weights at the peak"] if whole else []
+    parts += [f"{format_bytes(whole)} of full weights at the peak"] if whole else []
     yield f"  wire     {', '.join(parts)}"
     eager = wire["eager"]
     yield f"           {'unknown' if eager is None else format_bytes(eager['bytes'])} in {_eager_text(eager)}"
@@ -38,7 +38,7 @@ def wire_table(stages: Sequence[Plain], wire: Plain | None) -> Iterator[str]:
     rows += _graph_rows("the step", wire, 1)
     rows += [] if wire["eager"] is None else _graph_rows(_eager_text(wire["eager"]), wire["eager"], 1)
     columns = [i for i in range(2 + len(COLUMNS)) if i < 2 or any(row[i] != "-" for row in rows)]
-    table = [["on the wire", "half", *(name.replace("_", " ") for name in COLUMNS)], *rows]
+    table = [["communication", "half", *(name.replace("_", " ") for name in COLUMNS)], *rows]
     widths = {i: max(len(row[i]) for row in table) for i in columns}
     yield ""
     for row in table:

@@ -64,15 +64,15 @@ def diagram_of(lines: Sequence[StageRow], flows: Sequence[Iterable[LoopTraffic]]
 def _group_title(line: StageRow) -> str:
     """Return the name of similar stages, how much of them is chunked, and the kinds of attention."""
     kinds = ", ".join(line.stage["attention"])
-    whole = {"streamed": "", "in part": " falls back in part", "whole": " runs unchunked"}[extent(line.stage)]
-    return f"{line.name}{whole}" + (f" ({kinds})" if kinds else "")
+    suffix = {"streamed": "", "in part": " falls back in part", "whole": " runs unchunked"}[extent(line.stage)]
+    return f"{line.name}{suffix}" + (f" ({kinds})" if kinds else "")
 
 
 def _boxes(line: StageRow, key: str) -> Iterator[Box]:
     """Yield a box per loop of similar stages, or one box if they have no loops."""
     runs = line.stage["runs"]
     if not runs:
-        yield Box(f"{key}_0", ("whole",), "forward")
+        yield Box(f"{key}_0", ("unchunked",), "forward")
     for number, run in enumerate(runs):
         name = joint_name([stage["runs"][number]["name"] for stage in line.every])
         count = f"{line.count} x " if line.count > 1 else ""

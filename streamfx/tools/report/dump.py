@@ -11,11 +11,11 @@ from streamfx.tools.report.printer import text_of
 from streamfx.torch_private import trace_artifact
 
 
-def show_product(step: Any, facts: Facts) -> None:
+def show_product(applied_pass: Any, facts: Facts) -> None:
     """Log and trace the product of a pass; the pipeline calls this after each pass."""
     if log.isEnabledFor(logging.DEBUG):
-        log.debug("after %s:\n%s", step.name, _text(step.name, facts))
-    trace_artifact(f"streamfx_{step.name.replace(' ', '_')}", lambda: _text(step.name, facts))
+        log.debug("after %s:\n%s", applied_pass.name, _text(applied_pass.name, facts))
+    trace_artifact(f"streamfx_{applied_pass.name}", lambda: _text(applied_pass.name, facts))
 
 
 def _text(product: str, facts: Facts) -> str:

@@ -10,11 +10,11 @@ from streamfx.budget import format_bytes
 from streamfx.tools.report.chart import LEFT, RIGHT, WIDTH, colour_of, comparison_chart, stacked_chart
 from streamfx.tools.report.page import Page, SpanFigure
 from streamfx.tools.report.text import in_flops
-from streamfx.tools.report.timeline import StepCourse, Timeline
+from streamfx.tools.report.timeline import MemoryTimeline, Timeline
 
 TEMPLATE, PICTURE = "report.html.j2", "picture.svg.j2"
-MOST_READ = 1400  # moments of the data that a pointer reads
-SIDE, STAIRS = 132, 12  # picture of rows by keys: its size, and the maximum number of chunks it shows
+MAX_POINTER_MOMENTS = 1400  # of the data that the page shows at the pointer
+SPAN_SIZE, MAX_SPAN_CHUNKS = 132, 12  # picture of rows by keys: its size, and the number of chunks that it shows
 
 
 def html_of(page: Page) -> str:
@@ -54,11 +54,11 @@ def _environment() -> Any:
         lstrip_blocks=True,
     )
     environment.filters |= {"bytes": format_bytes, "flops": in_flops}
-    environment.globals |= {"stairs_of": stairs_of, "side": SIDE}
+    environment.globals |= {"stairs_of": stairs_of, "side": SPAN_SIZE}
     return environment
 
 
-def legend_of(course: StepCourse) -> list[tuple[int, str, str, str]]:
+def legend_of(course: MemoryTimeline) -> list[tuple[int, str, str, str]]:
     """Return color index, name, bytes at the peak and maximum bytes of each category, topmost first."""
     terms = tuple(course.terms)
     rows = [
@@ -70,18 +70,18 @@ def legend_of(course: StepCourse) -> list[tuple[int, str, str, str]]:
 
 def data_of(timeline: Timeline) -> dict[str, Any]:
     """Return the data that a pointer over the charts reads: moments, bytes by category, and loops."""
-    ours = timeline.ours.shortened(MOST_READ)
-    courses = [(course.way, course.shortened(MOST_READ)) for course in timeline.courses]
+    ours = timeline.ours.shortened(MAX_POINTER_MOMENTS)
+    courses = [(course.way, course.shortened(MAX_POINTER_MOMENTS)) for course in timeline.courses]
     return {
         "left": LEFT,
         "right": WIDTH - RIGHT,
         "end": ours.end,
         "widest": max(course.end for course in timeline.courses),
-        "turn": ours.turn,
+        "turn": ours.backward_start,
         "seconds": _rounded(ours.seconds, ours.end),
         "terms": [[name, sizes] for name, sizes in reversed(list(ours.terms.items()))],
         "ways": [[way, _rounded(course.seconds, course.end), course.totals, course.end] for way, course in courses],
-        "loops": [[loop.name, loop.begins, loop.ends, loop.chunks, loop.drawn] for loop in ours.loops],
+        "loops": [[loop.name, loop.start, loop.end, loop.chunks, loop.sampled_chunks] for loop in ours.loops],
     }
 
 
@@ -93,9 +93,9 @@ def _rounded(seconds: tuple[float, ...], end: float) -> list[float]:
 def stairs_of(span: SpanFigure, rows: int | None, chunk: int) -> list[tuple[float, float, float, float]]:
     """Return rectangles (x, y, width, height) that show which keys the rows of each chunk see."""
     if span.bounds is None:
-        return [(0.0, 0.0, SIDE, SIDE)]
+        return [(0.0, 0.0, SPAN_SIZE, SPAN_SIZE)]
     rows = rows or max(chunk, 1)
-    count = max(1, min(STAIRS, -(-rows // max(chunk, 1))))
+    count = max(1, min(MAX_SPAN_CHUNKS, -(-rows // max(chunk, 1))))
     low_bound, high_bound = span.bounds
     rectangles = []
     for number in range(count):
@@ -103,5 +103,5 @@ def stairs_of(span: SpanFigure, rows: int | None, chunk: int) -> list[tuple[floa
         first_key = 0.0 if low_bound is None else min(1.0, max(0.0, begin + low_bound / rows))
         last_key = 1.0 if high_bound is None else min(1.0, max(0.0, end + high_bound / rows))
         if last_key > first_key:
-            rectangles.append((SIDE * first_key, SIDE * begin, SIDE * (last_key - first_key), SIDE / count))
+            rectangles.append((SPAN_SIZE * first_key, SPAN_SIZE * begin, SPAN_SIZE * (last_key - first_key), SPAN_SIZE / count))
     return rectangles

@@ -142,7 +142,7 @@ def _loop_lines(spec: LoopSpec, call: fx.Node, joint: ListingContext) -> Iterato
             same_for_all.append(node.name if node.name == source_text else f"{node.name} = {source_text}")
         else:
             yield f"  {node.name} = {feed_text(feed, source_text)}"
-    yield f"  the same for all chunks: {', '.join(same_for_all) or 'nothing'}"
+    yield f"  the same for all chunks: {', '.join(same_for_all) or 'none'}"
     yield "  body"
     for node in spec.body.graph.nodes:
         if node.op in ("call_function", "call_module"):
@@ -156,7 +156,7 @@ def _loop_lines(spec: LoopSpec, call: fx.Node, joint: ListingContext) -> Iterato
 def chunk_text(chunk: ChunkSize) -> str:
     """Describe the chunk size; it may be unknown until the sequence length is known."""
     if isinstance(chunk, AutoChunk):
-        return f"chunks to measure ({chunk.row_bytes} bytes per row inside, {chunk.stream_bytes} at cuts)"
+        return f"chunks sized at run time ({chunk.row_bytes} bytes per row inside, {chunk.stream_bytes} at cuts)"
     return f"chunks of {chunk} rows"
 
 

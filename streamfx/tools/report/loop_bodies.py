@@ -18,8 +18,8 @@ from streamfx.ir.stage import Stage
 from streamfx.passes.partition.stage_names import module_path
 from streamfx.tools.report.stage_table import loops_of
 
-FEW = 6  # near matches that an error names
-PLAIN = {"inf": "from math import inf", "nan": "from math import nan", "NoneType": "NoneType = type(None)"}
+MAX_MATCHES = 6  # similar module paths that an error names
+NAME_IMPORTS = {"inf": "from math import inf", "nan": "from math import nan", "NoneType": "NoneType = type(None)"}
 
 
 def bodies_of(graphs: Sequence[Facts]) -> dict[str, fx.GraphModule]:
@@ -61,19 +61,19 @@ def _is_within(path: str, module: str) -> bool:
 
 
 def _request_text(module: str) -> str:
-    return f"bodies of loops with the module {module!r} are asked for"
+    return f"cannot find loop bodies of the module {module!r}"
 
 
 def _unknown_module_error(module: str, paths: set[str]) -> ReportError:
     """Return an error that suggests similar module paths, or else the first ones."""
     known_paths = {".".join(path.split(".")[:count]) for path in paths for count in range(1, path.count(".") + 2)}
-    similar = get_close_matches(module, sorted(known_paths), FEW) or sorted(known_paths)[:FEW]
+    similar = get_close_matches(module, sorted(known_paths), MAX_MATCHES) or sorted(known_paths)[:MAX_MATCHES]
     do = (
         f"give the path of a module, for example {', '.join(map(repr, similar))}"
         if similar
         else "the model has no modules in loops"
     )
-    return ReportError(_request_text(module), found="no operator that streams comes from it", do=do)
+    return ReportError(_request_text(module), found="none of its operators streams", do=do)
 
 
 def python_of(bodies: Mapping[str, fx.GraphModule]) -> str:
@@ -98,7 +98,7 @@ def _imports(source: str, names: Mapping[str, Any]) -> Iterator[str]:
 def _import_line(name: str, value: Any) -> str:
     """Return the line that imports or defines a global name of generated code."""
     if value is NoneType or (isinstance(value, float) and not math.isfinite(value)):
-        return PLAIN[name]
+        return NAME_IMPORTS[name]
     if isinstance(value, ModuleType):
         return f"import {value.__name__} as {name}"
     module, path = getattr(value, "__module__", ""), getattr(value, "__qualname__", getattr(value, "__name__", ""))

@@ -11,7 +11,7 @@ from streamfx.budget import format_bytes
 from streamfx.options import Options
 from streamfx.tools.report.stage_titles import joint_name, names_together, unnumbered
 from streamfx.tools.report.text import in_flops, in_seconds, obstacles_of
-from streamfx.tools.report.timeline import StepCourse, Timeline
+from streamfx.tools.report.timeline import MemoryTimeline, Timeline
 from streamfx.tools.report.verdict import StepCost, ratio, times
 
 Stage = Mapping[str, Any]
@@ -114,14 +114,16 @@ def sentence(text: str) -> str:
 def baseline_figure(other: StepCost, ours: StepCost) -> Figure:
     """Return the peak of a baseline and its ratio to the streamed peak."""
     name = f"{other.way[:1].upper()}{other.way[1:]}"
-    return Figure(name, format_bytes(other.peak_bytes), f"at the peak, {times(ratio(other.peak_bytes, ours.peak_bytes))} ours")
+    return Figure(
+        name, format_bytes(other.peak_bytes), f"at the peak, {times(ratio(other.peak_bytes, ours.peak_bytes))} the streamed peak"
+    )
 
 
-def place_of_peak(course: StepCourse, stages: Sequence[Stage]) -> str:
-    """Describe where in a step most bytes are alive, e.g. "in model.layers.3, forward half"."""
+def place_of_peak(course: MemoryTimeline, stages: Sequence[Stage]) -> str:
+    """Describe where in a step most bytes are alive, e.g. "in model.layers.3, forward pass"."""
     moment = course.seconds[course.peak] if course.seconds else 0.0
-    half = "forward half" if moment < course.turn else "backward half"
-    loop = next((loop.name for loop in course.loops if loop.begins <= moment <= loop.ends), None)
+    half = "forward pass" if moment < course.backward_start else "backward pass"
+    loop = next((loop.name for loop in course.loops if loop.start <= moment <= loop.end), None)
     stage = next((stage["name"] for stage in stages for run in stage["runs"] if run["name"] == loop), None)
     return f"in {stage}, {half}" if stage is not None else f"in the {half}"
 
@@ -185,10 +187,10 @@ def wire_table_of(wire: Mapping[str, Any]) -> Table:
     eager = wire.get("eager")
     if eager is not None:
         checkpointed = ", layers checkpointed" if eager["checkpointed"] else ""
-        rows.append((f"for comparison, all of eager{checkpointed}", "", format_bytes(eager["bytes"])))
+        rows.append((f"for comparison, eager{checkpointed}", "", format_bytes(eager["bytes"])))
     notes = [f"{format_bytes(wire['bytes'])} sent by each rank in a step."]
     if wire.get("early_reductions") is not None:
         notes.append(f"{100 * wire['early_reductions']:.0f} % of the reductions begin before the last loop.")
     if wire.get("whole_weights_bytes"):
-        notes.append(f"{format_bytes(wire['whole_weights_bytes'])} of whole weights are alive at the peak.")
-    return Table("What ranks exchange", ("", "calls", "bytes"), tuple(rows), " ".join(notes))
+        notes.append(f"{format_bytes(wire['whole_weights_bytes'])} of full weights are alive at the peak.")
+    return Table("Communication between ranks", ("", "calls", "bytes"), tuple(rows), " ".join(notes))

@@ -11,16 +11,16 @@ from streamfx.errors import ReportError, describe_error
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
     """Return the path if a file can be written there; raise an error otherwise."""
-    asked = f"a report is to be written to {path!r}"
+    asked = f"cannot write a report to {path!r}"
     require(isinstance(path, (str, os.PathLike)), ReportError, asked, path, "give the path of a file")
     target = Path(path)
     try:
         if target.is_dir():
             raise ReportError(asked, found="a folder", do="give the path of a file in it")
         if not target.absolute().parent.is_dir():
-            raise ReportError(asked, found=f"no folder {str(target.parent)!r}", do="make it, or give another path")
+            raise ReportError(asked, found=f"no folder {str(target.parent)!r}", do="create it, or give another path")
         if not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
-            raise ReportError(asked, found="a place that must not be written to", do="give another path")
+            raise ReportError(asked, found="a path without write permission", do="give another path")
     except ReportError:
         raise
     except (OSError, ValueError) as error:  # an invalid path: too long, or with a null byte
@@ -50,6 +50,6 @@ def written(path: str | os.PathLike[str], text: str) -> Path:
     try:
         target.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        asked = f"a report is to be written to {os.fspath(path)!r}"
+        asked = f"cannot write a report to {os.fspath(path)!r}"
         raise ReportError(asked, found=str(error), do="give another path") from None
     return target

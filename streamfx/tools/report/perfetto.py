@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from streamfx.tools.report.timeline import LoopTime, StepCourse, Timeline
+from streamfx.tools.report.timeline import LoopTime, MemoryTimeline, Timeline
 
 MICROSECONDS = 1e6
 STAGES, LOOPS = 1, 2  # tracks
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 def trace_of(timeline: Timeline, stage_of: Mapping[str, str]) -> str:
     """Return a trace with bytes by category as counters, and stages and loops as slices.
 
-    Each way of running the step is a process of its own. `stage_of` maps loop names to stage names.
+    Each way of running the step is a separate process of the trace. `stage_of` maps loop names to stage names.
     """
     source = timeline.source
     events = [event for number, course in enumerate(timeline.courses, 1) for event in _counter_events(course, number, source)]
@@ -26,8 +26,11 @@ def trace_of(timeline: Timeline, stage_of: Mapping[str, str]) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": metadata})
 
 
-def _counter_events(course: StepCourse, process: int, source: str) -> Iterator[Event]:
-    """Yield the process name, and the bytes alive by category at each moment."""
+def _counter_events(course: MemoryTimeline, process: int, source: str) -> Iterator[Event]:
+    """Yield the process name, and the bytes alive by category at each moment.
+
+    Event phases (`ph`): "M" metadata, "C" a counter, "X" a slice with a duration.
+    """
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"{course.way} ({source})"}}
     for i, at in enumerate(course.seconds):
         sizes = {name: column[i] for name, column in course.terms.items()}
@@ -49,18 +52,18 @@ def _slices(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[
             yield from _stage_slices(open_, stage_of)
             open_ = []
         open_.append(loop)
-        chunks = {"chunks": loop.chunks, "chunks drawn": loop.drawn}
-        yield _slice(loop.name, LOOPS, loop.begins, loop.ends, chunks)
+        chunks = {"chunks": loop.chunks, "chunks drawn": loop.sampled_chunks}
+        yield _slice(loop.name, LOOPS, loop.start, loop.end, chunks)
     yield from _stage_slices(open_, stage_of)
 
 
 def _stage_slices(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[Event]:
     """Yield a slice that covers consecutive loops of one stage."""
     if loops and (name := stage_of.get(loops[0].name)):
-        yield _slice(name, STAGES, loops[0].begins, loops[-1].ends, {"loops": len(loops)})
+        yield _slice(name, STAGES, loops[0].start, loops[-1].end, {"loops": len(loops)})
 
 
-def _slice(name: str, thread: int, begins: float, ends: float, details: Event) -> Event:
-    """Return an event from `begins` to `ends` on a track."""
-    times = {"ts": begins * MICROSECONDS, "dur": (ends - begins) * MICROSECONDS}
+def _slice(name: str, thread: int, start: float, end: float, details: Event) -> Event:
+    """Return an event from `start` to `end` (seconds) on a track."""
+    times = {"ts": start * MICROSECONDS, "dur": (end - start) * MICROSECONDS}
     return {"ph": "X", "name": name, "cat": "streamfx", "pid": 1, "tid": thread, **times, "args": details}

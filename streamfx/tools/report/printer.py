@@ -18,7 +18,7 @@ from streamfx.kernels.mask_programs import MaskProgram
 from streamfx.node_meta import VALUE
 from streamfx.runtime.chunked_recurrences import Recurrence
 from streamfx.tools.report.listing import ListingContext, call_text, chunk_text, dtype_text, program_lines, shape_text
-from streamfx.tools.report.weight_collectives import halves_after_buckets, halves_after_put_back, removed_collectives
+from streamfx.tools.report.weight_collectives import programs_after_buckets, programs_after_reinsertion, removed_collectives
 from streamfx.torch_private.lines import source_line
 
 Lines = Iterator[str]
@@ -108,7 +108,7 @@ def _access_roles(facts: Facts) -> Lines:
         storage = ", ".join(_storage_text(storage_class) for storage_class in facts.access.storage_classes[node])
         yield f"  {storage:<9} {node.name} = {_roles_text(node, facts, letters)}"
     for node, reason in facts.access.reasons.items():
-        yield f"whole {node.name}: {reason}"
+        yield f"fallback {node.name}: {reason}"
 
 
 def _storage_text(storage_class: StorageClass) -> str:
@@ -141,14 +141,14 @@ def _operator_name(node: fx.Node) -> str:
 
 
 def _key_spans(facts: Facts) -> Lines:
-    """Yield the key span of each attention, and the nodes that share it."""
+    """Yield each group of connected operators with keys (attention, softmax, mask), and the span that they share."""
     groups: dict[int, list[fx.Node]] = {}
     for node, span in facts.key_spans.spans.items():
         groups.setdefault(id(span), []).append(node)
     for nodes in groups.values():
-        exact = ", exactly what its mask shows" if any(node in facts.key_spans.exact_masks for node in nodes) else ""
-        verdict = facts.key_spans.span_kinds.get(nodes[0], "positions only")
-        yield f"{verdict}: rows [s, e) see keys {facts.key_spans.spans[nodes[0]]}{exact}"
+        exact = ", exactly the keys that its mask shows" if any(node in facts.key_spans.exact_masks for node in nodes) else ""
+        kind = facts.key_spans.span_kinds.get(nodes[0], "computed from positions only")
+        yield f"{kind}: rows [s, e) see keys {facts.key_spans.spans[nodes[0]]}{exact}"
         yield f"  {', '.join(node.name for node in nodes)}"
     if not groups:
         yield "no attention"
@@ -160,8 +160,8 @@ def _key_spans(facts: Facts) -> Lines:
 def _stages(facts: Facts) -> Lines:
     """Yield all stages: operators, inputs, outputs and gradients."""
     letters = AxisNames(facts.joint, facts.axes)
-    for number in range(len(facts.stages)):
-        yield from _stage(number, facts, letters)
+    for index in range(len(facts.stages)):
+        yield from _stage(index, facts, letters)
 
 
 def _loss_gradient(facts: Facts) -> Lines:
@@ -170,21 +170,21 @@ def _loss_gradient(facts: Facts) -> Lines:
     if stages[-1].gradient_in_forward:
         yield from _stage(len(stages) - 1, facts, AxisNames(facts.joint, facts.axes))
     else:
-        yield "the gradient of the last stage is found in the backward half"
+        yield "the gradient of the last stage is computed in the backward pass"
 
 
-def _stage(number: int, facts: Facts, letters: AxisNames) -> Lines:
-    """Yield the operators, inputs, outputs and gradients of stage `number`."""
+def _stage(index: int, facts: Facts, letters: AxisNames) -> Lines:
+    """Yield the operators, inputs, outputs and gradients of the stage with this index."""
     stages, axes = facts.stages, facts.axes
-    stage = stages[number]
+    stage = stages[index]
 
     def values_text(nodes: Sequence[fx.Node]) -> str:
-        return ", ".join(f"{node.name} {letters.shape(axes.shapes[node])}" for node in nodes if is_tensor(node)) or "nothing"
+        return ", ".join(f"{node.name} {letters.shape(axes.shapes[node])}" for node in nodes if is_tensor(node)) or "none"
 
     stage_nodes = {*stage.forward, *stage.backward}
     inputs = [source for node in stage.forward for source in node.all_input_nodes if source not in stage_nodes]
     inputs = [node for node in dict.fromkeys(inputs) if node.op != "placeholder" and node not in axes.static]
-    yield f"stage {number + 1} of {len(stages)}   {stage.name}   {first_line(stage)}".rstrip()
+    yield f"stage {index + 1} of {len(stages)}   {stage.name}   {first_line(stage)}".rstrip()
     yield f"  forward    {_nodes_text(stage.forward)}"
     yield f"  backward   {_nodes_text(stage.backward)}{', run in the forward loop' if stage.gradient_in_forward else ''}"
     yield f"  in         {values_text(inputs)}"
@@ -194,7 +194,7 @@ def _stage(number: int, facts: Facts, letters: AxisNames) -> Lines:
 
 def _nodes_text(nodes: Sequence[fx.Node]) -> str:
     """Return the number of nodes, and the first and the last name."""
-    return f"{len(nodes)} operators, {nodes[0].name} .. {nodes[-1].name}" if nodes else "nothing"
+    return f"{len(nodes)} operators, {nodes[0].name} .. {nodes[-1].name}" if nodes else "none"
 
 
 def first_line(stage: Stage) -> str:
@@ -209,11 +209,11 @@ def first_line(stage: Stage) -> str:
 def _plan(facts: Facts) -> Lines:
     """Yield chunk size and saved values of each stage, and what is recomputed from the last saved input."""
     plan = facts.plan
-    for number, stage in enumerate(facts.stages):
-        saved = _names_text(plan.kept[number]) or "nothing"
-        yield f"stage {number + 1} {stage.name}: {chunk_text(plan.chunk_sizes[number])}, kept beside its outputs: {saved}"
-        if plan.dropped and plan.dropped[number]:
-            yield f"  made again from the last boundary: {_names_text(plan.dropped[number])}"
+    for index, stage in enumerate(facts.stages):
+        saved = _names_text(plan.kept[index]) or "none"
+        yield f"stage {index + 1} {stage.name}: {chunk_text(plan.chunk_sizes[index])}, saves besides its outputs: {saved}"
+        if plan.dropped and plan.dropped[index]:
+            yield f"  recomputed from the last saved boundary: {_names_text(plan.dropped[index])}"
 
 
 def _budget_search(facts: Facts) -> Lines:
@@ -231,7 +231,7 @@ def _budget_search(facts: Facts) -> Lines:
 def _program(facts: Facts) -> Lines:
     """Yield the host programs and loops, with the axes of each value."""
     if facts.program is None:
-        yield "no program: the graph runs as it stands"
+        yield "no program: the graph runs unchunked"
         return
     letters, axes = AxisNames(facts.joint, facts.axes), facts.axes
     values = [node for node in (*facts.joint.sources, *facts.joint.nodes) if is_tensor(node)]
@@ -274,7 +274,7 @@ def _masks(facts: Facts) -> Lines:
 def _bodies(facts: Facts) -> Lines:
     """Yield how each loop body is executed: interpreted or compiled."""
     for loop in facts.program.loops if facts.program is not None else ():
-        yield f"{loop.spec.name}: {'the interpreter of torch.fx' if loop.compiled is None else loop.compiled}"
+        yield f"{loop.spec.name}: {'interpreted by torch.fx' if loop.compiled is None else loop.compiled}"
 
 
 PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
@@ -289,9 +289,9 @@ PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "loss_gradient": _loss_gradient,
     "chunk_plan": _plan,
     "build_program": _program,
-    "reinsert_collectives": halves_after_put_back,
+    "reinsert_collectives": programs_after_reinsertion,
     "budget_search": _budget_search,
-    "buckets": halves_after_buckets,
+    "buckets": programs_after_buckets,
     "hoist_masks": _masks,
     "compile_bodies": _bodies,
 }

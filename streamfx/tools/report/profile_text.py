@@ -13,18 +13,16 @@ from streamfx.budget import format_bytes
 from streamfx.cost.curve import MAX_POINTS
 from streamfx.tools.report.stage_titles import joint_name, unnumbered
 from streamfx.tools.report.text import counted, in_seconds
-from streamfx.tools.report.timeline import LoopTime, StepCourse, Timeline
+from streamfx.tools.report.timeline import LoopTime, MemoryTimeline, Timeline
 
 MEASURED = "measured"
 HEADER = ("stage", "half", "loops", "chunks", "time", "share", "peak")
 NO_LOOPS = (
-    'no loop of streamfx ran: nothing in this block was compiled with backend="streambp", or all of it runs as it stands; '
-    "streamfx.explain says which"
+    'no loop of streamfx ran: nothing in this block was compiled with backend="streambp", or its graphs run unchunked; '
+    "streamfx.explain shows the reason"
 )
-COMPILED = (
-    "  compiled {seconds} of it: a first step, or one of a new length; measure the next one, whose times and bytes are its own"
-)
-NOTHING = "nothing was allocated in the thread that entered the block, and torch's profiler sees no other thread but autograd's"
+COMPILED = "  compiling took {seconds} of it: the first step, or the first one of a new length; measure the next step instead"
+NOTHING = "no allocation in the thread that entered the block; torch's profiler sees only this thread and those of autograd"
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,18 @@ class MeasuredLoop:
     stage: str
     half: str
     chunks: int
-    begins: float
-    ends: float
+    start: float
+    end: float
     peak_bytes: int | None = 0
 
     @property
     def seconds(self) -> float:
-        return self.ends - self.begins
+        return self.end - self.start
+
+    def as_dict(self) -> dict[str, Any]:
+        """Convert the run to values that JSON can represent."""
+        labels = {"name": self.name, "stage": self.stage, "half": self.half, "chunks": self.chunks}
+        return {**labels, "begins": self.start, "ends": self.end, "peak_bytes": self.peak_bytes, "seconds": self.seconds}
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,11 @@ class MeasuredStep:
     @cached_property
     def timeline(self) -> Timeline:
         """The step as a timeline, in the form that `explain` predicts."""
-        loops = tuple(LoopTime(loop.name, loop.begins, loop.ends, loop.chunks, loop.chunks) for loop in self.loops)
-        turn = next((loop.begins for loop in self.loops if loop.half == "backward"), self.seconds)
+        loops = tuple(LoopTime(loop.name, loop.start, loop.end, loop.chunks, loop.chunks) for loop in self.loops)
+        backward_start = next((loop.start for loop in self.loops if loop.half == "backward"), self.seconds)
         moments = () if self.unseen else (0.0, *self.moments)
-        terms = {} if self.unseen else {"bytes over the begin": (0, *self.alive)}
-        course = StepCourse("streamfx", moments, terms, turn, self.seconds, loops=loops)
+        terms = {} if self.unseen else {"bytes since the start": (0, *self.alive)}
+        course = MemoryTimeline("streamfx", moments, terms, backward_start, self.seconds, loops=loops)
         return Timeline((course.shortened(MAX_POINTS),), "the host's clock", MEASURED)
 
 
@@ -143,7 +146,7 @@ def table_of(step: MeasuredStep, predicted: int | None) -> Iterator[str]:
     if peak is None:
         yield f"  memory   not measured: {step.unseen}{prediction}"
     else:
-        yield f"  memory   {format_bytes(peak)} at the peak, over what was alive before ({step.device}){prediction}"
+        yield f"  memory   {format_bytes(peak)} at the peak, in excess of the bytes alive before ({step.device}){prediction}"
     if not step.loops:
         yield f"  {NO_LOOPS}"
         return
@@ -189,7 +192,7 @@ def _percent(part: float, total: float) -> str:
 
 def as_plain(step: MeasuredStep, predicted: int | None) -> dict[str, Any]:
     """Convert a measured step to values that JSON can represent."""
-    loops = [{**vars(loop), "seconds": loop.seconds} for loop in step.loops]
+    loops = [loop.as_dict() for loop in step.loops]
     return {
         "seconds": step.seconds,
         "compiled_seconds": step.compiled_seconds,

@@ -18,7 +18,7 @@ from streamfx.node_meta import PART_OF
 from streamfx.passes.ops.rules.attention import M
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.probes import LoopOrigin
-from streamfx.tools.report.comm_table import Wire, as_plain, calls_of, sent_by_program, together
+from streamfx.tools.report.comm_table import Wire, as_plain, calls_of, sent_by_program, sum_traffic
 from streamfx.tools.report.details import LoopReport, SavedReport, bounds_of, loop_reports, saved_reports
 from streamfx.tools.report.fallback_reasons import Obstacle, is_from_ranks, obstacles, why_no_stages
 from streamfx.torch_private.lines import source_line
@@ -139,7 +139,7 @@ class _ReportBuilder:
 
     def _communication(self, loops: Iterable[Loop]) -> dict[str, dict[str, dict[str, int]]] | None:
         """Return the communication of the loops, or None if they send nothing."""
-        wire = together(self.traffic_by_loop[loop.spec.name] for loop in loops if loop.spec.name in self.traffic_by_loop)
+        wire = sum_traffic(self.traffic_by_loop[loop.spec.name] for loop in loops if loop.spec.name in self.traffic_by_loop)
         return as_plain(wire) if calls_of(wire) else None
 
 

@@ -16,26 +16,31 @@ Seconds = Callable[[Work], float]
 
 @dataclass(frozen=True)
 class LoopTime:
-    """When a loop runs. Only `drawn` of its `chunks` were sampled; each sample also represents neighboring chunks."""
+    """The interval of a loop in seconds. `sampled_chunks` of its `chunks` were traced; each also represents its neighbors."""
 
     name: str
-    begins: float
-    ends: float
+    start: float
+    end: float
     chunks: int
-    drawn: int
+    sampled_chunks: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Convert the interval to values that JSON can represent."""
+        times = {"begins": self.start, "ends": self.end}
+        return {"name": self.name, **times, "chunks": self.chunks, "drawn": self.sampled_chunks}
 
 
 @dataclass(frozen=True)
-class StepCourse:
-    """The timeline of one way of running a step. From `seconds[i]` on, each memory category in `terms` holds its i-th size.
+class MemoryTimeline:
+    """Live bytes over one way of running a step. From `seconds[i]` on, each memory category in `terms` holds its i-th size.
 
-    Persistent categories come first, temporary ones last. The backward graph begins at `turn`.
+    Persistent categories come first, temporary ones last. The backward pass begins at `backward_start`.
     """
 
     way: str
     seconds: tuple[float, ...]
     terms: Mapping[str, tuple[int, ...]]
-    turn: float
+    backward_start: float
     end: float
     flops: int = 0
     loops: tuple[LoopTime, ...] = ()
@@ -54,34 +59,34 @@ class StepCourse:
         """The index of the moment at which most bytes are alive."""
         return self.totals.index(self.peak_bytes) if self.totals else 0
 
-    def shortened(self, most: int) -> StepCourse:
-        """Return a copy with at most `most` moments that keeps all peaks."""
-        moments = extreme_indices(self.totals, most)
+    def shortened(self, max_moments: int) -> MemoryTimeline:
+        """Return a copy with at most this many moments that keeps all peaks."""
+        moments = extreme_indices(self.totals, max_moments)
         terms = {name: tuple(sizes[i] for i in moments) for name, sizes in self.terms.items()}
         return replace(self, seconds=tuple(self.seconds[i] for i in moments), terms=terms)
 
     def as_dict(self) -> dict[str, Any]:
         """Convert the timeline to values that JSON can represent."""
         terms = {name: list(sizes) for name, sizes in self.terms.items()}
-        loops = [vars(loop) for loop in self.loops]
+        loops = [loop.as_dict() for loop in self.loops]
         course = {"way": self.way, "seconds": list(self.seconds), "terms": terms, "loops": loops}
-        return {**course, "turn": self.turn, "end": self.end, "flops": self.flops}
+        return {**course, "turn": self.backward_start, "end": self.end, "flops": self.flops}
 
 
 @dataclass(frozen=True)
 class Timeline:
     """Timelines: the streamed step first, then its baselines. `source` says how they were obtained, `clock` how time was."""
 
-    courses: tuple[StepCourse, ...]
+    courses: tuple[MemoryTimeline, ...]
     clock: str
     source: str = "predicted"
 
     @property
-    def ours(self) -> StepCourse:
+    def ours(self) -> MemoryTimeline:
         return self.courses[0]
 
     @property
-    def others(self) -> tuple[StepCourse, ...]:
+    def others(self) -> tuple[MemoryTimeline, ...]:
         return self.courses[1:]
 
     @property
@@ -94,7 +99,7 @@ class Timeline:
         return {"clock": self.clock, "courses": [course.as_dict() for course in self.courses]}
 
 
-def course_of(way: str, curve: Curve, seconds: Seconds, flops: int | None = None) -> StepCourse:
+def memory_timeline(way: str, curve: Curve, seconds: Seconds, flops: int | None = None) -> MemoryTimeline:
     """Map a curve to seconds. `flops` are its final FLOPs, if the FLOPs counted along the curve include masked ones."""
     end = seconds(curve.work)
     final = end if flops is None else seconds(curve.work.without_hidden(curve.work.flops - flops))
@@ -104,8 +109,10 @@ def course_of(way: str, curve: Curve, seconds: Seconds, flops: int | None = None
         latest = max(latest, scale * seconds(point.work))
         moments.append(latest)
     loops = tuple(_loop_time(loop, lambda work: scale * seconds(work)) for loop in curve.loops)
-    turn = scale * seconds(curve.backward_start) if curve.backward_start is not None else final
-    return StepCourse(way, tuple(moments), _terms_of(curve), turn, final, curve.work.flops if flops is None else flops, loops)
+    backward_start = scale * seconds(curve.backward_start) if curve.backward_start is not None else final
+    return MemoryTimeline(
+        way, tuple(moments), _terms_of(curve), backward_start, final, curve.work.flops if flops is None else flops, loops
+    )
 
 
 def _loop_time(loop: LoopInterval, seconds: Seconds) -> LoopTime:

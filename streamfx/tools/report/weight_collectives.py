@@ -26,20 +26,20 @@ def removed_collectives(facts: Facts) -> Iterator[str]:
         yield f"gradient of {trained[position].name} = {_chain_text(subgraph)}"
 
 
-def halves_after_put_back(facts: Facts) -> Iterator[str]:
+def programs_after_reinsertion(facts: Facts) -> Iterator[str]:
     """Yield both host programs with the reinserted collectives between loops."""
-    yield from _halves(facts, otherwise="no collective was taken off")
+    yield from _host_programs(facts, placeholder="no collective was removed")
 
 
-def halves_after_buckets(facts: Facts) -> Iterator[str]:
+def programs_after_buckets(facts: Facts) -> Iterator[str]:
     """Yield both host programs after collectives between the same loops are merged."""
-    yield from _halves(facts, otherwise="no collectives run as one")
+    yield from _host_programs(facts, placeholder="no collectives were merged")
 
 
-def _halves(facts: Facts, otherwise: str) -> Iterator[str]:
-    """Yield both host programs, or `otherwise` if the graph has no collectives on weights."""
+def _host_programs(facts: Facts, placeholder: str) -> Iterator[str]:
+    """Yield both host programs, or `placeholder` if the graph has no collectives on weights."""
     if facts.collectives is None:
-        yield otherwise
+        yield placeholder
         return
     if facts.program is None:
         return

@@ -51,7 +51,7 @@
     });
     const loop = data.loops.find(([, begins, ends]) => begins <= shown && shown < ends);
     const drawn = loop && loop[4] < loop[3] ? ", " + loop[4] + " drawn" : "";
-    when.textContent = inSeconds(shown) + (over ? ", done" : shown < data.turn ? ", forward half" : ", backward half");
+    when.textContent = inSeconds(shown) + (over ? ", done" : shown < data.turn ? ", forward pass" : ", backward pass");
     inLoop.textContent = over ? "" : loop ? loop[0] + " (" + loop[3].toLocaleString("en") + " chunks" + drawn + ")" : "between loops";
     reading.hidden = false;
     columns.forEach((cell) => { cell.hidden = false; });
