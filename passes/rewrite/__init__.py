@@ -1,4 +1,4 @@
-"""Graph-to-graph rewrites: each replaces the many spellings of an operation by the one form that later passes read.
+"""Graph-to-graph rewrites: each replaces the variants of an operation by the one variant that later passes read.
 
 Rewrites know operators, shapes, constants and value ranges (`passes/ops`), and, for operators along the sequence, the
 axes found so far. They edit nodes of an FX graph and keep its inputs, its outputs and, up to rounding, its values

@@ -1,4 +1,4 @@
-"""Canonicalization: the table of rewrite rules, and the rewrites that need more than one operator and its neighbors."""
+"""Canonicalization: the table of rewrite rules, and the rewrites that read more than one operator and its neighbors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import DRAW
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.rewrite.attention import flash_attn, flex, gqa, sdpa_variants, shifted_scores, sink, softmax, softmax_sink
-from streamfx.passes.rewrite.attention.head_groups import heads_in_groups
+from streamfx.passes.rewrite.attention.head_groups import split_heads_into_groups
 from streamfx.passes.rewrite.collectives import merge_all_reduces
 from streamfx.passes.rewrite.driver import simplify
 from streamfx.passes.rewrite.loss import cross_entropy
@@ -127,31 +127,31 @@ class Canonicalize:
     name: ClassVar[str] = "canonicalize"
 
     def apply(self, facts: Facts) -> Facts:
-        """Rewrite the joint graph in place, or return the reason why it must stay as it is (`Facts.unchunked_reason`)."""
+        """Rewrite the joint graph in place, or return the reason why it runs unchunked (`Facts.unchunked_reason`)."""
         joint = facts.joint
-        if (why := lazy_conj.why_lazy_values_stay(joint.graph, joint.outputs)) is not None:
-            return replace(facts, unchunked_reason=why)
+        if (reason := lazy_conj.find_lazy_memory_read(joint.graph, joint.outputs)) is not None:
+            return replace(facts, unchunked_reason=reason)
         strided_access.record_layouts(joint.graph, len(joint.outputs))
         canonicalize(joint.graph, len(joint.outputs))
-        heads_in_groups(joint.graph)
-        number_random_operators(joint.graph)
+        split_heads_into_groups(joint.graph)
+        record_draws(joint.graph)
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
 
 
-def canonicalize(graph: fx.Graph, results: int | None = None) -> None:
-    """Simplify a graph in place. The graph keeps its inputs and outputs; the first `results` outputs belong to the caller."""
-    simplify(graph, RULES, results)
-    while simplify(graph, LATE_RULES, results):
-        simplify(graph, RULES, results)
+def canonicalize(graph: fx.Graph, num_results: int | None = None) -> None:
+    """Simplify a graph in place. It keeps its inputs and outputs; the first `num_results` outputs are returned to the caller."""
+    simplify(graph, RULES, num_results)
+    while simplify(graph, LATE_RULES, num_results):
+        simplify(graph, RULES, num_results)
     remove_undone_permutations(graph, GROUPED_MM_HANDLERS)
     erase_unused(graph)
 
 
-def number_random_operators(graph: fx.Graph) -> None:
-    """Give the graph one seed per step, and each random operator that seed and its own number."""
-    drawing = [node for node in graph.nodes if node.op == "call_function" and is_random(node)]
-    if not drawing:
+def record_draws(graph: fx.Graph) -> None:
+    """Emit the draw of one seed per step, and record the seed and an index at each random operator (`DRAW`), in place."""
+    draws = [node for node in graph.nodes if node.op == "call_function" and is_random(node)]
+    if not draws:
         return
-    seed = GraphWriter(graph).before(drawing[0]).call(draw_seed)
-    for number, node in enumerate(drawing):
-        node.meta[DRAW] = (seed, number)
+    seed = GraphWriter(graph).before(draws[0]).call(draw_seed)
+    for index, node in enumerate(draws):
+        node.meta[DRAW] = (seed, index)

@@ -22,7 +22,7 @@ from streamfx.passes.ops.traits import is_random
 from streamfx.passes.rewrite.pattern import Replacement, RewriteRule
 
 aten = torch.ops.aten
-MAKES_AXES = frozenset(
+INTRODUCES_AXES = frozenset(
     {
         aten.expand.default,
         aten.repeat.default,
@@ -36,29 +36,29 @@ MAKES_AXES = frozenset(
 )
 
 
-def simplify(graph: fx.Graph, table: Iterable[RewriteRule], results: int | None = None) -> bool:
-    """Apply a table of rules to a graph in place, and return whether it changed. The graph keeps its inputs and outputs.
+def simplify(graph: fx.Graph, rules: Iterable[RewriteRule], num_results: int | None = None) -> bool:
+    """Apply rules to a graph in place until none applies; return whether it changed. It keeps its inputs and outputs.
 
-    The first `results` outputs (all, if None) belong to the caller, who may write to them: no merged operator reads their
-    memory.
+    The first `num_results` outputs (all, if None) are returned to the caller, who may write to them: no merged operator
+    reads their memory.
     """
     rules_by_target: dict[Any, list[RewriteRule]] = defaultdict(list)
-    for rule in table:
+    for rule in rules:
         for target in rule.targets:
             rules_by_target[target].append(rule)
     erase_unused(graph)
     is_changed = False
-    while _sweep(graph, rules_by_target, results):
+    while _sweep(graph, rules_by_target, num_results):
         is_changed = True
         erase_unused(graph)
     return is_changed
 
 
-def _sweep(graph: fx.Graph, rules_by_target: Mapping[Any, list[RewriteRule]], result_count: int | None) -> bool:
+def _sweep(graph: fx.Graph, rules_by_target: Mapping[Any, list[RewriteRule]], num_results: int | None) -> bool:
     """Apply the rules and merge equal operators once, in graph order, and return whether the graph changed."""
     writer, first_by_key, is_changed = GraphWriter(graph), dict[Any, fx.Node](), False
     outputs: Any = graph.output_node().args[0]
-    result_memories = {memory for output in outputs[:result_count] if is_tensor(output) for memory in memories(output)}
+    result_memories = {memory for output in outputs[:num_results] if is_tensor(output) for memory in memories(output)}
     for node in list(graph.nodes):
         if node.op == "call_function" and node.users:
             is_rewritten = any(_apply_rule(rule, node, writer) for rule in _rules_for(node, rules_by_target))
@@ -72,7 +72,7 @@ def _rules_for(node: fx.Node, rules_by_target: Mapping[Any, list[RewriteRule]]) 
 
 
 def _apply_rule(rule: RewriteRule, node: fx.Node, writer: GraphWriter) -> bool:
-    """Apply one rule to a node, and return whether it replaced a value; raise an error if a replacement reads its own node."""
+    """Apply one rule to a node, and return whether it replaced a value; raise an error if the graph would have a cycle."""
     first_new = len(writer.new_nodes)
     result = rule.rewrite(node, writer.before(node))
     new_nodes, replacements = {*writer.new_nodes[first_new:]}, _replacements(node, result)
@@ -83,7 +83,7 @@ def _apply_rule(rule: RewriteRule, node: fx.Node, writer: GraphWriter) -> bool:
 
 
 def _reads(new: fx.Node, old: fx.Node, new_nodes: Collection[fx.Node]) -> bool:
-    """Return whether `new` depends on `old` through nodes that the rule has just built."""
+    """Return whether `new` depends on `old` through nodes that the rule has inserted."""
     todo, seen = [new], {new}
     while todo:
         inputs = todo.pop().all_input_nodes
@@ -104,7 +104,7 @@ def _replacements(node: fx.Node, result: Replacement) -> Mapping[fx.Node, fx.Nod
 def replace(node: fx.Node, replacement: fx.Node, is_new: bool) -> bool:
     """Replace the uses of a node by `replacement`, and return whether anything changed.
 
-    An output of the graph is only replaced by a new node: the caller may rely on two outputs being two tensors.
+    An output of the graph is only replaced by a new node, because the caller may rely on two outputs being two tensors.
     """
     is_old_tensor = is_tensor(node) and not is_new
     return bool(
@@ -116,41 +116,39 @@ def replace(node: fx.Node, replacement: fx.Node, is_new: bool) -> bool:
 
 def _merge(node: fx.Node, first_by_key: dict[Any, fx.Node]) -> bool:
     """Replace a node by an earlier equal one (common subexpression elimination), and return whether that happened."""
-    if is_random(node) or makes_axes(node) or not may_be_merged(node):
+    if is_random(node) or introduces_axes(node) or not may_be_merged(node):
         return False
-    first = first_by_key.setdefault(key_of(node), node)
+    first = first_by_key.setdefault(merge_key(node), node)
     return first is not node and replace(node, first, is_new=False)
 
 
-def makes_axes(node: fx.Node) -> bool:
+def introduces_axes(node: fx.Node) -> bool:
     """Return whether a result has dimensions that no operand has.
 
-    `arange(n)` for the batch and for the sequence look equal if both have n rows, but merging them would unify their
-    axes.
+    Such operators are not merged: `arange(n)` for the batch and for the sequence are equal if both have n rows, but merging
+    them would unify their axes.
     """
-    return not any(is_tensor(source) for source in node.all_input_nodes) or node.target in MAKES_AXES
+    return not any(is_tensor(source) for source in node.all_input_nodes) or node.target in INTRODUCES_AXES
 
 
-def key_of(node: fx.Node) -> Any:
-    """Return a key that is equal for operators that compute the same value; it is unique if the arguments cannot be
-    hashed.
-    """
+def merge_key(node: fx.Node) -> Any:
+    """Return a key that is equal for operators with equal targets and arguments, or unique if arguments are unhashable."""
 
-    def frozen(item: Any) -> Any:
+    def hashable(item: Any) -> Any:
         """Return an argument as a hashable value that also distinguishes types and the signs of zeros."""
         if isinstance(item, fx.Node):  # the most frequent case: a node equals only itself
             return item
-        kind = type(item)
-        if kind is int or kind is bool or item is None:  # the second most frequent case
-            return (kind, item)
+        item_type = type(item)
+        if item_type is int or item_type is bool or item is None:  # the second most frequent case
+            return (item_type, item)
         if isinstance(item, (list, tuple)):
-            return tuple([frozen(part) for part in item])
+            return tuple([hashable(element) for element in item])
         if isinstance(item, dict):
-            return tuple(sorted((key, frozen(value)) for key, value in item.items()))
+            return tuple(sorted((key, hashable(value)) for key, value in item.items()))
         sign = math.copysign(1.0, item) if isinstance(item, float) else None
         return (type(item), item, sign)  # 1, 1.0 and True are different arguments, and so are 0.0 and -0.0
 
-    key = (node.target, frozen(node.args), frozen(node.kwargs))
+    key = (node.target, hashable(node.args), hashable(node.kwargs))
     try:
         hash(key)
     except TypeError:

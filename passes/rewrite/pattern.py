@@ -23,11 +23,11 @@ Replacement: TypeAlias = "fx.Node | Mapping[fx.Node, fx.Node] | None"
 
 @dataclass(frozen=True)
 class RewriteRule:
-    """A rewrite rule: `rewrite` gets a node whose operator is among `targets`, and a writer placed before this node.
+    """A rewrite rule: `rewrite` maps a node whose operator is among `targets`, and a writer before this node, to a replacement.
 
     `targets` are operators, or names of operators that other packages define (the collection may grow later). `rewrite`
-    returns the replacement of the node, a mapping if several values are replaced together, or None if the rule does not
-    apply or changes nothing. It replaces nothing itself.
+    returns the replacement of the node, a mapping from old to new nodes if it replaces several values, or None if the rule
+    does not apply. It inserts new nodes and replaces nothing itself.
     """
 
     name: str
@@ -40,14 +40,14 @@ class RewriteRule:
         return inspect.getdoc(self.rewrite) or ""
 
 
-def results_of_another(node: fx.Node, other: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """Map each `getitem` of an operator to a new `getitem` at the same position of another operator."""
-    count = len(other.meta[VALUE])
-    return {item: writer.call(operator.getitem, other, item.args[1]) for item in node.users if item.args[1] < count}  # type: ignore[operator]
+def map_getitems(node: fx.Node, other: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    """Emit a `getitem` of another operator for each `getitem` of an operator, with the same index, and map old to new."""
+    num_results = len(other.meta[VALUE])
+    return {item: writer.call(operator.getitem, other, item.args[1]) for item in node.users if item.args[1] < num_results}  # type: ignore[operator]
 
 
-def results_in_use(node: fx.Node) -> dict[int, list[fx.Node]] | None:
-    """Return the `getitem` nodes of an operator with several results, by position; None if it has any other user."""
+def getitems_by_index(node: fx.Node) -> dict[int, list[fx.Node]] | None:
+    """Return the `getitem` nodes of an operator with several results, by index; None if it has any other user."""
     getitems: dict[int, list[fx.Node]] = {}
     for user in node.users:
         if user.target is not operator.getitem:
@@ -57,5 +57,5 @@ def results_in_use(node: fx.Node) -> dict[int, list[fx.Node]] | None:
 
 
 def rewrite_rule(*targets: Any) -> Callable[[Callable[[fx.Node, GraphWriter], Replacement]], RewriteRule]:
-    """Make a rewrite rule of a function, which is tried on each operator among `targets`."""
+    """Return a decorator that turns a function into a rewrite rule for the operators `targets`."""
     return lambda rewrite: RewriteRule(rewrite.__name__, targets, rewrite)

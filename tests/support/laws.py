@@ -22,7 +22,7 @@ from streamfx.options import Options
 from streamfx.passes import pipeline
 from streamfx.passes.analysis.axes import axes_of
 from streamfx.passes.analysis.derived_axes import find_derived_axes
-from streamfx.passes.rewrite.canonicalize import number_random_operators
+from streamfx.passes.rewrite.canonicalize import record_draws
 from streamfx.runtime.outer import HostProgramRunner
 
 
@@ -82,7 +82,7 @@ def traced(call: Call) -> Traced:
     else:
         node.meta["val"] = made
     graph.output(tuple(outputs))
-    number_random_operators(graph)
+    record_draws(graph)
     joint = joint_graph(graph, len(inputs), len(outputs))
     axes = replace(axes_of(joint), static=frozenset())  # else values that follow from integers run whole
     return Traced(Facts(joint, found_axes=axes), node, tuple(inputs), results)

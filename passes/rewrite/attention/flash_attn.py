@@ -21,8 +21,8 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
 from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.ops.hub_kernels import name_of
-from streamfx.passes.rewrite.attention.varlen_mask import WindowSize, bias, in_documents
-from streamfx.passes.rewrite.pattern import results_in_use, rewrite_rule
+from streamfx.passes.rewrite.attention.varlen_mask import WindowSize, emit_document_bias, emit_window_bias
+from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
 from streamfx.torch_private import AUTO_FUNCTIONALIZED
 
 aten = torch.ops.aten
@@ -45,18 +45,18 @@ UNSUPPORTED: dict[str, Any] = {
     "seqused_k": None,
     "zero_tensors": False,
 }
-WHOLE = "{operator} with {found}: streamfx has no such kernel, and what flex_attention or plain operators say streams"
+UNSUPPORTED_CALL = "{operator} with {found}: streamfx has no such kernel; flex_attention or unfused attention streams instead"
 
 
 @dataclass(frozen=True)
 class PackageLayout:
-    """One of the package's two pairs of operators: its layout of heads, and the keys that rows see."""
+    """One of the package's two layouts of heads, dense or packed, each with a forward and a backward operator."""
 
     backward: str
-    read: tuple[str, ...]  # arguments of the backward beyond those of both layouts
-    rows: int  # the dimension of rows
+    extra_arguments: tuple[str, ...]  # arguments that only this layout has
+    row_dim: int
     to_bhmd: Callable[[Any, GraphWriter], fx.Node]  # permutes heads to [b h m d]
-    from_bhmd: Callable[[Any, GraphWriter], fx.Node]  # permutes them back
+    from_bhmd: Callable[[Any, GraphWriter], fx.Node]  # permutes heads from [b h m d] to the layout
     lse: Callable[[Any, GraphWriter], fx.Node]  # converts the log-sum-exp [b h m] to the package's shape
     options: Callable[[Mapping[str, Any], GraphWriter], dict[str, Any]]
 
@@ -83,15 +83,18 @@ def flash_attn_varlen_to_attention(node: fx.Node, writer: GraphWriter) -> dict[f
 
 
 def _replace_calls(node: fx.Node, layout: PackageLayout, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
-    """Emit attention for a forward call and its backward calls, and map the old results to the new; None if not supported."""
-    arguments, users_by_result = bound_arguments(node), results_in_use(node)
-    unsupported = _unsupported(arguments, layout)
+    """Emit attention for a forward call and its backward calls, and map the old results to the new.
+
+    If a call is not supported, record the reason and return None.
+    """
+    arguments, users_by_result = bound_arguments(node), getitems_by_index(node)
+    unsupported = _find_unsupported(arguments, layout)
     if unsupported:
-        node.meta[WHY_WHOLE] = WHOLE.format(operator=node.target, found=unsupported)
+        node.meta[WHY_WHOLE] = UNSUPPORTED_CALL.format(operator=node.target, found=unsupported)
         return None
     backwards = None if users_by_result is None else _backward_calls(arguments, users_by_result, layout)
     if users_by_result is None or backwards is None:
-        node.meta[WHY_WHOLE] = WHOLE.format(operator=node.target, found="results that more than its own backward takes")
+        node.meta[WHY_WHOLE] = UNSUPPORTED_CALL.format(operator=node.target, found="results in use by more than its own backward")
         return None
     heads = [layout.to_bhmd(arguments[name], writer) for name in ("q", "k", "v")]
     options = layout.options(arguments, writer)
@@ -103,21 +106,21 @@ def _replace_calls(node: fx.Node, layout: PackageLayout, writer: GraphWriter) ->
         writer.before(backward)
         gradient = layout.to_bhmd(backward.kwargs["dout"], writer)
         results = writer.call(ATTENTION_BACKWARD, gradient, *heads, out, lse, **options)
-        for position, users in (results_in_use(backward) or {}).items():
+        for position, users in (getitems_by_index(backward) or {}).items():
             gradients = layout.from_bhmd(writer.call(operator.getitem, results, position - 1), writer)
             replacements |= dict.fromkeys(users, gradients)
     return replacements
 
 
-def _unsupported(arguments: Mapping[str, Any], layout: PackageLayout) -> str:
-    """Return the option of a call that streamfx's kernels do not support, or the empty string."""
+def _find_unsupported(arguments: Mapping[str, Any], layout: PackageLayout) -> str:
+    """Return a description of what streamfx's kernels do not support in a call; the empty string if they support it."""
     for name, disabled in UNSUPPORTED.items():
         if arguments.get(name, disabled) != disabled:
             return f"{name}={arguments[name]}"
-    rows, keys = (shape_of_node(arguments[name])[layout.rows] for name in ("q", "k"))
+    rows, keys = (shape_of_node(arguments[name])[layout.row_dim] for name in ("q", "k"))
     sees_all = not arguments["causal"] and arguments["window_size_left"] < 0 and arguments["window_size_right"] < 0
     if rows != keys and not (sees_all and layout is DENSE):
-        return "other keys than rows, and a mask that ends at the last ones"
+        return "different numbers of queries and keys, and a mask that aligns the last ones"
     device = arguments["q"].meta[VALUE].device.type
     return "" if device in KERNELS else f"tensors on {device}"
 
@@ -125,7 +128,7 @@ def _unsupported(arguments: Mapping[str, Any], layout: PackageLayout) -> str:
 def _backward_calls(
     arguments: Mapping[str, Any], users_by_result: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
 ) -> list[fx.Node] | None:
-    """Return the backward calls; None if results have any other users."""
+    """Return the backward calls of a forward call; None if its results have any other users."""
     readers = {
         user for position, group in users_by_result.items() if position != OUT for getitem in group for user in getitem.users
     }
@@ -145,16 +148,16 @@ def _is_backward_of(
     if node.target is not AUTO_FUNCTIONALIZED or name_of(node.args[0]) != layout.backward:
         return False
     arguments = node.kwargs
-    supported = {*BACKWARD_OPERANDS, *BACKWARD_BASES, *layout.read, "zero_tensors"}
+    supported = {*BACKWARD_OPERANDS, *BACKWARD_BASES, *layout.extra_arguments, "zero_tensors"}
     if (
         not set(arguments) <= supported
         or arguments.get("zero_tensors")
         or any(arguments[f"_{name}_base_index"] != i for i, name in enumerate(GRADIENTS))
     ):
         return False
-    has_equal_operands = all(arguments[name] == forward[name] for name in ("q", "k", "v", *OPTIONS, *layout.read))
+    has_equal_operands = all(arguments[name] == forward[name] for name in ("q", "k", "v", *OPTIONS, *layout.extra_arguments))
     reads_results = arguments["out"] in users_by_result.get(OUT, ()) and arguments["softmax_lse"] in users_by_result.get(LSE, ())
-    results = results_in_use(node)
+    results = getitems_by_index(node)
     reads_only_known_state = (
         arguments["rng_state"] in (None, *users_by_result.get(STATE, ())) and results is not None and set(results) <= {1, 2, 3}
     )
@@ -169,13 +172,13 @@ def _transposed(heads: Any, writer: GraphWriter) -> fx.Node:
     return writer.call(aten.transpose.int, heads, 1, 2)
 
 
-def _unchanged(value: fx.Node, _: GraphWriter) -> fx.Node:
+def _identity(value: fx.Node, _: GraphWriter) -> fx.Node:
     """Return the value itself."""
     return value
 
 
 def _window(arguments: Mapping[str, Any]) -> WindowSize:
-    """Return the keys before and after a row that it sees (-1: all) from the call's options."""
+    """Return from the call's options how many keys before and after its own position a row sees (-1: all)."""
     return arguments["window_size_left"], 0 if arguments["causal"] else arguments["window_size_right"]
 
 
@@ -186,16 +189,16 @@ def _dense_options(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[st
     if left < 0 and right <= 0:
         return scale if right < 0 else {"is_causal": True, **scale}
     size = size_arguments(arguments["q"], writer)[1]
-    return {"attn_mask": bias(arguments["q"], size, (left, right), writer), **scale}
+    return {"attn_mask": emit_window_bias(arguments["q"], size, (left, right), writer), **scale}
 
 
-DENSE = PackageLayout("flash_attn::_flash_attn_backward", (), 1, _transposed, _transposed, _unchanged, _dense_options)
+DENSE = PackageLayout("flash_attn::_flash_attn_backward", (), 1, _transposed, _transposed, _identity, _dense_options)
 
 
 # -- packed: [m h d]
 
 
-def _as_a_batch(heads: Any, writer: GraphWriter) -> fx.Node:
+def _add_batch(heads: Any, writer: GraphWriter) -> fx.Node:
     """Permute heads [m h d] to [1 h m d]."""
     return writer.call(aten.transpose.int, writer.call(aten.unsqueeze.default, heads, 0), 1, 2)
 
@@ -214,10 +217,10 @@ def _packed_options(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[s
     """Return attention's options: the scale, and a bias that hides other documents and keys outside the window."""
     size = size_arguments(arguments["q"], writer)[0]
     ends = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
-    mask = in_documents(arguments["q"], size, _window(arguments), ends, writer)
+    mask = emit_document_bias(arguments["q"], size, _window(arguments), ends, writer)
     return {"attn_mask": mask, "scale": arguments["softmax_scale"]}
 
 
 PACKED = PackageLayout(
-    "flash_attn::_flash_attn_varlen_backward", ENDS, 0, _as_a_batch, _without_batch, _squeeze_batch, _packed_options
+    "flash_attn::_flash_attn_varlen_backward", ENDS, 0, _add_batch, _without_batch, _squeeze_batch, _packed_options
 )

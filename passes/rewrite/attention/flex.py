@@ -1,6 +1,6 @@
 """Decompose `flex_attention` into plain operators, so that all analyses of masks and scores apply to it.
 
-The block mask is only an index of its mask function's result, and is not needed here.
+The mask function alone determines the result; the block mask only lists the blocks in which it is true.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def decompose_flex_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node
         return None
 
 
-def _backward_of(node: fx.Node) -> fx.Node | None:
-    """Return the backward call that takes this call's result, or None."""
+def _find_backward(node: fx.Node) -> fx.Node | None:
+    """Return the backward call that reads a forward call's results, or None; raise NotElementwiseError if there are several."""
     backwards: set[fx.Node] = set()
     todo = [node]
     while todo:
@@ -63,7 +63,7 @@ class _FlexCall:
         arguments: Any = self.node.args
         self.query, self.key, self.value, self.score, blocks, self.scale, _, self.score_values, self.mask_values = arguments
         self.mask: fx.Node = blocks[-1]
-        self.backward = _backward_of(self.node)
+        self.backward = _find_backward(self.node)
         backward_args: Any = (None,) * 9 if self.backward is None else self.backward.args
         self.result_gradient, self.lse_gradient, self.joint_function = backward_args[5], backward_args[6], backward_args[8]
 
@@ -71,12 +71,12 @@ class _FlexCall:
         """Return the replacements of the forward and backward results."""
         if self.query.meta[VALUE].shape[0] != self.key.meta[VALUE].shape[0]:
             raise NotElementwiseError("one batch of keys for all queries")
-        self.visible = self.vectorized(self.mask, [*self.grid, *self.mask_values])
-        implementation = _FlexKernel(self) if self.fits_a_kernel() else _FlexProducts(self)
-        replacements = dict(self.replaced_results(self.node, implementation.forward()))
+        self.visible = self.vectorize(self.mask, [*self.grid, *self.mask_values])
+        implementation = _FlexKernel(self) if self.fits_kernel() else _FlexProducts(self)
+        replacements = dict(self.map_results(self.node, implementation.forward()))
         if self.backward is not None:
             self.writer.before(self.backward)
-            replacements |= self.replaced_results(self.backward, implementation.backward())
+            replacements |= self.map_results(self.backward, implementation.backward())
         return replacements
 
     # -- shared by both implementations
@@ -94,15 +94,15 @@ class _FlexCall:
         return self.writer.call(aten.reshape.default, indices, [size if i == dim else 1 for i in range(4)])
 
     def size(self, size: Any) -> Any:
-        """Return a size as an argument: an integer, or the node that holds it."""
+        """Return a size as an argument: an integer, or the input with that size."""
         if isinstance(size, int):
             return size
-        held = find_size_input(size, self.node.graph)
-        if held is None:
-            raise NotElementwiseError("a size that is no input")
-        return held
+        size_input = find_size_input(size, self.node.graph)
+        if size_input is None:
+            raise NotElementwiseError("a size that is not an input")
+        return size_input
 
-    def vectorized(self, function: fx.Node, arguments: Sequence[Any]) -> Any:
+    def vectorize(self, function: fx.Node, arguments: Sequence[Any]) -> Any:
         """Emit a score or mask function for all scores, and return its result."""
         return vectorize_graph(function.meta[GRAPH], list(arguments), self.writer)
 
@@ -111,14 +111,14 @@ class _FlexCall:
         """Return whether the mask function is the constant True."""
         return isinstance(self.visible, fx.Node) and self.visible.target is aten.full.default and self.visible.args[1] is True
 
-    def number(self, value: float, dtype: torch.dtype) -> fx.Node:
+    def emit_scalar(self, value: float, dtype: torch.dtype) -> fx.Node:
         """Emit a 0-dimensional constant."""
         return self.writer.call(aten.full.default, [], value, dtype=dtype, device=self.query.meta[VALUE].device)
 
     # -- the choice of an implementation
 
-    def fits_a_kernel(self) -> bool:
-        """Return whether a kernel can compute it: the score function at most adds to the score, and only the result is used."""
+    def fits_kernel(self) -> bool:
+        """Return whether a kernel can compute the call: the score function at most adds to the score, only `out` is used."""
         query, key, value = (item.meta[VALUE] for item in (self.query, self.key, self.value))
         is_contiguous = all(item.stride(-1) == 1 for item in (query, key, value)) and query.shape[-1] == value.shape[-1]
         used_results = {
@@ -143,9 +143,10 @@ class _FlexCall:
 
     @cached_property
     def addition(self) -> str:
-        """How the score function uses the score: "none", "sum" if it adds something to it, or "other".
+        """How the score function uses the score: "none" if it returns it, "sum" if it adds a bias to it, or "other".
 
-        A kernel takes the added bias in the queries' dtype; eager adds it in float32, in any dtype.
+        A kernel reads the bias in the queries' dtype, while eager adds it in float32. So a bias that the queries' dtype may
+        round counts as "other".
         """
         function: fx.GraphModule = self.score.meta[GRAPH]
         score, *_ = function.graph.find_nodes(op="placeholder")
@@ -159,19 +160,19 @@ class _FlexCall:
             return "other"
         addend = next(item for item in result.args if item is not score)
         dtype = self.query.meta[VALUE].dtype
-        is_held = dtype.itemsize > 2 or (isinstance(addend, fx.Node) and getattr(addend.meta.get(VALUE), "dtype", None) == dtype)
-        return "sum" if is_held else "other"
+        is_exact = dtype.itemsize > 2 or (isinstance(addend, fx.Node) and getattr(addend.meta.get(VALUE), "dtype", None) == dtype)
+        return "sum" if is_exact else "other"
 
     # -- replacements of results
 
-    def replaced_results(self, node: fx.Node, values: Sequence[Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yield (old node, new node) for each `getitem` of an operator; nested results are nested tuples of values."""
+    def map_results(self, node: fx.Node, values: Sequence[Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Yield (old node, new node) for each `getitem` of an operator. Nested results are nested tuples of values."""
         for user in node.users:
             position: Any = user.args[1]
             if user.target is not operator.getitem or (values[position] is None and user.users):
                 raise NotElementwiseError(f"result {position}")
             if isinstance(values[position], tuple):
-                yield from self.replaced_results(user, values[position])
+                yield from self.map_results(user, values[position])
             elif values[position] is not None:
                 yield user, self._in_traced_dtype(values[position], user)
 
@@ -188,7 +189,7 @@ def _is_alias(node: fx.Node) -> bool:
 
 @dataclass
 class _FlexKernel:
-    """Attention by a kernel; its bias is the mask and the addend of the scores."""
+    """Emits attention as a kernel call, whose bias combines the mask and the addend of the scores."""
 
     call: _FlexCall
 
@@ -208,14 +209,17 @@ class _FlexKernel:
         dtype = call.query.meta[VALUE].dtype
         bias: Any = None
         if call.addition == "sum":
-            zero = call.number(0.0, dtype)
-            bias = call.vectorized(call.score, [zero, *call.grid, *call.score_values])
+            zero = call.emit_scalar(0.0, dtype)
+            bias = call.vectorize(call.score, [zero, *call.grid, *call.score_values])
             bias = bias.node if isinstance(bias, ScoreValue) else bias
             bias = write(aten._to_copy.default, bias, dtype=dtype)
         if not call.sees_all:
             visible = call.visible.node if isinstance(call.visible, ScoreValue) else call.visible
             bias = write(
-                aten.where.self, visible, call.number(0.0, dtype) if bias is None else bias, call.number(-math.inf, dtype)
+                aten.where.self,
+                visible,
+                call.emit_scalar(0.0, dtype) if bias is None else bias,
+                call.emit_scalar(-math.inf, dtype),
             )
         if bias is not None and not shape_of_node(bias):
             raise NotElementwiseError("a mask that is the same number everywhere")
@@ -235,7 +239,7 @@ class _FlexKernel:
 
 @dataclass
 class _FlexProducts:
-    """Attention as matrix products and a softmax, in eager's precision."""
+    """Emits attention as matrix products and a softmax, in eager's precision."""
 
     call: _FlexCall
 
@@ -255,8 +259,8 @@ class _FlexProducts:
         keys = write(aten.transpose.int, self._to_softmax_dtype(self.keys), 2, 3)
         scores = self._batched_product(self._to_softmax_dtype(call.query), keys)
         self.scores = write(aten.mul.Tensor, scores, call.scale)
-        modified = call.vectorized(call.score, [ScoreValue(self.scores), *call.grid, *call.score_values])
-        masked_scores = write(aten._to_copy.default, _node_of(modified), dtype=self.precision)
+        modified = call.vectorize(call.score, [ScoreValue(self.scores), *call.grid, *call.score_values])
+        masked_scores = write(aten._to_copy.default, _unwrap(modified), dtype=self.precision)
         masked_scores = self._where_visible(masked_scores, -math.inf)
         self.weights = write(aten._safe_softmax.default, masked_scores, -1)
         out = self._batched_product(self._to_traced_dtype(self.weights), self._to_traced_dtype(self.values))
@@ -267,47 +271,47 @@ class _FlexProducts:
     def backward(self) -> tuple[Any, ...]:
         """Emit the backward; return the gradients of query, key and value, and of each captured tensor."""
         call, write = self.call, self.write
-        of_value = (
+        value_gradient = (
             write(aten.zeros_like.default, call.value)
             if call.result_gradient is None
             else self._gradient_of_value(call.result_gradient)
         )
-        of_softmax_input = self._gradient_of_softmax_input(call.result_gradient, call.lse_gradient)
-        arguments = [ScoreValue(self.scores), *call.grid, ScoreValue(of_softmax_input), *call.score_values]
-        of_score, _, _, _, _, *of_buffers = call.vectorized(call.joint_function, arguments)
-        scaled = self._to_traced_dtype(write(aten.mul.Tensor, _node_of(of_score), call.scale))
+        softmax_input_gradient = self._gradient_of_softmax_input(call.result_gradient, call.lse_gradient)
+        arguments = [ScoreValue(self.scores), *call.grid, ScoreValue(softmax_input_gradient), *call.score_values]
+        score_gradient, _, _, _, _, *captured_gradients = call.vectorize(call.joint_function, arguments)
+        scaled = self._to_traced_dtype(write(aten.mul.Tensor, _unwrap(score_gradient), call.scale))
         scaled = self._where_visible(scaled, 0.0)
-        of_query = self._batched_product(scaled, self.keys)
-        of_key = self._for_groups(self._batched_product(write(aten.transpose.int, scaled, 2, 3), call.query))
-        buffer_gradients = tuple(None if item is None else sum_over_scores(item, call.writer) for item in of_buffers)
-        return of_query, of_key, of_value, buffer_gradients
+        query_gradient = self._batched_product(scaled, self.keys)
+        key_gradient = self._for_groups(self._batched_product(write(aten.transpose.int, scaled, 2, 3), call.query))
+        buffer_gradients = tuple(None if item is None else sum_over_scores(item, call.writer) for item in captured_gradients)
+        return query_gradient, key_gradient, value_gradient, buffer_gradients
 
     def _gradient_of_value(self, gradient: Any) -> fx.Node:
         """Return the gradient of the values, summed over the query heads that share them."""
         weights = self.write(aten.transpose.int, self._to_traced_dtype(self.weights), 2, 3)
         return self._for_groups(self._batched_product(weights, gradient))
 
-    def _gradient_of_softmax_input(self, gradient: Any, of_lse: Any) -> fx.Node:
+    def _gradient_of_softmax_input(self, gradient: Any, lse_gradient: Any) -> fx.Node:
         """Return the gradient of the scores that enter the softmax."""
-        write, of_scores = self.write, None
+        write, scores_gradient = self.write, None
         if gradient is not None:
             values = write(aten.transpose.int, self._to_softmax_dtype(self.values), 2, 3)
-            of_weights = self._batched_product(self._to_softmax_dtype(gradient), values)
-            of_scores = write(aten._softmax_backward_data.default, of_weights, self.weights, -1, self.precision)
-        if of_lse is not None:
-            per_row = write(aten.unsqueeze.default, write(aten.div.Scalar, of_lse, LN_2), 3)
+            weights_gradient = self._batched_product(self._to_softmax_dtype(gradient), values)
+            scores_gradient = write(aten._softmax_backward_data.default, weights_gradient, self.weights, -1, self.precision)
+        if lse_gradient is not None:
+            per_row = write(aten.unsqueeze.default, write(aten.div.Scalar, lse_gradient, LN_2), 3)
             from_lse = write(aten.mul.Tensor, self.weights, per_row)
-            of_scores = from_lse if of_scores is None else write(aten.add.Tensor, of_scores, from_lse)
-        if of_scores is None:
+            scores_gradient = from_lse if scores_gradient is None else write(aten.add.Tensor, scores_gradient, from_lse)
+        if scores_gradient is None:
             raise NotElementwiseError("no gradient at all")
-        return of_scores
+        return scores_gradient
 
-    def _where_visible(self, value: fx.Node, otherwise: float) -> fx.Node:
-        """Replace the elements of hidden keys by a number."""
+    def _where_visible(self, value: fx.Node, hidden: float) -> fx.Node:
+        """Replace the elements of hidden keys by the number `hidden`."""
         call = self.call
         if call.sees_all:
             return value
-        return self.write(aten.where.self, _node_of(call.visible), value, call.number(otherwise, value.meta[VALUE].dtype))
+        return self.write(aten.where.self, _unwrap(call.visible), value, call.emit_scalar(hidden, value.meta[VALUE].dtype))
 
     def _to_softmax_dtype(self, value: Any) -> Any:
         """Cast to the dtype in which eager computes the softmax."""
@@ -349,6 +353,6 @@ class _FlexProducts:
         return self.write(aten.reshape.default, value, [-1, m, n])
 
 
-def _node_of(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
     """Return the node of a value that varies by score; any other value unchanged."""
     return value.node if isinstance(value, ScoreValue) else value

@@ -1,7 +1,7 @@
 """Remove the expansion of key and value heads in grouped-query attention.
 
-Models repeat each key head for the queries that share it before they call a fused kernel, which could share the heads
-itself. The kernel gets the heads without repeats, and the backward needs no sum over the repeats.
+Models repeat each key head for the query heads that share it before they call a fused kernel, which could share the heads
+itself. After the rewrite, the kernel reads the heads without repeats, and the backward needs no sum over the repeats.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import results_of_another, rewrite_rule
+from streamfx.passes.rewrite.pattern import map_getitems, rewrite_rule
 
 aten = torch.ops.aten
 
@@ -32,21 +32,21 @@ def remove_repeated_heads(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, f
     Applies if neither forward nor backward uses the repeats in another way.
     """
     query, key, value = (node_argument(node, i) for i in range(3))
-    heads = heads_before_repeats(key), heads_before_repeats(value)
+    heads = match_repeated_heads(key), match_repeated_heads(value)
     if heads[0] is None or heads[1] is None or shape_of_node(heads[0])[1] != shape_of_node(heads[1])[1]:
         return None
     repeated = tuple(shape_of_node(operand_of_view(heads)) for heads in (key, value))
     backwards = [user for user in query.users if user.target is ATTENTION_BACKWARD and user.args[1:4] == (query, key, value)]
-    totals_by_backward = [_sums_over_repeats(backward, *repeated) for backward in backwards]
+    totals_by_backward = [_match_sums_over_repeats(backward, *repeated) for backward in backwards]
     if any(replacements is None for replacements in totals_by_backward):
         return None
-    replacements = results_of_another(node, writer.call(ATTENTION, query, *heads, *node.args[3:], **node.kwargs), writer)
+    replacements = map_getitems(node, writer.call(ATTENTION, query, *heads, *node.args[3:], **node.kwargs), writer)
     for backward, totals in zip(backwards, totals_by_backward, strict=True):
         replacements |= _emit_gradients(backward, heads, totals or {}, writer.before(backward))
     return replacements
 
 
-def heads_before_repeats(node: Any) -> fx.Node | None:
+def match_repeated_heads(node: Any) -> fx.Node | None:
     """Return the heads [b g n d] that heads [b g*r n d] repeat r times each, or None."""
     if not isinstance(node, fx.Node) or node.target not in VIEWS:
         return None
@@ -69,8 +69,8 @@ def operand_of_view(node: fx.Node) -> fx.Node:
     return node_argument(source) if source.target is aten.clone.default else source
 
 
-def _sums_over_repeats(node: fx.Node, *repeated: tuple[Size, ...]) -> dict[int, list[fx.Node]] | None:
-    """Return the nodes that hold the sums over the repeats of results 1 and 2 (the gradients of keys and values).
+def _match_sums_over_repeats(node: fx.Node, *repeated: tuple[Size, ...]) -> dict[int, list[fx.Node]] | None:
+    """Return the sums over the repeats of a backward's results 1 and 2, the gradients of keys and values, by result.
 
     `repeated` are the shapes [b g r n d] of keys and values before their heads were merged. Return None if a gradient has
     any other use.
@@ -79,18 +79,18 @@ def _sums_over_repeats(node: fx.Node, *repeated: tuple[Size, ...]) -> dict[int, 
     for getitem in node.users:
         if getitem.target is not operator.getitem:
             return None
-        position = int_argument(getitem, 1)
-        if position == 0:
+        result_index = int_argument(getitem, 1)
+        if result_index == 0:
             continue
         for user in getitem.users:
-            total = _sum_after_view(user, repeated[position - 1])
+            total = _match_sum_after_view(user, repeated[result_index - 1])
             if total is None:
                 return None
-            totals_by_result[position].append(total)
+            totals_by_result[result_index].append(total)
     return totals_by_result
 
 
-def _sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node | None:
+def _match_sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node | None:
     """Return the sum of a gradient over the repeats of each head, if a view splits its heads as the repeats were merged."""
     if node.target not in VIEWS or shape_of_node(node) != repeated or len(node.users) != 1:
         return None
@@ -102,16 +102,16 @@ def _sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node | None
     if len(shape_of_node(total)) == 4:
         return total
     users = list(total.users)
-    squeezed = users and all(
+    are_squeezed = users and all(
         user.target is aten.squeeze.dim and user.args[1] in (2, -3) and len(shape_of_node(user)) == 4 for user in users
     )
-    return users[0] if squeezed and len(users) == 1 else None
+    return users[0] if are_squeezed and len(users) == 1 else None
 
 
 def _emit_gradients(
     node: fx.Node, heads: tuple[Any, Any], totals_by_result: dict[int, list[fx.Node]], writer: GraphWriter
 ) -> dict[fx.Node, fx.Node]:
-    """Emit a backward call without repeated heads, and map each old gradient to the new one."""
+    """Emit a backward call with the heads that are not repeated, and map the old gradients to its results."""
     gradients = writer.call(ATTENTION_BACKWARD, *node.args[:2], *heads, *node.args[4:], **node.kwargs)
     of_query, of_key, of_value = (writer.call(operator.getitem, gradients, i) for i in range(3))
     replacements = {getitem: of_query for getitem in node.users if int_argument(getitem, 1) == 0}

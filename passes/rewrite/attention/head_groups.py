@@ -3,11 +3,11 @@
     wait(all_to_all(q)) -> attention -> wait(all_to_all(out))
         ->  for each group of heads:  wait(all_to_all(q[heads])) -> attention -> wait(all_to_all(out)), all concatenated
 
-An exchange splits its first dimension, and attention never mixes heads: a head depends on itself and on the key head that
-it shares. So only one group of heads holds the full sequence at a time. The other groups wait as shards: not yet sent, as
-the loops before the exchange have stored them, or already returned for the loops after it. The number of groups depends
-on the numbers of heads only, so all ranks send the same. Gradients of keys that several groups share are summed in
-float32 or a wider dtype.
+An exchange splits its first dimension, and attention never mixes heads: a head depends on its own queries and on the key
+head that it shares. So only one group of heads has the full sequence at a time. The other groups exist as shards: not yet
+sent, as the loops before the exchange have stored them, or already returned for the loops after it. The number of groups
+depends on the numbers of heads only, so all ranks send the same. Gradients of keys that several groups share are summed
+in float32 or a wider dtype.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import LAYOUTS, PART_OF, VALUE
 from streamfx.passes.ops.collectives import is_wait
-from streamfx.passes.rewrite.pattern import results_in_use
+from streamfx.passes.rewrite.pattern import getitems_by_index
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 EXCHANGE = "_c10d_functional::all_to_all_single"
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
+COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 HEADS = 1  # the dimension of heads in attention's operands and results
-GROUPS = 4  # more groups save little: the shards that wait then take more memory than a group
+MAX_GROUPS = 4  # more groups save little memory, because the shards of the other groups are then larger than one group
 
 
 @dataclass(frozen=True)
 class ExchangePath:
-    """The operators between a rank's rows, which are sent, and all rows of some heads, in order.
+    """The operators (`steps`) between a rank's rows, which are sent, and all rows of some heads, in order.
 
-    `dims` has the dimension of heads of each step's operand, and `end` that of the last result.
+    `dims` has the dimension of heads of each step's operand, and `result_dim` that of the last result.
     """
 
     steps: tuple[fx.Node, ...]
     dims: tuple[int, ...]
-    end: int
+    result_dim: int
 
     @property
     def source(self) -> fx.Node:
@@ -78,14 +78,14 @@ class ExchangedAttention:
     gradients: tuple[Gradient, ...]
 
 
-def heads_in_groups(graph: fx.Graph) -> None:
+def split_heads_into_groups(graph: fx.Graph) -> None:
     """Split attention between exchanges into groups of heads, in place."""
     matches = [
         exchanged for node in graph.nodes if node.target is ATTENTION and (exchanged := _match_exchanged(node)) is not None
     ]
     for exchanged in matches:
-        if (count := _group_count(exchanged)) > 1:
-            _rewrite(exchanged, count, GraphWriter(graph))
+        if (num_groups := _choose_num_groups(exchanged)) > 1:
+            _rewrite(exchanged, num_groups, GraphWriter(graph))
     if matches:
         erase_unused(graph)
 
@@ -94,8 +94,8 @@ def heads_in_groups(graph: fx.Graph) -> None:
 
 
 def _match_exchanged(node: fx.Node) -> ExchangedAttention | None:
-    """Match attention if its operands come from exchanges, its results go into exchanges, and nothing else reads either."""
-    results = results_in_use(node) or {}
+    """Match attention if its operands come from exchanges, its results go into exchanges, and nothing else reads these values."""
+    results = getitems_by_index(node) or {}
     backwards = [user for user in _users_of(results.get(0, ())) if user.target is ATTENTION_BACKWARD]
     if not _can_split_heads(node) or len(results.get(0, ())) != 1 or set(results) > {0, 1}:
         return None
@@ -103,8 +103,8 @@ def _match_exchanged(node: fx.Node) -> ExchangedAttention | None:
         return None
     operands = [node_argument(node, i) for i in range(3)]
     readers = {node, *backwards}
-    input_paths = [_path_to(operand, readers) for operand in operands]
-    result_path = _path_from(results[0][0], {*backwards})
+    input_paths = [_match_path_to(operand, readers) for operand in operands]
+    result_path = _match_path_from(results[0][0], {*backwards})
     gradients = [_match_gradient(backward, operands, results) for backward in dict.fromkeys(backwards)]
     if None in input_paths or result_path is None or None in gradients:
         return None
@@ -114,7 +114,7 @@ def _match_exchanged(node: fx.Node) -> ExchangedAttention | None:
 def _match_gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping[int, Sequence[fx.Node]]) -> Gradient | None:
     """Match a backward call of attention if its gradient comes from an exchange and its results go into exchanges."""
     arguments = [node_argument(node, i) for i in range(6)]  # gradient, query, key, value, result, log-sum-exp
-    results_by_position, gradient_path = results_in_use(node), _path_to(arguments[0], {node})
+    results_by_position, gradient_path = getitems_by_index(node), _match_path_to(arguments[0], {node})
     is_of_this_call = (
         arguments[1:4] == list(operands) and arguments[4] in results.get(0, ()) and arguments[5] in results.get(1, ())
     )
@@ -125,14 +125,14 @@ def _match_gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping
         or any(len(getitems) != 1 for getitems in results_by_position.values())
     ):
         return None
-    result_paths = {position: _path_from(getitems[0], set()) for position, getitems in results_by_position.items()}
+    result_paths = {position: _match_path_from(getitems[0], set()) for position, getitems in results_by_position.items()}
     return None if None in result_paths.values() else Gradient(node, gradient_path, result_paths)  # type: ignore[arg-type]
 
 
 def _can_split_heads(node: fx.Node) -> bool:
     """Return whether the numbers of heads are static, keys and values have equally many, and there is no mask.
 
-    Attention with a mask is chunked, which makes a loop of it.
+    Attention with a mask is not split into groups, because it runs in a loop over chunks.
     """
     query, key, value = (shape_of_node(node_argument(node, i)) for i in range(3))
     are_known = isinstance(query[HEADS], int) and isinstance(key[HEADS], int)
@@ -149,8 +149,11 @@ def _users_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return {user for node in nodes for user in node.users}
 
 
-def _path_to(node: fx.Node, readers: set[fx.Node]) -> ExchangePath | None:
-    """Return the path from the sent value to an operand of attention, if each value on it has one reader."""
+def _match_path_to(node: fx.Node, readers: set[fx.Node]) -> ExchangePath | None:
+    """Return the path from the sent value to an operand of attention; None if a value on it has more than one reader.
+
+    `readers` may read the operand itself.
+    """
     steps, dims, dim = list[fx.Node](), list[int](), HEADS
     while set(node.users) <= readers and node.op == "call_function":
         before = _dim_before(node, dim)
@@ -163,9 +166,10 @@ def _path_to(node: fx.Node, readers: set[fx.Node]) -> ExchangePath | None:
     return None
 
 
-def _path_from(node: fx.Node, backwards: set[fx.Node]) -> ExchangePath | None:
-    """Return the path from a result of attention to the received value, if only the next step and `backwards` read each
-    value.
+def _match_path_from(node: fx.Node, backwards: set[fx.Node]) -> ExchangePath | None:
+    """Return the path from a result of attention to the received value; None if a value on it has more than one reader.
+
+    `backwards` may read the result itself.
     """
     steps, dims, dim, is_sent = list[fx.Node](), list[int](), HEADS, False
     while not (is_sent and is_wait(steps[-1])):
@@ -186,23 +190,21 @@ def _is_exchange(node: fx.Node) -> bool:
 
 
 def _dim_before(node: fx.Node, dim: int) -> int | None:
-    """Return the dimension of an operator's operand that corresponds to a dimension of its result; None if it is not
-    known.
-    """
+    """Return the operand's dimension that corresponds to a dimension of an operator's result; None if it is not known."""
     if node.target is aten.permute.default:
         return _permuted_dims(node)[dim]
     if node.target in VIEWS:
-        return _same_dim(shape_of_node(node), dim, shape_of_node(node_argument(node)))
-    return dim if node.target in SAME or is_wait(node) or _is_exchange(node) else None
+        return _match_dim(shape_of_node(node), dim, shape_of_node(node_argument(node)))
+    return dim if node.target in COPIES or is_wait(node) or _is_exchange(node) else None
 
 
 def _dim_after(node: fx.Node, dim: int) -> int | None:
-    """Return the dimension of an operator's result that corresponds to a dimension of its operand; None if it is not known."""
+    """Return the result's dimension that corresponds to a dimension of an operator's operand; None if it is not known."""
     if node.target is aten.permute.default:
         return _permuted_dims(node).index(dim)
     if node.target in VIEWS:
-        return _same_dim(shape_of_node(node_argument(node)), dim, shape_of_node(node))
-    return dim if node.target in SAME or is_wait(node) or _is_exchange(node) else None
+        return _match_dim(shape_of_node(node_argument(node)), dim, shape_of_node(node))
+    return dim if node.target in COPIES or is_wait(node) or _is_exchange(node) else None
 
 
 def _permuted_dims(node: fx.Node) -> list[int]:
@@ -211,10 +213,10 @@ def _permuted_dims(node: fx.Node) -> list[int]:
     return [dim % len(dims) for dim in dims]
 
 
-def _same_dim(shape: Sequence[Size], dim: int, other_shape: Sequence[Size]) -> int | None:
-    """Return the dimension of another view that has the same index: it has equal size, and as many elements follow it.
+def _match_dim(shape: Sequence[Size], dim: int, other_shape: Sequence[Size]) -> int | None:
+    """Return the dimension of another view with equal size and as many elements after it; None if there is none.
 
-    A single head is never split; for it, take the last such dimension.
+    Several dimensions match only if the size is one: then take the last, because a single head is never split.
     """
     trailing = product(shape[dim + 1 :])
     candidates = [i for i, size in enumerate(other_shape) if size == shape[dim] and product(other_shape[i + 1 :]) == trailing]
@@ -224,32 +226,32 @@ def _same_dim(shape: Sequence[Size], dim: int, other_shape: Sequence[Size]) -> i
 # -- groups
 
 
-def _group_count(exchanged: ExchangedAttention) -> int:
-    """Return the number of groups, at most four if possible.
+def _choose_num_groups(exchanged: ExchangedAttention) -> int:
+    """Return the number of groups of heads, at most `MAX_GROUPS` if possible.
 
-    Groups have equally many heads, and either complete key heads or one shared key head.
+    Groups have equally many heads, and each has complete key heads or shares one key head with other groups.
     """
     heads, keys = (int(shape_of_node(path.last)[HEADS]) for path in exchanged.inputs[:2])
     counts = [n for n in range(2, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
-    return max((n for n in counts if n <= GROUPS), default=min(counts, default=1))
+    return max((n for n in counts if n <= MAX_GROUPS), default=min(counts, default=1))
 
 
-def _rewrite(exchanged: ExchangedAttention, count: int, writer: GraphWriter) -> None:
+def _rewrite(exchanged: ExchangedAttention, num_groups: int, writer: GraphWriter) -> None:
     """Emit one attention call per group of heads, replace the received result, and rewrite the backward calls."""
     query, *key_value_paths = exchanged.inputs
-    key_groups = min(count, int(shape_of_node(key_value_paths[0].last)[HEADS]))
+    key_groups = min(num_groups, int(shape_of_node(key_value_paths[0].last)[HEADS]))
     writer.before(exchanged.node)
     operands_by_group, results, received = list[list[fx.Node]](), list[fx.Node](), list[fx.Node]()
-    for group in range(count):
+    for group in range(num_groups):
         keys_and_values = (
             operands_by_group[-1][1:]
-            if group * key_groups % count
-            else [_emit_group(path, group * key_groups // count, key_groups, writer) for path in key_value_paths]
+            if group * key_groups % num_groups
+            else [_emit_group(path, group * key_groups // num_groups, key_groups, writer) for path in key_value_paths]
         )
-        operands_by_group.append([_emit_group(query, group, count, writer), *keys_and_values])
+        operands_by_group.append([_emit_group(query, group, num_groups, writer), *keys_and_values])
         results.append(writer.call(ATTENTION, *operands_by_group[-1], **_options(exchanged.node)))
         results[-1].meta[PART_OF] = exchanged.node.name
-        received.append(_apply_path(exchanged.outputs, _getitem(results[-1], 0, writer), count, writer))
+        received.append(_apply_path(exchanged.outputs, _getitem(results[-1], 0, writer), num_groups, writer))
     _concat_groups(exchanged.outputs, received, writer)
     for gradient in exchanged.gradients:
         _rewrite_gradient(gradient, operands_by_group, results, key_groups, writer.before(gradient.node))
@@ -263,17 +265,17 @@ def _rewrite_gradient(
     writer: GraphWriter,
 ) -> None:
     """Emit one backward call per group of heads, add up the gradients of shared key heads, and replace the received gradients."""
-    count = len(operands_by_group)
+    num_groups = len(operands_by_group)
     received: dict[int, list[fx.Node]] = {position: [] for position in gradient.outputs}
     running_sums = dict[int, fx.Node]()
     for group, (operands, result) in enumerate(zip(operands_by_group, results, strict=True)):
         out, lse = (_getitem(result, position, writer) for position in (0, 1))
-        group_cotangent = _emit_group(gradient.inputs, group, count, writer)
+        group_cotangent = _emit_group(gradient.inputs, group, num_groups, writer)
         gradients = writer.call(ATTENTION_BACKWARD, group_cotangent, *operands, out, lse, **_options(gradient.node))
-        completes_key_group = (group + 1) * key_groups % count == 0
+        completes_key_group = (group + 1) * key_groups % num_groups == 0
         for position, path in gradient.outputs.items():
             group_gradient = _getitem(gradients, position, writer)
-            if position and count > key_groups:
+            if position and num_groups > key_groups:
                 group_gradient = running_sums[position] = _add_in_float32(
                     running_sums.pop(position, None), group_gradient, writer
                 )
@@ -285,7 +287,7 @@ def _rewrite_gradient(
                 if completes_key_group:
                     del running_sums[position]
             if position == 0 or completes_key_group:
-                received[position].append(_apply_path(path, group_gradient, count if position == 0 else key_groups, writer))
+                received[position].append(_apply_path(path, group_gradient, num_groups if position == 0 else key_groups, writer))
     for position, path in gradient.outputs.items():
         _concat_groups(path, received[position], writer)
 
@@ -294,33 +296,33 @@ def _add_in_float32(total: fx.Node | None, part: fx.Node, writer: GraphWriter) -
     """Add a gradient to a running sum in float32 or wider; without a sum, return the gradient in that dtype."""
     if total is not None:
         return writer.call(aten.add.Tensor, total, part)
-    wide = torch.promote_types(part.meta[VALUE].dtype, torch.float32)
-    return writer.call(aten._to_copy.default, part, dtype=wide)
+    wide_dtype = torch.promote_types(part.meta[VALUE].dtype, torch.float32)
+    return writer.call(aten._to_copy.default, part, dtype=wide_dtype)
 
 
-def _getitem(node: fx.Node, position: int, writer: GraphWriter) -> fx.Node:
-    """Emit the result of an operator at a position."""
-    return writer.call(operator.getitem, node, position)
+def _getitem(node: fx.Node, index: int, writer: GraphWriter) -> fx.Node:
+    """Emit one result of an operator."""
+    return writer.call(operator.getitem, node, index)
 
 
-def _emit_group(path: ExchangePath, group: int, count: int, writer: GraphWriter) -> fx.Node:
+def _emit_group(path: ExchangePath, group: int, num_groups: int, writer: GraphWriter) -> fx.Node:
     """Emit the path's operators for one group of heads: slice the sent value, and exchange the slice."""
-    if count == 1:
+    if num_groups == 1:
         return path.last
-    size = int(shape_of_node(path.source)[path.dims[0]]) // count
+    size = int(shape_of_node(path.source)[path.dims[0]]) // num_groups
     heads = writer.call(aten.slice.Tensor, path.source, path.dims[0], group * size, (group + 1) * size)
-    return _apply_path(path, heads, count, writer)
+    return _apply_path(path, heads, num_groups, writer)
 
 
-def _apply_path(path: ExchangePath, node: fx.Node, count: int, writer: GraphWriter) -> fx.Node:
+def _apply_path(path: ExchangePath, node: fx.Node, num_groups: int, writer: GraphWriter) -> fx.Node:
     """Apply the operators of a path to one group of heads."""
-    ends = [*path.dims[1:], path.end]
-    for step, end in zip(path.steps, ends, strict=True):
+    result_dims = [*path.dims[1:], path.result_dim]
+    for step, head_dim in zip(path.steps, result_dims, strict=True):
         arguments = list(step.args[1:])
         if step.target in VIEWS:
             sizes: Any = arguments[0]
-            heads = int(shape_of_node(step)[end]) // count
-            arguments[0] = [heads if dim == end else size for dim, size in enumerate(sizes)]
+            heads = int(shape_of_node(step)[head_dim]) // num_groups
+            arguments[0] = [heads if dim == head_dim else size for dim, size in enumerate(sizes)]
         target: Any = aten.reshape.default if step.target in VIEWS else step.target
         if _is_exchange(step) and not node.meta[VALUE].is_contiguous():
             node = writer.call(aten.clone.default, node, memory_format=torch.contiguous_format)
@@ -333,5 +335,5 @@ def _apply_path(path: ExchangePath, node: fx.Node, count: int, writer: GraphWrit
 
 def _concat_groups(path: ExchangePath, received: Sequence[fx.Node], writer: GraphWriter) -> None:
     """Replace the received value of all heads by the concatenated groups."""
-    all_heads = received[0] if len(received) == 1 else writer.call(aten.cat.default, list(received), path.end)
+    all_heads = received[0] if len(received) == 1 else writer.call(aten.cat.default, list(received), path.result_dim)
     path.last.replace_all_uses_with(all_heads, propagate_meta=False)

@@ -23,9 +23,9 @@ from streamfx.torch_private import ZEROS_AND_SCATTER
 
 aten = torch.ops.aten
 
-GRID = 4
+GRID_RANK = 4
 COPIES = {aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default}
-FILLED: dict[Any, Any] = {
+FILL_OPERATORS: dict[Any, Any] = {
     aten.full_like.default: None,
     aten.new_full.default: None,
     aten.ones_like.default: 1,
@@ -58,7 +58,7 @@ Value: TypeAlias = Any  # ScoreValue, PartialLookup, a node or number that is th
 
 
 def vectorize_graph(function: fx.GraphModule, arguments: list[Value], writer: GraphWriter) -> Any:
-    """Return the results of `function` (a value, or a list of values) for all scores."""
+    """Emit a score or mask function for all scores; return its results, a value or a list of values."""
     value_of: dict[fx.Node, Value] = dict(zip(function.graph.find_nodes(op="placeholder"), arguments, strict=True))
     for node in function.graph.nodes:
         if node.op == "get_attr":
@@ -70,10 +70,10 @@ def vectorize_graph(function: fx.GraphModule, arguments: list[Value], writer: Gr
 
 
 def sum_over_scores(value: Value, writer: GraphWriter) -> fx.Node:
-    """Return the sum of a value over all scores."""
+    """Emit the sum of a value over all scores; a value that does not vary by score is returned unchanged."""
     if not isinstance(value, ScoreValue):
         return value  # type: ignore[no-any-return]
-    return writer.call(aten.sum.dim_IntList, value.node, list(range(GRID)))
+    return writer.call(aten.sum.dim_IntList, value.node, list(range(GRID_RANK)))
 
 
 def _emit_constant(tensor: torch.Tensor, writer: GraphWriter) -> fx.Node:
@@ -93,7 +93,7 @@ def _vectorize_node(node: fx.Node, value_of: dict[fx.Node, Value], writer: Graph
     if target is ZEROS_AND_SCATTER:
         shape, indices, value = args
         return _emit_lookup_gradient(shape, indices, value, writer)
-    if target in FILLED:
+    if target in FILL_OPERATORS:
         return _emit_constant_fill(node, writer)
     if not varies_by_score:
         return writer.call(target, *args, **kwargs)
@@ -106,17 +106,17 @@ def _vectorize_node(node: fx.Node, value_of: dict[fx.Node, Value], writer: Graph
         is_tagged_pointwise(target) or target is aten._to_copy.default
     ):
         raise NotElementwiseError(str(target))
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: _unwrapped(value_of[source]))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: _unwrap(value_of[source]))
     return ScoreValue(writer.call(target, *args, **kwargs))
 
 
 def _is_scalar_per_score(value: Value) -> bool:
     """Return whether a value has no dimensions of its own."""
-    rank = len(shape_of_node(value.node)) - GRID if isinstance(value, ScoreValue) else -1
+    rank = len(shape_of_node(value.node)) - GRID_RANK if isinstance(value, ScoreValue) else -1
     return rank == 0 or (isinstance(value, fx.Node) and not (is_tensor(value) and shape_of_node(value)))
 
 
-def _unwrapped(value: Value) -> Any:
+def _unwrap(value: Value) -> Any:
     """Return the node of a value that varies by score; any other value unchanged."""
     return value.node if isinstance(value, ScoreValue) else value
 
@@ -124,7 +124,7 @@ def _unwrapped(value: Value) -> Any:
 def _emit_constant_fill(node: fx.Node, writer: GraphWriter) -> fx.Node:
     """Return a constant, which is the same for all scores."""
     arguments, traced = bound_arguments(node), node.meta[VALUE]
-    fill = arguments["fill_value"] if FILLED[node.target] is None else FILLED[node.target]
+    fill = arguments["fill_value"] if FILL_OPERATORS[node.target] is None else FILL_OPERATORS[node.target]
     if traced.dim() or isinstance(fill, fx.Node):
         raise NotElementwiseError(str(node.target))
     fill = bool(fill) if traced.dtype == torch.bool else fill
@@ -132,7 +132,7 @@ def _emit_constant_fill(node: fx.Node, writer: GraphWriter) -> fx.Node:
 
 
 def _emit_lookup(table: Value, indices: list[Value], writer: GraphWriter) -> Value:
-    """Index a tensor: `table[b, q]`, or in steps, `table[b][q]`."""
+    """Emit the index of a tensor, `table[b, q]`; for `table[b]` of `table[b][q]`, return a `PartialLookup`."""
     earlier_indices: tuple[Any, ...] = ()
     if isinstance(table, PartialLookup):
         table, earlier_indices = table.table, table.indices
@@ -141,18 +141,16 @@ def _emit_lookup(table: Value, indices: list[Value], writer: GraphWriter) -> Val
     all_indices = (*earlier_indices, *indices)
     if len(all_indices) < len(shape_of_node(table)):
         return PartialLookup(table, all_indices)
-    return ScoreValue(writer.call(aten.index.Tensor, table, [_unwrapped(item) for item in all_indices]))
+    return ScoreValue(writer.call(aten.index.Tensor, table, [_unwrap(item) for item in all_indices]))
 
 
 def _emit_lookup_gradient(shape: list[int], indices: list[Value], value: Value, writer: GraphWriter) -> fx.Node:
-    """Return the gradient of an index, summed over all scores. The sum over dimensions that no index depends on comes
-    first.
-    """
-    nodes = [_unwrapped(item) for item in indices]
-    if not isinstance(value, ScoreValue) or len(nodes) != len(shape) or len(shape_of_node(value.node)) != GRID:
+    """Emit the gradient of an index, summed over all scores: first over the dimensions on which no index depends."""
+    nodes = [_unwrap(item) for item in indices]
+    if not isinstance(value, ScoreValue) or len(nodes) != len(shape) or len(shape_of_node(value.node)) != GRID_RANK:
         raise NotElementwiseError("the gradient of a look-up of parts of a tensor")
     indexed_dims = {i for item in nodes for i, size in enumerate(shape_of_node(item)) if size != 1}
-    dims = [dim for dim in range(GRID) if dim not in indexed_dims]
+    dims = [dim for dim in range(GRID_RANK) if dim not in indexed_dims]
     gradient = writer.call(aten.sum.dim_IntList, value.node, dims, True) if dims else value.node
     gradient_value = gradient.meta[VALUE]
     zeros = writer.call(aten.full.default, list(shape), 0.0, dtype=gradient_value.dtype, device=gradient_value.device)

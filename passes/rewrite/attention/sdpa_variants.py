@@ -1,7 +1,7 @@
 """Replace the fused attention operators of all devices by one operator.
 
-Forward and backward are replaced together or not at all: one kernel's log-sum-exp is of no use to another kernel's
-backward.
+Forward and backward are replaced together or not at all, because a kernel's backward only reads its own forward's
+log-sum-exp.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import results_in_use, results_of_another, rewrite_rule
+from streamfx.passes.rewrite.pattern import getitems_by_index, map_getitems, rewrite_rule
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ BACKWARD_OF: dict[Any, Any] = {
     aten._scaled_dot_product_efficient_attention.default: aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention.default: aten._scaled_dot_product_cudnn_attention_backward.default,
 }
-NAMES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "attn_bias": "attn_mask"}  # schemas use different names
+COMMON_NAMES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "attn_bias": "attn_mask"}  # schemas use different names
 GRADIENTS = (0, 1, 2)
 
 
@@ -47,7 +47,7 @@ def sdpa_to_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.No
 
 def _backward_calls(node: fx.Node) -> list[fx.Node] | None:
     """Return the backward calls of a forward call; None if its results have any other users, or if it cannot be replaced."""
-    arguments, users_by_result = _arguments(node), results_in_use(node)
+    arguments, users_by_result = _arguments(node), getitems_by_index(node)
     if users_by_result is None or arguments["dropout_p"] != 0.0 or arguments.get("return_debug_mask") or _is_aligned_at_end(node):
         return None
     readers = {
@@ -59,7 +59,7 @@ def _backward_calls(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _is_aligned_at_end(node: fx.Node) -> bool:
-    """Return whether row i sees keys other than 0 .. i: CUDA's flash attention aligns the last row with the last key."""
+    """Return whether a causal mask aligns the last row with the last key, as CUDA's flash attention does, not the first ones."""
     arguments = _arguments(node)
     rows, keys = (shape_of_node(arguments[name])[2] for name in ("query", "key"))
     return node.target is aten._scaled_dot_product_flash_attention.default and arguments["is_causal"] and rows != keys
@@ -67,7 +67,7 @@ def _is_aligned_at_end(node: fx.Node) -> bool:
 
 def _is_backward_of(node: fx.Node, forward: fx.Node, users_by_result: dict[int, list[fx.Node]]) -> bool:
     """Return whether a node is the backward of this forward call: with its operands and results."""
-    arguments, forward_arguments, results = _arguments(node), _arguments(forward), results_in_use(node)
+    arguments, forward_arguments, results = _arguments(node), _arguments(forward), getitems_by_index(node)
     has_equal_operands = all(
         arguments.get(name) == forward_arguments.get(name)
         for name in ("query", "key", "value", "attn_mask", "is_causal", "scale")
@@ -83,12 +83,12 @@ def _is_backward_of(node: fx.Node, forward: fx.Node, users_by_result: dict[int, 
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Return a node's arguments under the names that all schemas share."""
-    return {NAMES.get(name, name): value for name, value in bound_arguments(node).items()}
+    """Return a node's arguments under the names of the attention operator."""
+    return {COMMON_NAMES.get(name, name): value for name, value in bound_arguments(node).items()}
 
 
 def _emit_call(node: fx.Node, target: Any, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """Call `target` with a device operator's arguments, and return the replacements of the operator's results."""
+    """Emit `target` with a device operator's arguments, and map the operator's results to the new ones."""
     arguments = _arguments(node)
     names = [argument.name for argument in target._schema.arguments]
     optional = {"attn_mask", "is_causal", "scale"}
@@ -97,4 +97,4 @@ def _emit_call(node: fx.Node, target: Any, writer: GraphWriter) -> dict[fx.Node,
         name: value for name, value in options.items() if value is not None and value is not False
     }  # keep a scale of 0.0
     replacement = writer.call(target, *(arguments[name] for name in names if name not in optional), **set_options)
-    return results_of_another(node, replacement, writer)
+    return map_getitems(node, replacement, writer)

@@ -85,7 +85,7 @@ def reshapes_to_relative_shift_backward(node: fx.Node, writer: GraphWriter) -> f
 
 
 def _plus(size: Any, number: int, writer: GraphWriter) -> Any:
-    """Return a size plus a number, as an integer or a node."""
+    """Return the sum of a size and an integer, as an integer or a node."""
     return size + number if isinstance(size, int) else writer.call(operator.add, size, number)
 
 

@@ -8,9 +8,9 @@ A kernel's backward recomputes the probabilities as exp(s - lse); with the total
 The rest of the backward only uses the result, in sum(gradient * result) per row. So the backward is called with the total
 and the scaled result. The sink's gradient is -u sum(gradient * result), u = sigmoid(k - lse).
 
-If a row sees no key, lse is minus infinity and the result is zero, as with the sink. A mask may also hide keys by a large
-negative number, in which lse loses its digits: then the sink must take the full sum. So the sink must be proven to be an
-ordinary number.
+If a row sees no key, lse is minus infinity and the result is zero, as in the unfused form. A mask may also hide keys by a
+large negative number. Then lse has lost its digits, and is only correct if it vanishes next to the sink. So the sink must
+be proven to be an ordinary number.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.analysis import ValueRanges
 from streamfx.passes.rewrite.attention.softmax_sink import (
     SinkColumn,
-    converted,
+    cast_to,
     has_only_matched_uses,
     is_slice_of,
     match_sink_column,
 )
-from streamfx.passes.rewrite.attention.unfused_attention import SAME_NUMBERS, Scores, UnfusedAttention, through_views
+from streamfx.passes.rewrite.attention.unfused_attention import KEEPS_ELEMENTS, Scores, UnfusedAttention, through_views
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ def softmax_with_sink_to_attention(node: fx.Node, writer: GraphWriter) -> dict[f
     column = match_sink_column(node)
     if column is None or column.dim != 3 or not has_only_matched_uses(column) or not _has_ordinary_range(column.column):
         return None
-    attention = _attention_around(column)
+    attention = _match_attention(column)
     return None if attention is None else _SinkReplacement(column, attention, writer).replacements()
 
 
@@ -61,9 +61,9 @@ def _has_ordinary_range(sink: fx.Node) -> bool:
     return lower_bound <= value_range.low and value_range.high < INFINITY  # if the sink is NaN, so is the result
 
 
-def _attention_around(column: SinkColumn) -> UnfusedAttention | None:
-    """Match the attention around a softmax, with its gradients; None if its probabilities have another use."""
-    scores = Scores.of(column.scores)
+def _match_attention(column: SinkColumn) -> UnfusedAttention | None:
+    """Match the products before and after a softmax, with their gradients; None if the probabilities have another use."""
+    scores = Scores.match(column.scores)
     if scores is None:
         return None
     attention = UnfusedAttention(scores)
@@ -72,13 +72,11 @@ def _attention_around(column: SinkColumn) -> UnfusedAttention | None:
     backwards = (user for user in column.softmax.users if user not in slices)
     if not are_recorded or not all(_record_backward(user, column, attention) for user in backwards):
         return None
-    return attention if attention.fits_a_kernel() and _is_in_order(attention) else None
+    return attention if attention.fits_kernel() and _is_in_order(attention) else None
 
 
 def _is_in_order(attention: UnfusedAttention) -> bool:
-    """Return whether all gradients come after the result and its gradient: this excludes a forward product that looks like a
-    gradient.
-    """
+    """Return whether all gradients come after the result and its gradient, so that none is a forward product."""
     return all(attention.last_needed < node for node in attention.gradients)
 
 
@@ -90,7 +88,7 @@ def _record_backward(backward: fx.Node, column: SinkColumn, attention: UnfusedAt
 
 
 class _SinkReplacement:
-    """Write the fused attention and the sink's share."""
+    """Emits the fused attention and the sink's share of the softmax."""
 
     def __init__(self, column: SinkColumn, attention: UnfusedAttention, writer: GraphWriter) -> None:
         """Store the match, and the dtypes of the operands and of the sums."""
@@ -102,13 +100,15 @@ class _SinkReplacement:
         """Emit forward and backward, and return the replacements of the products, their gradients and the sink's gradient."""
         attention = self.attention
         self.forward(self.writer.before(min(attention.results)))
-        replacements = dict(self.mapped(attention.results, self.out))
-        of_sink = [slice_ for user in self.column.softmax.users for slice_ in user.users if self.is_of_sink(slice_, user)]
-        if attention.gradient is not None and (attention.gradients or of_sink):
-            replacements |= self.backward(self.writer.before(attention.last_needed.next), of_sink)
+        replacements = dict(self.map_results(attention.results, self.out))
+        sink_gradients = [
+            slice_ for user in self.column.softmax.users for slice_ in user.users if self.is_sink_gradient(slice_, user)
+        ]
+        if attention.gradient is not None and (attention.gradients or sink_gradients):
+            replacements |= self.backward(self.writer.before(attention.last_needed.next), sink_gradients)
         return replacements
 
-    def is_of_sink(self, slice_: fx.Node, backward: fx.Node) -> bool:
+    def is_sink_gradient(self, slice_: fx.Node, backward: fx.Node) -> bool:
         """Return whether a node is the sink's slice of a softmax backward."""
         is_gradient = backward.target is aten._softmax_backward_data.default
         return is_gradient and is_slice_of(slice_, self.column, self.column.column_range)
@@ -121,53 +121,53 @@ class _SinkReplacement:
         self.keys = write(aten.transpose.int, self.with_heads(scores.keys, writer), 2, 3)
         self.options = {"scale": scores.scale} if scores.mask is None else {"attn_mask": scores.mask, "scale": scores.scale}
         attention = write(ATTENTION, self.query, self.keys, self.values, **self.options)
-        out, lse = (converted(writer, write(operator.getitem, attention, i), self.precision) for i in range(2))
-        sink = write(aten.squeeze.dim, converted(writer, self.column.column, self.precision), 3)
+        out, lse = (cast_to(writer, write(operator.getitem, attention, i), self.precision) for i in range(2))
+        sink = write(aten.squeeze.dim, cast_to(writer, self.column.column, self.precision), 3)
         self.total = write(aten.logaddexp.default, lse, sink)
         self.sink_share = write(aten.sigmoid.default, write(aten.sub.Tensor, sink, lse))
         share = write(aten.sigmoid.default, write(aten.sub.Tensor, lse, sink))
         zero_or_nan = write(aten.sum.dim_IntList, write(aten.mul.Tensor, self.query, 0), [3])
         share = write(aten.add.Tensor, share, zero_or_nan)  # NaN if the query is NaN: the CPU kernel returns zeros
-        self.out = converted(writer, write(aten.mul.Tensor, out, write(aten.unsqueeze.default, share, 3)), self.dtype)
+        self.out = cast_to(writer, write(aten.mul.Tensor, out, write(aten.unsqueeze.default, share, 3)), self.dtype)
 
-    def backward(self, writer: GraphWriter, of_sink: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    def backward(self, writer: GraphWriter, sink_gradients: list[fx.Node]) -> dict[fx.Node, fx.Node]:
         """Emit the attention's backward, and return the replacements of all gradients."""
         attention = self.attention
         assert attention.gradient is not None
         gradient = self.with_heads(attention.gradient, writer)
         operands = gradient, self.query, self.keys, self.values, self.out, self.total
         gradients = writer.call(ATTENTION_BACKWARD, *operands, **self.options)
-        of_query, of_key, of_value = (writer.call(operator.getitem, gradients, i) for i in range(3))
-        transposed = writer.call(aten.transpose.int, of_key, 2, 3)
+        query_gradient, key_gradient, value_gradient = (writer.call(operator.getitem, gradients, i) for i in range(3))
+        transposed = writer.call(aten.transpose.int, key_gradient, 2, 3)
         pairs = (
-            (attention.of_query, of_query),
-            (attention.of_keys, of_key),
-            (attention.of_transposed_keys, transposed),
-            (attention.of_values, of_value),
+            (attention.query_gradients, query_gradient),
+            (attention.key_gradients, key_gradient),
+            (attention.transposed_key_gradients, transposed),
+            (attention.value_gradients, value_gradient),
         )
-        replacements = dict(pair for nodes, value in pairs for pair in self.mapped(nodes, value))
-        return replacements | dict.fromkeys(of_sink, self.gradient_of_sink(gradient, writer))
+        replacements = dict(pair for nodes, value in pairs for pair in self.map_results(nodes, value))
+        return replacements | dict.fromkeys(sink_gradients, self.emit_sink_gradient(gradient, writer))
 
-    def gradient_of_sink(self, gradient: fx.Node, writer: GraphWriter) -> fx.Node:
+    def emit_sink_gradient(self, gradient: fx.Node, writer: GraphWriter) -> fx.Node:
         """Emit the sink's gradient: minus its share times the sum of gradient times result, per row."""
-        wide = (converted(writer, item, self.precision) for item in (gradient, self.out))
+        wide = (cast_to(writer, item, self.precision) for item in (gradient, self.out))
         inner = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, *wide), [3])
         product = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, self.sink_share), inner)
-        return converted(writer, writer.call(aten.unsqueeze.default, product, 3), self.column.column.meta[VALUE].dtype)
+        return cast_to(writer, writer.call(aten.unsqueeze.default, product, 3), self.column.column.meta[VALUE].dtype)
 
     def with_heads(self, node: fx.Node, writer: GraphWriter) -> fx.Node:
-        """Return a value [bh m d] as [b h m d]: the value that was flattened, if there is one, else a view."""
+        """Return a value [bh m d] as [b h m d]: the value before it was flattened, or else a view."""
         source, folded = through_views(node), shape_of_node(self.column.scores)[:2]
         if shape_of_node(source) == (*folded, *shape_of_node(node)[1:]):
             return source
         sizes = [*size_arguments(self.column.scores, writer)[:2], *size_arguments(node, writer)[1:]]
         return writer.call(aten.view.default, node, sizes)
 
-    def mapped(self, nodes: Iterable[fx.Node], replacement: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    def map_results(self, nodes: Iterable[fx.Node], replacement: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Map products [bh m d], and their views [b h m d], to a replacement [b h m d]."""
         for node in nodes:
             views = [
-                user for user in node.users if user.target in SAME_NUMBERS and shape_of_node(user) == shape_of_node(replacement)
+                user for user in node.users if user.target in KEEPS_ELEMENTS and shape_of_node(user) == shape_of_node(replacement)
             ]
             yield from ((view, replacement) for view in views)
             if len(views) < len(node.users):

@@ -49,19 +49,19 @@ def _is_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
 
 @rewrite_rule(aten.add.Tensor)
 def remove_gradient_of_max(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """d + (minus the sum of d, put where x is largest) -> d, if d is the gradient of the scores of softmax(x)"""
+    """d + (minus the sum of d, written to the largest x) -> d, if d is the gradient of the scores of softmax(x)"""
     left, right, scale = bound_arguments(node).values()
     if scale != 1 or not is_tensor(left) or not is_tensor(right):
         return None
     for gradient, share in ((left, right), (right, left)):
-        if (scores := _scores_of(gradient)) is None or shape_of_node(gradient) != shape_of_node(node):
+        if (scores := _match_scores(gradient)) is None or shape_of_node(gradient) != shape_of_node(node):
             continue
         if gradient.meta[VALUE].dtype == node.meta[VALUE].dtype and _is_share_of_sum(share, gradient, scores):
             return gradient  # type: ignore[no-any-return]
     return None
 
 
-def _scores_of(gradient: fx.Node) -> fx.Node | None:
+def _match_scores(gradient: fx.Node) -> fx.Node | None:
     """Return the scores whose softmax, along the same dimension, has this gradient; else None."""
     if gradient.target is not aten._softmax_backward_data.default:
         return None
@@ -75,8 +75,9 @@ def _scores_of(gradient: fx.Node) -> fx.Node | None:
 
 
 def _is_share_of_sum(node: Any, gradient: fx.Node, scores: fx.Node) -> bool:
-    """Return whether a value is plus or minus a gradient's sum over keys, written to one key per row or divided among the
-    largest.
+    """Return whether a value is plus or minus a gradient's sum over keys, as the gradient of a maximum has it.
+
+    The sum is written to one key per row, or divided among the keys with the largest score.
     """
     dim = bound_arguments(gradient)["dim"] % len(shape_of_node(gradient))
     if node.target is aten.scatter.src:
@@ -90,7 +91,7 @@ def _is_share_of_sum(node: Any, gradient: fx.Node, scores: fx.Node) -> bool:
     if not is_tensor(quotient) or not is_tensor(chosen) or quotient.target is not aten.div.Tensor:
         return False
     total, count = quotient.args
-    return _is_sum(total, gradient, dim) and _counts(count, chosen, dim) and _are_largest(chosen, scores, dim)
+    return _is_sum(total, gradient, dim) and _is_count(count, chosen, dim) and _is_mask_of_largest(chosen, scores, dim)
 
 
 def _is_sum(node: Any, gradient: fx.Node, dim: int) -> bool:
@@ -108,17 +109,17 @@ def _is_sum(node: Any, gradient: fx.Node, dim: int) -> bool:
     return node is gradient and sum_count == 1
 
 
-def _counts(node: Any, chosen: fx.Node, dim: int) -> bool:
+def _is_count(node: Any, chosen: fx.Node, dim: int) -> bool:
     """Return whether a value is the number of chosen elements along a dimension."""
     if not is_tensor(node) or node.target is not aten.sum.dim_IntList or node.args[0] is not chosen:
         return False
     arguments, rank = bound_arguments(node), len(shape_of_node(chosen))
-    is_plain = arguments["dtype"] in (None, torch.int64) and arguments["keepdim"]
-    return is_plain and [item % rank for item in arguments["dim"] or ()] == [dim]
+    is_exact_count = arguments["dtype"] in (None, torch.int64) and arguments["keepdim"]
+    return is_exact_count and [item % rank for item in arguments["dim"] or ()] == [dim]
 
 
-def _are_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
-    """Return whether a value is the mask of each row's maximum. It has a true element in each row if the scores are numbers."""
+def _is_mask_of_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
+    """Return whether a value is the mask of each row's largest scores."""
     if node.target is not aten.eq.Tensor:
         return False
     pairs: tuple[tuple[Any, ...], ...] = (node.args, node.args[::-1])

@@ -1,7 +1,7 @@
 """Rewrite a softmax over keys and one extra column that is dropped afterwards (an attention sink) without that column.
 
-Scores with an extra column do not have an axis of keys alone. But a softmax over two slices is the softmax of each slice,
-times this slice's share of the sum, and the shares are a softmax of two numbers:
+The last axis of scores with an extra column is not the axis of keys. But a softmax over two slices is the softmax of each
+slice, times this slice's share of the sum, and the shares are a softmax of two numbers:
 
     softmax(cat([s, k]))[..., :-1] = softmax(s) * w,   w, u = softmax([logsumexp(s - k), 0])
 
@@ -58,21 +58,22 @@ def softmax_with_sink_to_softmax(node: fx.Node, writer: GraphWriter) -> dict[fx.
 
 
 def match_sink_column(softmax: fx.Node) -> SinkColumn | None:
-    """Return the scores and the extra column of a softmax, or None."""
+    """Match a softmax of scores that are concatenated with one extra column; None if it has another operand."""
     options = bound_arguments(softmax)
     concat = options["self"]
     if not isinstance(concat, fx.Node) or concat.target is not aten.cat.default or options["half_to_float"]:
         return None
     arguments, rank = bound_arguments(concat), len(shape_of_node(softmax))
-    pieces: list[fx.Node] = list(arguments["tensors"])
+    operands: list[fx.Node] = list(arguments["tensors"])
     concat_dim = int(arguments["dim"]) % rank
-    if len(pieces) != 2 or any(len(shape_of_node(piece)) != rank for piece in pieces) or options["dim"] % rank != concat_dim:
+    has_equal_ranks = all(len(shape_of_node(operand)) == rank for operand in operands)
+    if len(operands) != 2 or not has_equal_ranks or options["dim"] % rank != concat_dim:
         return None
-    counts = [shape_of_node(piece)[concat_dim] for piece in pieces]
-    if not all(isinstance(count, int) for count in counts) or (counts[0] == 1) == (counts[1] == 1):
+    lengths = [shape_of_node(operand)[concat_dim] for operand in operands]
+    if not all(isinstance(length, int) for length in lengths) or (lengths[0] == 1) == (lengths[1] == 1):
         return None
-    scores_position = 0 if counts[1] == 1 else 1
-    return SinkColumn(softmax, pieces[scores_position], pieces[1 - scores_position], concat_dim, scores_position)
+    scores_index = 0 if lengths[1] == 1 else 1
+    return SinkColumn(softmax, operands[scores_index], operands[1 - scores_index], concat_dim, scores_index)
 
 
 def has_only_matched_uses(column: SinkColumn) -> bool:
@@ -86,7 +87,7 @@ def is_slice_of(node: fx.Node, column: SinkColumn, columns: tuple[int, int]) -> 
 
 
 def _slice_bounds(node: fx.Node, column: SinkColumn) -> tuple[int, int] | None:
-    """Return the start and end of a slice, or of a slice's gradient, along the keys; None if it is not of this form."""
+    """Return the start and end of a slice, or of a slice's gradient, along the keys; None if it is any other slice."""
     arguments, rank = bound_arguments(node), len(shape_of_node(column.softmax))
     length = column.column_range[1] if column.first == 0 else column.scores_range[1]
     start, end = arguments["start"] or 0, arguments["end"]
@@ -118,13 +119,11 @@ def _emit_without_column(match: SinkColumn, writer: GraphWriter) -> dict[fx.Node
     """Emit the softmax of the scores times their share, and return the replacements of its slices and gradients."""
     softmax, dim = match.softmax, match.dim
     dtype = softmax.meta[VALUE].dtype
-    scores, column = (
-        converted(writer, value, torch.promote_types(dtype, torch.float32)) for value in (match.scores, match.column)
-    )
+    scores, column = (cast_to(writer, value, torch.promote_types(dtype, torch.float32)) for value in (match.scores, match.column))
     share, column_share = _emit_shares(writer, scores, column, dim)
     probabilities = writer.call(aten.mul.Tensor, writer.call(aten._softmax.default, scores, dim, False), share)
     probabilities = writer.call(aten.masked_fill.Scalar, probabilities, writer.call(aten.eq.Scalar, share, 0), 0)
-    result = converted(writer, probabilities, dtype)
+    result = cast_to(writer, probabilities, dtype)
     replacements = {user: result for user in softmax.users if user.target is aten.slice.Tensor}
     for user in softmax.users:
         if user not in replacements:
@@ -133,10 +132,10 @@ def _emit_without_column(match: SinkColumn, writer: GraphWriter) -> dict[fx.Node
 
 
 def _emit_shares(writer: GraphWriter, scores: fx.Node, column: fx.Node, dim: int) -> list[fx.Node]:
-    """Return the shares of the scores and of the column in the sum; NaN if the full softmax is NaN.
+    """Emit the shares of the scores and of the column in the sum; NaN if the full softmax is NaN.
 
-    The column, if it is finite, is subtracted from both: relative to a score of -1e30, the number of scores would be lost
-    to rounding.
+    The column, if it is finite, is subtracted from both: next to a score of -1e30, the logarithm of the number of scores
+    would be lost to rounding.
     """
     column_value = column.meta[VALUE]
     zero = writer.call(aten.full.default, [], 0.0, dtype=column_value.dtype, device=column_value.device)
@@ -153,14 +152,14 @@ def _emit_gradients(
     """Emit the gradients of the scores and of the column, and return the replacements of a backward's slices."""
     gradient = bound_arguments(bound_arguments(backward)["grad_output"])["grad_output"]
     dtype = backward.meta[VALUE].dtype
-    gradient = converted(writer, gradient, probabilities.meta[VALUE].dtype)
+    gradient = cast_to(writer, gradient, probabilities.meta[VALUE].dtype)
     total = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, gradient, probabilities), [match.dim], True)
     of_scores = writer.call(aten.mul.Tensor, probabilities, writer.call(aten.sub.Tensor, gradient, total))
     of_column = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, column_share), total)
-    results = {match.scores_range: converted(writer, of_scores, dtype), match.column_range: converted(writer, of_column, dtype)}
+    results = {match.scores_range: cast_to(writer, of_scores, dtype), match.column_range: cast_to(writer, of_column, dtype)}
     return {user: results[_slice_bounds(user, match)] for user in backward.users}  # type: ignore[index]
 
 
-def converted(writer: GraphWriter, value: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Return a value in a dtype, cast if necessary."""
+def cast_to(writer: GraphWriter, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Return a value in a dtype; emit a cast if necessary."""
     return value if value.meta[VALUE].dtype == dtype else writer.call(aten._to_copy.default, value, dtype=dtype)

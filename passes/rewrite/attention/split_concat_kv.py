@@ -34,12 +34,12 @@ from streamfx.passes.ops.constants import fill_of
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.rules.attention import M, N
 from streamfx.passes.ops.traits import is_moved_elements
-from streamfx.passes.rewrite.attention.softmax_sink import converted
+from streamfx.passes.rewrite.attention.softmax_sink import cast_to
 from streamfx.passes.rewrite.views.concat_propagation import ConcatSlices
 
 aten = torch.ops.aten
-Seen: TypeAlias = "Callable[[Facts], Callable[[fx.Node], bool]]"
-CHOICES = (
+OwnKeyTest: TypeAlias = "Callable[[Facts], Callable[[fx.Node], bool]]"
+SELECTIONS = (
     aten.where.self,
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
@@ -57,7 +57,7 @@ class SplitConcatKV:
     `shows_own_keys` decides whether a mask adds an ordinary number to the score of each row's own key.
     """
 
-    shows_own_keys: Seen
+    shows_own_keys: OwnKeyTest
     name: ClassVar[str] = "split_concat_kv"
 
     def apply(self, facts: Facts) -> Facts:
@@ -69,7 +69,7 @@ class SplitConcatKV:
         attentions = [
             (node, slices)
             for node in joint.nodes
-            if node.target in EMITTERS and (slices := slices_by_axis.get(_key_axis(node, axes)))
+            if node.target in SPLITTERS and (slices := slices_by_axis.get(_key_axis(node, axes)))
         ]
         sliceable = [(node, slices) for node, slices in attentions if _can_be_split(node, slices)]
         if not sliceable:
@@ -92,18 +92,19 @@ def _can_be_split(node: fx.Node, slices: ConcatSlices) -> bool:
 
 
 def _concat_mask(node: fx.Node, slices: ConcatSlices) -> bool:
-    """Rewrite a mask computed from a concatenated mask as a concatenation, and return whether it changed."""
+    """Replace a mask that is computed from a concatenated mask by a concatenation, in place; return whether it changed."""
     mask = bound_arguments(node)["attn_mask"]
     if mask is None or slices.dim(mask) is None or mask.target is aten.cat.default:
         return False
-    mask_slices = slices.of(mask)
+    mask_slices = slices.slices_of(mask)
     node.update_kwarg("attn_mask", slices.writer.before(node).call(aten.cat.default, mask_slices, -1))
     return True
 
 
 class _VisibleSlices:
-    """Decide of which slices of concatenated keys each row sees a key, and whether log-sum-exps count the keys of all
-    others.
+    """Decides whether the log-sum-exps of attention over slices of keys are exact, and then splits the attention.
+
+    They are exact if each row sees its own key in some slice, or if no mask hides keys by a large negative number.
     """
 
     def __init__(self, shows_own_keys: Callable[[fx.Node], bool], values: ValueRanges, axes: AxisFacts) -> None:
@@ -112,17 +113,17 @@ class _VisibleSlices:
         self.bounds = dict[fx.Node, float]()  # by mask: `_bound` of it, computed once
 
     def write(self, node: fx.Node, slices: ConcatSlices) -> bool:
-        """Replace an attention by one per slice of keys, and return whether this was possible."""
+        """Replace an attention by one attention per slice of keys, in place, and return whether this was possible."""
         mask = bound_arguments(node)["attn_mask"]
-        masks = (None,) * len(slices.lengths) if mask is None else slices.of(mask)
+        masks = (None,) * len(slices.lengths) if mask is None else slices.slices_of(mask)
         shows_own = [item is None or self._shows_own_keys(item, node) for item in masks]
         if not any(shows_own) and (mask is None or self._bound(mask) > MAX_NEXT_TO_COUNT):
             return False
-        EMITTERS[node.target](node, slices, shows_own)
+        SPLITTERS[node.target](node, slices, shows_own)
         return True
 
     def _shows_own_keys(self, mask: fx.Node, node: fx.Node) -> bool:
-        """Return whether a mask's keys are the rows of the queries, and each row sees its own key with an ordinary score."""
+        """Return whether a mask is over query rows and their own keys, and adds an ordinary number to each row's own key."""
         queries = self.axes.table.resolve(self.axes.letters[node][M])
         return self.axes.table.resolve(self.axes.shapes[mask][-1]) == queries and self.shows_own_keys(mask)
 
@@ -145,7 +146,7 @@ class _VisibleSlices:
         operands = [item for item in tensor_operands(mask) if item.meta[VALUE].is_floating_point()]
         arguments = [*mask.args, *mask.kwargs.values()]
         scalar_magnitudes = [abs(item) for item in arguments if isinstance(item, (int, float)) and item != -math.inf]
-        if not operands or not (mask.target in CHOICES or is_moved_elements(mask)):
+        if not operands or not (mask.target in SELECTIONS or is_moved_elements(mask)):
             return math.inf
         if mask.target is aten.add.Tensor:  # a value may be added to itself, or a multiple of it
             is_two_operands = len(arguments) == 2 and not mask.kwargs
@@ -158,7 +159,7 @@ class _VisibleSlices:
 
 
 def _concatenated_keys(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, ConcatSlices]:
-    """Return the slices of each axis along which rows of the sequence and blocks of rows are concatenated."""
+    """Return, by axis, the slices of each axis along which rows of the sequence and blocks of rows are concatenated."""
     writer, slices_by_axis = GraphWriter(joint.graph), dict[Atom | None, ConcatSlices]()
     for node in axes.signatures:
         concat = axes.signatures[node].concat if node.target is aten.cat.default else None
@@ -201,19 +202,21 @@ def _write_forward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool
     total = lses[0]
     for next_lse in lses[1:]:
         total = call(aten.logaddexp.default, total, next_lse)
-    wide = total.meta[VALUE].dtype
-    finite_total = call(aten.clamp.default, total, torch.finfo(wide).min)  # if a row sees no key, its share is zero, not NaN
+    wide_dtype = total.meta[VALUE].dtype
+    finite_total = call(
+        aten.clamp.default, total, torch.finfo(wide_dtype).min
+    )  # if a row sees no key, its share is zero, not NaN
     out: fx.Node | None = None
     for slice_out, lse in zip(outs, lses, strict=True):
         weight = call(aten.unsqueeze.default, call(aten.exp.default, call(aten.sub.Tensor, lse, finite_total)), 3)
-        weighted = call(aten.mul.Tensor, converted(slices.writer, slice_out, wide), weight)
+        weighted = call(aten.mul.Tensor, cast_to(slices.writer, slice_out, wide_dtype), weight)
         out = weighted if out is None else call(aten.add.Tensor, out, weighted)
     assert out is not None
-    _replace_results(node, (converted(slices.writer, out, dtype), total))
+    _replace_results(node, (cast_to(slices.writer, out, dtype), total))
 
 
 def _masked_lse(lse: fx.Node, mask: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Set the log-sum-exp to minus infinity if a row sees no key: not all kernels do."""
+    """Set the log-sum-exp of rows that see no key to minus infinity, because some kernels return another value."""
     largest = writer.call(aten.amax.default, mask, [-1])
     return writer.call(aten.masked_fill.Scalar, lse, writer.call(aten.eq.Scalar, largest, -math.inf), -math.inf)
 
@@ -224,16 +227,16 @@ def _write_backward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[boo
     operands = _operands_by_slice(node, slices)
     call = slices.writer.before(node).call
     calls = [call(ATTENTION_BACKWARD, gradient, query, key, value, out, total, **options) for key, value, options in operands]
-    of_queries, of_keys, of_values = ([call(operator.getitem, item, i) for item in calls] for i in range(3))
-    of_query = of_queries[0]
-    for gradient_of_query in of_queries[1:]:
-        of_query = call(aten.add.Tensor, of_query, gradient_of_query)
+    query_gradients, key_gradients, value_gradients = ([call(operator.getitem, item, i) for item in calls] for i in range(3))
+    query_gradient = query_gradients[0]
+    for slice_gradient in query_gradients[1:]:
+        query_gradient = call(aten.add.Tensor, query_gradient, slice_gradient)
     for user in list(node.users):
         if user.args[1]:
-            slices.slices_by_value[user] = tuple(of_keys if user.args[1] == 1 else of_values)
+            slices.slices_by_value[user] = tuple(key_gradients if user.args[1] == 1 else value_gradients)
             _bypass_slices(user, slices)
     slices.writer.before(node)
-    _replace_results(node, (of_query, call(aten.cat.default, of_keys, 2), call(aten.cat.default, of_values, 2)))
+    _replace_results(node, (query_gradient, call(aten.cat.default, key_gradients, 2), call(aten.cat.default, value_gradients, 2)))
 
 
 def _bypass_slices(gradient: fx.Node, slices: ConcatSlices) -> None:
@@ -244,14 +247,14 @@ def _bypass_slices(gradient: fx.Node, slices: ConcatSlices) -> None:
         node = todo.pop()
         if node not in slices.axes.shapes:
             continue
-        if node.target is aten.slice.Tensor and (i := _slice_number(node, starts, slices)) is not None:
-            node.replace_all_uses_with(slices.of(node.args[0])[i], propagate_meta=False)  # type: ignore[arg-type]
+        if node.target is aten.slice.Tensor and (i := _slice_index(node, starts, slices)) is not None:
+            node.replace_all_uses_with(slices.slices_of(node.args[0])[i], propagate_meta=False)  # type: ignore[arg-type]
         elif slices.dim(node) is not None:
             todo.extend(node.users)
 
 
-def _slice_number(node: fx.Node, starts: Sequence[int], slices: ConcatSlices) -> int | None:
-    """Return which slice of the concatenation a `slice` node takes, or None."""
+def _slice_index(node: fx.Node, starts: Sequence[int], slices: ConcatSlices) -> int | None:
+    """Return the index of the concatenation's slice that a `slice` node takes; None if it takes other rows."""
     arguments, source = bound_arguments(node), tensor_operands(node)[0]
     dim = arguments["dim"] % source.meta[VALUE].dim()
     row_count, start = node.meta[VALUE].shape[dim], arguments["start"] or 0
@@ -263,7 +266,9 @@ def _slice_number(node: fx.Node, starts: Sequence[int], slices: ConcatSlices) ->
 def _operands_by_slice(node: fx.Node, slices: ConcatSlices) -> list[tuple[fx.Node, fx.Node, dict[str, object]]]:
     """Return the keys, values and options of each slice."""
     arguments = bound_arguments(node)
-    keys, values, mask = (None if item is None else slices.of(item) for item in map(arguments.get, ("key", "value", "attn_mask")))
+    keys, values, mask = (
+        None if item is None else slices.slices_of(item) for item in map(arguments.get, ("key", "value", "attn_mask"))
+    )
     assert keys is not None and values is not None
     options = [{} if mask is None else {"attn_mask": item} for item in (mask or keys)]
     return [
@@ -279,7 +284,7 @@ def _replace_results(node: fx.Node, results: Sequence[fx.Node]) -> None:
     node.graph.erase_node(node)
 
 
-EMITTERS: dict[object, Callable[[fx.Node, ConcatSlices, Sequence[bool]], None]] = {
+SPLITTERS: dict[object, Callable[[fx.Node, ConcatSlices, Sequence[bool]], None]] = {
     ATTENTION: _write_forward,
     ATTENTION_BACKWARD: _write_backward,
 }

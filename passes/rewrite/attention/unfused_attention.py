@@ -22,7 +22,7 @@ aten = torch.ops.aten
 Shape = tuple[Size, ...]
 Scaling = tuple[Any, float]
 
-SAME_NUMBERS = (
+KEEPS_ELEMENTS = (
     aten.view.default,
     aten._unsafe_view.default,
     aten.reshape.default,
@@ -43,8 +43,8 @@ class Scores:
     mask: fx.Node | None
 
     @staticmethod
-    def of(scores: fx.Node) -> Scores | None:
-        """Match scores of this form; return None if they have another."""
+    def match(scores: fx.Node) -> Scores | None:
+        """Match scores; return None if they are not a scaled product plus a mask."""
         node, shape = through_views(scores), shape_of_node(scores)
         if node.target is not aten.add.Tensor:
             return Scores._match_product(node, None, shape)
@@ -61,7 +61,7 @@ class Scores:
         if node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[1], (int, float)) and node.args[1]:
             scaling = node.target, float(node.args[1])
             node = through_views(node.args[0])
-        operands = factors(node)
+        operands = match_bmm(node)
         has_shape_of_scores = shape_of_node(node) == _flat_shape(shape) and (mask is None or 2 <= len(shape_of_node(mask)) <= 4)
         return Scores(*operands, scaling, mask) if operands is not None and has_shape_of_scores else None
 
@@ -74,9 +74,7 @@ class Scores:
         return number if target is aten.mul.Tensor else 1 / number
 
     def uses_of_gradient(self, gradient: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yield the uses of a gradient of scores, after it is scaled like the scores; yield the gradient itself for any
-        other use.
-        """
+        """Yield the uses of a gradient of scores after it is scaled like the scores; for any other use, yield the gradient."""
         for user, node in uses_through_views(gradient):
             if self.scaling is None:
                 yield user, node
@@ -88,21 +86,21 @@ class Scores:
 
 @dataclass
 class UnfusedAttention:
-    """Products of the scores' operands and `values` [bh n e], the gradient of their result, and its operands' gradients."""
+    """The products of probabilities and `values` [bh n e], the gradient of their result, and the gradients of all operands."""
 
     scores: Scores
     values: fx.Node | None = None
     results: list[fx.Node] = field(default_factory=list)
     gradient: fx.Node | None = None
-    of_query: list[fx.Node] = field(default_factory=list)
-    of_keys: list[fx.Node] = field(default_factory=list)  # [bh n d]
-    of_transposed_keys: list[fx.Node] = field(default_factory=list)  # [bh d n]
-    of_values: list[fx.Node] = field(default_factory=list)
+    query_gradients: list[fx.Node] = field(default_factory=list)
+    key_gradients: list[fx.Node] = field(default_factory=list)  # [bh n d]
+    transposed_key_gradients: list[fx.Node] = field(default_factory=list)  # [bh d n]
+    value_gradients: list[fx.Node] = field(default_factory=list)
 
     def record_probability_uses(self, probabilities: fx.Node) -> bool:
         """Record the products that use the probabilities, and return whether nothing else uses them."""
         for user, node in uses_through_views(probabilities):
-            left, right = factors(user) or (None, None)
+            left, right = match_bmm(user) or (None, None)
             if left is node and right is not node and self._record_or_compare("values", right):
                 self.results.append(user)
             elif not is_transpose_of(user, node) or not all(self._record_value_gradient(reader, user) for reader in user.users):
@@ -111,35 +109,35 @@ class UnfusedAttention:
 
     def _record_value_gradient(self, user: fx.Node, probabilities: fx.Node) -> bool:
         """Record a product as the values' gradient, and return whether its operands match."""
-        left, right = factors(user) or (None, None)
-        self.of_values.append(user)
+        left, right = match_bmm(user) or (None, None)
+        self.value_gradients.append(user)
         return left is probabilities and self._record_or_compare("gradient", right)
 
     def is_gradient_of_probabilities(self, value: fx.Node) -> bool:
         """Return whether a value is the product of the result's gradient and the values."""
-        left, right = factors(through_views(value)) or (None, None)
+        left, right = match_bmm(through_views(value)) or (None, None)
         return self._record_or_compare("gradient", left) and self.values is not None and is_transpose_of(right, self.values)
 
-    def record_gradient_uses(self, of_scores: fx.Node) -> bool:
+    def record_gradient_uses(self, scores_gradient: fx.Node) -> bool:
         """Record the operand gradients computed from a gradient of scores, and return whether nothing else uses it."""
-        return all(self._record_operand_gradient(user, node) for user, node in self.scores.uses_of_gradient(of_scores))
+        return all(self._record_operand_gradient(user, node) for user, node in self.scores.uses_of_gradient(scores_gradient))
 
     def _record_operand_gradient(self, user: fx.Node, gradient: fx.Node) -> bool:
-        """Record one use of a scaled gradient of scores, and return whether it is the gradient of the query or the keys."""
-        left, right = factors(user) or (None, None)
+        """Record a use of a scaled gradient of scores, and return whether it computes the gradient of the query or the keys."""
+        left, right = match_bmm(user) or (None, None)
         if left is gradient and is_transpose_of(right, self.scores.keys):
-            self.of_query.append(user)
+            self.query_gradients.append(user)
         elif right is gradient and is_transpose_of(left, self.scores.query):
-            self.of_transposed_keys.append(user)
+            self.transposed_key_gradients.append(user)
         elif is_transpose_of(user, gradient):
-            self.of_keys.extend(user.users)
-            return all(factors(reader) == (user, self.scores.query) for reader in user.users)
+            self.key_gradients.extend(user.users)
+            return all(match_bmm(reader) == (user, self.scores.query) for reader in user.users)
         else:
             return False
         return True
 
     def _record_or_compare(self, name: str, value: Any) -> bool:
-        """Record the operand if it is the first of its name, and return whether it is the recorded one."""
+        """Record the operand `name` at the first call, and return whether the value is the recorded one."""
         if not is_tensor(value):
             return False
         recorded = getattr(self, name)
@@ -150,15 +148,15 @@ class UnfusedAttention:
     @property
     def gradients(self) -> list[fx.Node]:
         """Return all recorded gradients of operands."""
-        return [*self.of_query, *self.of_keys, *self.of_transposed_keys, *self.of_values]
+        return [*self.query_gradients, *self.key_gradients, *self.transposed_key_gradients, *self.value_gradients]
 
     @property
     def last_needed(self) -> fx.Node:
         """Return the last operand of the gradients: a result or its gradient."""
         return max([*self.results, *([] if self.gradient is None else [self.gradient])])
 
-    def fits_a_kernel(self) -> bool:
-        """Return whether a kernel can take all operands without a conversion."""
+    def fits_kernel(self) -> bool:
+        """Return whether a kernel can read all operands without a conversion."""
         if not self.results or self.values is None or not shape_of_node(self.values)[-1]:
             return False
         if self.gradient is not None and shape_of_node(self.gradient) != shape_of_node(self.results[0]):
@@ -167,7 +165,7 @@ class UnfusedAttention:
         return len({node.meta[VALUE].dtype for node in (*operands, *self.results) if node is not None}) == 1
 
 
-def factors(node: Any) -> tuple[fx.Node, fx.Node] | None:
+def match_bmm(node: Any) -> tuple[fx.Node, fx.Node] | None:
     """Return the operands of a batched product, or None."""
     is_product = isinstance(node, fx.Node) and node.target is aten.bmm.default
     return node.args if is_product else None
@@ -175,7 +173,7 @@ def factors(node: Any) -> tuple[fx.Node, fx.Node] | None:
 
 def through_views(node: Any) -> fx.Node:
     """Return the value before views that keep its elements, with batch and heads in one dimension or in two."""
-    while node.target in SAME_NUMBERS and _is_equal_or_folded(node, node.args[0]):
+    while node.target in KEEPS_ELEMENTS and _is_equal_or_folded(node, node.args[0]):
         node = node.args[0]
     return node
 
@@ -183,7 +181,7 @@ def through_views(node: Any) -> fx.Node:
 def uses_through_views(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield each operator that uses the elements of a value, with the view that it takes."""
     for user in node.users:
-        if user.target in SAME_NUMBERS and user.args[0] is node and _is_equal_or_folded(user, node):
+        if user.target in KEEPS_ELEMENTS and user.args[0] is node and _is_equal_or_folded(user, node):
             yield from uses_through_views(user)
         else:
             yield user, node

@@ -22,31 +22,35 @@ WindowSize: TypeAlias = "tuple[int, int]"
 """How many keys before and after a row it sees; -1 means all."""
 
 
-def bias(query: fx.Node, size: Any, window: WindowSize, writer: GraphWriter) -> fx.Node:
+def emit_window_bias(query: fx.Node, size: Any, window: WindowSize, writer: GraphWriter) -> fx.Node:
     """Return a bias [1 1 m n], with m = n: zero for keys inside the window, minus infinity for all others."""
-    rows, keys = (_indices(query, size, writer) for _ in range(2))
-    return _bias_of(_window_conditions(*_broadcast(rows, keys, size, writer), window, writer), query, writer)
+    rows, keys = (_emit_indices(query, size, writer) for _ in range(2))
+    return _emit_bias(_emit_window_conditions(*_broadcast(rows, keys, size, writer), window, writer), query, writer)
 
 
-def in_documents(query: fx.Node, size: Any, window: WindowSize, ends: tuple[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
+def emit_document_bias(
+    query: fx.Node, size: Any, window: WindowSize, ends: tuple[fx.Node, fx.Node], writer: GraphWriter
+) -> fx.Node:
     """Return a bias that also hides keys of other documents; `ends` are the cumulative lengths, for rows and for keys.
 
-    If both are one value, a document's rows and keys have the same indices, and the window is relative to them. Otherwise
-    the window is relative to the ends of the document's rows and keys.
+    If both ends are one value, a document's rows and keys have the same indices, and the window is relative to these
+    indices. Otherwise the window is relative to the ends of the document's rows and keys.
     """
     call = writer.call
-    rows, keys = (_indices(query, size, writer) for _ in range(2))
+    rows, keys = (_emit_indices(query, size, writer) for _ in range(2))
     of_row, of_key = (
         call(aten.bucketize.Tensor, indices, document_ends, right=True)
         for indices, document_ends in zip((rows, keys), ends, strict=True)
     )
-    if not _are_one_value(*ends):
+    if not _is_same_value(*ends):
         rows, keys = _offset_from_end(rows, of_row, ends[0], writer), _offset_from_end(keys, of_key, ends[1], writer)
     is_same_document = call(aten.eq.Tensor, *_broadcast(of_row, of_key, size, writer))
-    return _bias_of([is_same_document, *_window_conditions(*_broadcast(rows, keys, size, writer), window, writer)], query, writer)
+    return _emit_bias(
+        [is_same_document, *_emit_window_conditions(*_broadcast(rows, keys, size, writer), window, writer)], query, writer
+    )
 
 
-def _are_one_value(first: fx.Node, second: fx.Node) -> bool:
+def _is_same_value(first: fx.Node, second: fx.Node) -> bool:
     """Return whether two values are equal up to copies; values of a graph are never mutated."""
     return _before_copies(first) is _before_copies(second)
 
@@ -58,15 +62,13 @@ def _before_copies(node: fx.Node) -> fx.Node:
     return node
 
 
-def _indices(query: fx.Node, size: Any, writer: GraphWriter) -> fx.Node:
+def _emit_indices(query: fx.Node, size: Any, writer: GraphWriter) -> fx.Node:
     """Emit the indices 0, 1, 2, ... up to `size`."""
     return writer.call(aten.arange.default, size, device=query.meta[VALUE].device)
 
 
 def _offset_from_end(indices: fx.Node, documents: fx.Node, ends: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Return minus the number of rows left in each row's document. Rows after the last document belong to one that ends
-    at 0.
-    """
+    """Return minus the number of rows left in each row's document. Rows after the last document get a document with end 0."""
     call = writer.call
     padded = call(aten.constant_pad_nd.default, ends, [0, 1])
     return call(aten.sub.Tensor, indices, call(aten.index.Tensor, padded, [documents]))
@@ -78,20 +80,23 @@ def _broadcast(rows: fx.Node, keys: fx.Node, size: Any, writer: GraphWriter) -> 
     return call(aten.reshape.default, rows, [1, 1, size, 1]), call(aten.reshape.default, keys, [1, 1, 1, size])
 
 
-def _window_conditions(rows: fx.Node, keys: fx.Node, window: WindowSize, writer: GraphWriter) -> list[fx.Node]:
-    """Return the conditions for a visible key. The bounds are added to rows, not to distances, which have m * n elements."""
+def _emit_window_conditions(rows: fx.Node, keys: fx.Node, window: WindowSize, writer: GraphWriter) -> list[fx.Node]:
+    """Return the conditions for a visible key.
+
+    The bounds are added to row indices and not to distances, because distances have m * n elements.
+    """
     (left, right), call = window, writer.call
 
-    def moved(by: int) -> fx.Node:
+    def rows_plus(offset: int) -> fx.Node:
         """Emit the row indices plus an offset."""
-        return call(aten.add.Tensor, rows, by) if by else rows
+        return call(aten.add.Tensor, rows, offset) if offset else rows
 
-    after = [call(aten.le.Tensor, keys, moved(right))] if right >= 0 else []
-    before = [call(aten.ge.Tensor, keys, moved(-left))] if left >= 0 else []
+    after = [call(aten.le.Tensor, keys, rows_plus(right))] if right >= 0 else []
+    before = [call(aten.ge.Tensor, keys, rows_plus(-left))] if left >= 0 else []
     return after + before
 
 
-def _bias_of(conditions: Sequence[fx.Node], query: fx.Node, writer: GraphWriter) -> fx.Node:
+def _emit_bias(conditions: Sequence[fx.Node], query: fx.Node, writer: GraphWriter) -> fx.Node:
     """Return zero if all conditions hold, and minus infinity elsewhere."""
     is_visible = reduce(lambda left, right: writer.call(aten.bitwise_and.Tensor, left, right), conditions)
     like = {"dtype": query.meta[VALUE].dtype, "device": query.meta[VALUE].device}

@@ -45,7 +45,7 @@ from streamfx.passes.ops.collectives import (
     is_reduction,
     is_wait,
 )
-from streamfx.passes.rewrite.driver import key_of
+from streamfx.passes.rewrite.driver import merge_key
 
 aten = torch.ops.aten
 SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -107,7 +107,7 @@ def _merge_equal(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Merge equal operators, in place, because a weight that is used twice is gathered twice; return the remaining nodes."""
     first_by_key: dict[Any, fx.Node] = {}
     for node in nodes:
-        first = first_by_key.setdefault(key_of(node), node)
+        first = first_by_key.setdefault(merge_key(node), node)
         if first is not node:
             node.replace_all_uses_with(first)
             node.graph.erase_node(node)

@@ -17,7 +17,7 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.kernels import causal_conv
 from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.ops.constants import is_zero
-from streamfx.passes.rewrite.pattern import results_in_use, rewrite_rule
+from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
 from streamfx.passes.rewrite.scans.custom_scan import (
     UNPACKED_RESULTS,
     ScanCall,
@@ -99,7 +99,7 @@ def _read_backward(node: fx.Node, call: ScanCall) -> ScanCall | None:
 
 def _scan_call(node: fx.Node, arguments: Mapping[str, Any]) -> ScanCall:
     """Return the call of an `auto_functionalized` node, whose results are None, followed by the tensors that it writes."""
-    users_by_result = results_in_use(node)
+    users_by_result = getitems_by_index(node)
     if users_by_result is None or 0 in users_by_result:
         raise NotStatefulError(UNPACKED_RESULTS)
     written_values = node.meta[VALUE][1:]

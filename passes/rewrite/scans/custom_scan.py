@@ -19,7 +19,7 @@ from streamfx.ir.sizes import shape_of
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import FORWARD_OPERATOR, VALUE, WHY_WHOLE
 from streamfx.passes.ops.rules.stateful import STATEFUL
-from streamfx.passes.rewrite.pattern import RewriteRule, results_in_use
+from streamfx.passes.rewrite.pattern import RewriteRule, getitems_by_index
 from streamfx.passes.rewrite.views.no_ops import remove_alias
 from streamfx.runtime.custom_scan import Backward, Forward
 from streamfx.torch_private import OpOverload
@@ -81,7 +81,7 @@ def name_of(node: fx.Node) -> str:
 
 def read_call(node: fx.Node, declared: Stateful) -> ScanCall:
     """Return a call of a declared operator or its backward; raise a NotStatefulError if its arguments are not supported."""
-    arguments, users_by_result = bound_arguments(node), results_in_use(node)
+    arguments, users_by_result = bound_arguments(node), getitems_by_index(node)
     if users_by_result is None:
         raise NotStatefulError(UNPACKED_RESULTS)
     for name, value in arguments.items():

@@ -13,7 +13,7 @@ from streamfx.ir.joint import shape_of_node
 from streamfx.ir.recurrence import TreePlan, separate_axes
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import FORWARD_OPERATOR, VALUE
-from streamfx.passes.rewrite.pattern import results_in_use, rewrite_rule
+from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
 from streamfx.passes.rewrite.scans.custom_scan import strip_aliases, users_through_aliases
 from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN, Associative, AssociativeBackward, bytes_of_blocks
 
@@ -38,9 +38,9 @@ def associative_scan_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mappin
     """associative_scan(rows) -> y                     ->   recurrence(rows) -> y
     associative_scan_backward(dy, rows) -> drows    ->   recurrence(dy, rows) -> drows, in reverse
     """
-    call, users_by_result = TreeScan.read(node.args), results_in_use(node)
+    call, users_by_result = TreeScan.read(node.args), getitems_by_index(node)
     backwards = list(_backward_calls(call))
-    users_by_backward = [results_in_use(backward) for backward in backwards]
+    users_by_backward = [getitems_by_index(backward) for backward in backwards]
     if users_by_result is None or None in users_by_backward or not isinstance(shape_of_node(call.rows[0])[0], int):
         return None
     forward = writer.insert_call(

@@ -23,7 +23,7 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import GRAPH, VALUE
 from streamfx.passes.ops.aliasing import is_view
 from streamfx.passes.ops.traits import READS_LAYOUT, is_random
-from streamfx.passes.rewrite.pattern import results_in_use, rewrite_rule
+from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
 from streamfx.runtime.outer import COPYING_VIEWS
 from streamfx.runtime.scan import ChunkedScan
 from streamfx.torch_private import SCAN, OpOverload
@@ -92,7 +92,7 @@ class ScanOperator:
 @rewrite_rule(SCAN)
 def scan_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """scan(step, carry, rows, shared) -> recurrence(carry, rows, shared), in reverse if the rows were flipped"""
-    call, users_by_result = _match_scan(node), results_in_use(node)
+    call, users_by_result = _match_scan(node), getitems_by_index(node)
     if call is None or users_by_result is None:
         return None
     results = _emit_without_steps(call, [index for index in users_by_result if index >= call.step.num_carried], writer)

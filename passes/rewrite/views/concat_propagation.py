@@ -113,7 +113,7 @@ class ConcatSlices:
             and not any(map(signature.is_special, labels_of_axis))
         )
 
-    def of(self, value: fx.Node) -> tuple[fx.Node, ...]:
+    def slices_of(self, value: fx.Node) -> tuple[fx.Node, ...]:
         """Return the slices of a value for which `can_slice` is true."""
         if self.dim(value) is None:
             return (value,) * len(self.lengths)
@@ -121,7 +121,7 @@ class ConcatSlices:
             if self._is_concat_of_slices(value):
                 self.slices_by_value[value] = tensor_operands(value)
             else:
-                operands = {operand: self.of(operand) for operand in tensor_operands(value)}
+                operands = {operand: self.slices_of(operand) for operand in tensor_operands(value)}
                 self.writer.before(first_operator_after(value))
                 self.slices_by_value[value] = tuple(self._emit_slice(value, operands, i) for i in range(len(self.lengths)))
         return self.slices_by_value[value]

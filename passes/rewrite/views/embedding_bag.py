@@ -17,7 +17,7 @@ from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.sizes import quotient
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE, WHY_WHOLE
-from streamfx.passes.rewrite.pattern import results_in_use, rewrite_rule
+from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
 from streamfx.passes.rewrite.views.constant_indices import is_strided_arange
 
 aten = torch.ops.aten
@@ -72,7 +72,7 @@ class _Bags:
 @rewrite_rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 def embedding_bag_to_embedding(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """embedding_bag(table, i.view(n * k), arange(0, n * k, k)) -> embedding(table, i).sum(1)"""
-    users_by_result = results_in_use(node)
+    users_by_result = getitems_by_index(node)
     if not users_by_result or not any(getitem.users for getitem in users_by_result.get(0, [])):
         return None
     bags = _match_bags(node, writer)

@@ -26,7 +26,7 @@ MARKED = (
 )
 
 
-def why_lazy_values_stay(graph: fx.Graph, results: Sequence[Any]) -> str | None:
+def find_lazy_memory_read(graph: fx.Graph, results: Sequence[Any]) -> str | None:
     """Return why a graph cannot be rewritten, in a user's words, or None.
 
     The memory of a lazy value, or of a view of one, is then read by the caller, as an output, or by an operator without a
