@@ -1,4 +1,4 @@
-"""Gradients that are a number per sequence times what they are for ones are found along with the loss; all others are not."""
+"""Gradients that are homogeneous in a number per sequence are computed with the loss; all others in a second pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
 
 
 class Head:
-    """What a loss is made of: hidden states [b t d], a head [d v], labels [b t], which rows count [b t]."""
+    """Inputs of a loss: hidden states [b t d], a head [d v], labels [b t], which rows count [b t]."""
 
     def __init__(self, x: Tensor, weight: Tensor, labels: Tensor, keep: Tensor) -> None:
         self.x, self.weight, self.labels, self.keep = x, weight, labels, keep
@@ -40,16 +40,16 @@ Loss = Callable[[Head], Tensor]
 
 
 def of_rows(rows: Callable[[Head], Tensor]) -> Loss:
-    """The mean of the squares of what rows [b t] sum up to."""
+    """The mean of the squares of the sums of rows [b t]."""
     return lambda head: rows(head).sum(1).square().mean()
 
 
 def of_logits(logits: Callable[[Tensor], Tensor]) -> Loss:
-    """The same of log probabilities by logits that something is done to."""
+    """The same for log probabilities of changed logits."""
     return of_rows(lambda head: head.logps(logits(head.logits())))
 
 
-def behind_attention(loss: Loss) -> Callable[..., Tensor]:
+def after_attention(loss: Loss) -> Callable[..., Tensor]:
     def function(x: Tensor, w: Tensor, *others: Tensor) -> Tensor:
         q = (x @ w)[:, None]
         x = x + F.scaled_dot_product_attention(q, q, x[:, None], is_causal=True)[:, 0] @ w
@@ -67,9 +67,9 @@ def operands(batch: int, length: int, trained: bool) -> list[Tensor]:
     return [*(item.requires_grad_(i < 2 or trained) for i, item in enumerate(tensors)), labels, keep]
 
 
-def is_found_with(loss: Loss, batch: int = 4, length: int = LENGTH, trained: bool = False) -> bool:
-    """Whether no product with the vocabulary is left to the backward half; the gradients are eager's."""
-    return in_one_pass(compare_function(behind_attention(loss), operands(batch, length, trained), (3, 1, 4), streams=None))
+def is_one_pass(loss: Loss, batch: int = 4, length: int = LENGTH, trained: bool = False) -> bool:
+    """Whether the backward has no matmul with the vocabulary; the gradients are eager's."""
+    return in_one_pass(compare_function(after_attention(loss), operands(batch, length, trained), (3, 1, 4), streams=None))
 
 
 def in_one_pass(facts: Facts) -> bool:
@@ -88,93 +88,59 @@ def preferences(head: Head) -> Tensor:
     return -F.logsigmoid(chosen - rejected).mean()
 
 
-def every_other(head: Head) -> Tensor:
-    sums = head.sums().unflatten(0, (-1, 2))
-    return torch.tanh(sums[:, 0] - sums[:, 1]).sum()
-
-
-def flattened_sums(head: Head) -> Tensor:
-    """Rows are flat until they are summed."""
-    logps = (head.x.flatten(0, 1) @ head.weight).log_softmax(-1).gather(-1, head.labels.flatten()[:, None])
-    return logps.reshape(head.labels.shape).sum(1).square().mean()
-
-
-def time_first(head: Head) -> Tensor:
-    logps = (head.x.transpose(0, 1) @ head.weight).log_softmax(-1).gather(-1, head.labels.t()[..., None])
-    return logps.squeeze(-1).sum(0).square().mean()
-
-
-def entropies(head: Head) -> Tensor:
-    p = head.logits().log_softmax(-1)
-    return (p.exp() * p).sum((1, 2)).square().mean()
-
-
-def selected_where_there_is_any(head: Head) -> Tensor:
-    """A sequence of which nothing is selected has no length, and its gradient is zero in eager: what drives it is no number."""
-    keep = head.labels > 100 * head.rows[:, None]
-    means = torch.where(keep, head.logps(), 0).sum(1) / keep.sum(1)
-    return torch.where(keep.any(1), means.square(), 0).sum()
-
-
 def filled_where_there_is_any(head: Head) -> Tensor:
+    """A sequence without selected tokens has zero tokens; its gradient is zero in eager, and its cotangent scale is NaN."""
     drop = head.labels <= 100 * head.rows[:, None]
     means = head.logps().masked_fill(drop, 0).sum(1) / (~drop).sum(1)
     return means.square().masked_fill(drop.all(1), 0).sum()
 
 
-MULTIPLES: dict[str, Loss] = {
+HOMOGENEOUS: dict[str, Loss] = {
     "preferences": preferences,
-    "every other": every_other,
     "a root": lambda head: head.sums().square().sum().sqrt(),
     "of lengths": lambda head: torch.exp(head.sums() / (head.keep.sum(1) + 1)).mean(),
-    "each of all sums": lambda head: head.sums().softmax(0).square().sum(),
+    "softmax of sums": lambda head: head.sums().softmax(0).square().sum(),
     "flattened": of_rows(lambda head: head.logps((head.x.flatten(0, 1) @ head.weight).unflatten(0, head.labels.shape))),
-    "flattened sums": flattened_sums,
-    "time first": time_first,
+    "time first": of_rows(lambda head: head.logps((head.x.transpose(0, 1) @ head.weight).transpose(0, 1))),
     "normed": of_rows(lambda head: head.logps(F.layer_norm(head.x, (WIDTH,)) @ head.weight)),
     "capped": of_logits(lambda logits: 3 * torch.tanh(logits / 3)),
-    "logsumexps": of_rows(lambda head: head.logits().logsumexp(-1)),
-    "entropies": entropies,
-    "classes that are hidden": of_rows(
-        lambda head: head.logits().masked_fill(torch.arange(VOCABULARY) == 1, -1e9).logsumexp(-1),
-    ),
+    "logsumexp": of_rows(lambda head: head.logits().masked_fill(torch.arange(VOCABULARY) == 1, -1e9).logsumexp(-1)),
+    "entropies": of_rows(lambda head: ((p := head.logits().log_softmax(-1)).exp() * p).sum(2)),
     "selected": of_rows(lambda head: torch.where(head.labels > 1, head.logps(), 0)),
     "filled": of_rows(lambda head: head.logps().masked_fill(head.labels < 2, 0)),
     "selected logits": of_rows(lambda head: head.logps(torch.where(head.labels[..., None] > 1, head.logits(), 0))),
-    "selected where there is any": selected_where_there_is_any,
-    "filled where there is any": filled_where_there_is_any,
-    "driven by zero": lambda head: torch.relu(head.sums() - 1e3).sum(),
-    "some driven by zero": lambda head: torch.relu((sums := head.sums()) - sums.mean()).sum(),
+    "filled if there is any": filled_where_there_is_any,
+    "some with zero gradients": lambda head: torch.relu((sums := head.sums()) - sums.mean()).sum(),
 }
-SOME = ("preferences", "selected", "filled where there is any", "some driven by zero")
+SOME = ("preferences", "selected", "filled if there is any", "some with zero gradients")
 
 
-@pytest.mark.parametrize("name", only(SOME, MULTIPLES))
+@pytest.mark.parametrize("name", only(SOME, HOMOGENEOUS))
 def test_one_pass(name: str) -> None:
-    assert is_found_with(MULTIPLES[name])
+    assert is_one_pass(HOMOGENEOUS[name])
 
 
-@pytest.mark.parametrize("name", only(["time first"], ["preferences", "each of all sums", "flattened", "time first"]))
+@pytest.mark.parametrize("name", only(["time first"], ["preferences", "time first"]))
 @pytest.mark.parametrize("batch", [LENGTH, WIDTH, 2])
 def test_batches_as_long_as_the_sequence(name: str, batch: int) -> None:
-    assert is_found_with(MULTIPLES[name], batch, length=batch)
+    assert is_one_pass(HOMOGENEOUS[name], batch, length=batch)
 
 
 def test_a_trained_head_runs_in_two_passes() -> None:
-    assert not is_found_with(preferences, trained=True)
+    assert not is_one_pass(preferences, trained=True)
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_one_number_scales_weights_as_well(trained: bool) -> None:
-    assert is_found_with(lambda head: head.sums().sum().square(), trained=trained)
-    assert is_found_with(lambda head: head.sums()[0].square(), batch=1, trained=trained)
+    assert is_one_pass(lambda head: head.sums().sum().square(), trained=trained)
+    assert is_one_pass(lambda head: head.sums()[0].square(), batch=1, trained=trained)
 
 
-# -- no multiples
+# -- gradients that are not homogeneous
 
 
 class Bent(torch.autograd.Function):
-    """The identity, whose gradient is bent."""
+    """The identity, with a nonlinear gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -186,7 +152,7 @@ class Bent(torch.autograd.Function):
 
 
 def halves(head: Head) -> Tensor:
-    """The first half of the rows is summed into one, the others into another."""
+    """Each half of the rows has a sum."""
     logps = head.logps()
     return logps[:, :3].sum(1).square().mean() + logps[:, 3:].sum(1).exp().mean()
 
@@ -196,52 +162,45 @@ def two_terms(head: Head) -> Tensor:
     return head.logps(logits).sum(1).square().mean() + F.cross_entropy(logits.flatten(0, 1), head.labels.flatten())
 
 
-def pairs(head: Head) -> Tensor:
-    """The batch is there twice."""
-    return torch.einsum("btv,ctv->bct", head.logits(), head.logits()).tanh().sum(2).square().mean()
-
-
 def selected_twice(head: Head) -> Tensor:
     return torch.where(head.labels < 5, torch.where(head.labels > 1, head.logps(), 0), 0).sum(1).square().mean()
 
 
 OTHERS: dict[str, Loss] = {
-    "bent gradients": of_logits(Bent.apply),
+    "nonlinear gradients": of_logits(Bent.apply),
     "less the mean of all sequences": of_logits(lambda logits: logits - logits.mean(0, keepdim=True)),
     "mixed by a matrix": of_logits(lambda x: torch.einsum("bc,ctv->btv", torch.ones(len(x), len(x)).to(x).tril(), x)),
     "rolled": of_logits(lambda logits: logits.roll(1, 0)),
-    "turned around": of_logits(lambda logits: logits + 0.5 * logits.flip(0)),
     "running sums": of_logits(lambda logits: logits.cumsum(0)),
     "normed over the batch": of_rows(lambda head: (head.logits().softmax(0) * head.keep[..., None]).sum(2)),
-    "all pairs of sequences": pairs,
     "of each token": lambda head: (head.logps() * head.sums()[:, None]).sum().tanh(),
     "halves": halves,
     "two terms": two_terms,
-    "selected by what is made": of_rows(lambda head: torch.where((logps := head.logps()) > -2, logps, 0)),
+    "selected by probability": of_rows(lambda head: torch.where((logps := head.logps()) > -2, logps, 0)),
     "selected twice": selected_twice,
-    "selected beside all": of_rows(lambda head: torch.where(head.labels > 1, p := head.logps(), 0) + 0.1 * p),
+    "selected, and all": of_rows(lambda head: torch.where(head.labels > 1, p := head.logps(), 0) + 0.1 * p),
 }
 
 
 @pytest.mark.parametrize("name", only(["normed over the batch", "rolled", "two terms", "selected twice"], OTHERS))
 @pytest.mark.parametrize("batch", [4, pytest.param(LENGTH, marks=pytest.mark.long)])
-def test_no_multiple(name: str, batch: int) -> None:
-    assert not is_found_with(OTHERS[name], batch)
+def test_two_passes(name: str, batch: int) -> None:
+    assert not is_one_pass(OTHERS[name], batch)
 
 
 @pytest.mark.parametrize("batch", [4, LENGTH])
-def test_what_mixes_sequences_in_front_of_the_head_is_not_part_of_it(batch: int) -> None:
-    is_found_with(of_rows(lambda head: head.logps((head.x + head.x.mean(0, keepdim=True)) @ head.weight)), batch)
+def test_sequences_that_are_mixed_before_the_head_are_exact(batch: int) -> None:
+    is_one_pass(of_rows(lambda head: head.logps((head.x + head.x.mean(0, keepdim=True)) @ head.weight)), batch)
 
 
-def test_a_driver_that_is_infinite_shows() -> None:
-    """What it reaches is no number in eager and here; rows of other sequences are untouched."""
+def test_an_infinite_cotangent_scale() -> None:
+    """Gradients that it reaches are NaN in eager and here; other sequences have finite ones."""
 
     def infinite(head: Head) -> Tensor:
         sums = head.sums()
         return ((head.rows == 0) * 1e4 * -sums).exp().sum() + sums.square().sum()
 
-    tensors, function = operands(3, LENGTH, False), behind_attention(infinite)
+    tensors, function = operands(3, LENGTH, False), after_attention(infinite)
     tensors[-1].fill_(1)
     function(*tensors).backward()
     wanted = take_gradients(tensors)
