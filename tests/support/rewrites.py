@@ -1,0 +1,296 @@
+"""Graphs that rewrite rules are tried on: those of `rewrites.txt`, with its helpers, and families of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+from tests.support.canonical import INF, NAN, Case, Function, plain, scores, special
+
+__all__ = ["F", "RELATIVE_SHIFT", "RELATIVE_SHIFT_BACKWARD"]  # names in rewrites.txt
+
+aten = torch.ops.aten
+
+# -- operands
+
+
+def tensor(*numbers: int) -> Tensor:
+    return torch.tensor(numbers)
+
+
+X, S, LABELS = special(4, 3), scores(2, 7, 5), tensor(1, 0, -100, 4, 1)
+ORDER, KEYS = tensor(3, 1, 3, 0, 2), torch.tensor([[3, 1, 3, 0, 2], [0, 5, 1, 1, 1]])
+THREES = ((0, 3), (3, 6), (6, 9), (9, 12))
+OPERANDS: dict[str, dict[str, Any]] = {  # by a name that stands alone
+    "X": {"x": X},
+    "B": {"x": special(2, 12, 2)},
+    "G": {"g": special(2, 12, 2), "d": special(2, 12, 2)},
+    "W": {"x": special(12, 12)},
+    "S": {"x": S},
+    "D": {"x": S[:, 4:], "g": plain(2, 3, 5)},  # rows of numbers: in other rows both sides are NaN
+    "L": {"d": plain(), "x": plain(5, 6), "y": LABELS},
+    "P": {"x": special(5, 2), "keys": ORDER},
+    "Q": {"x": special(2, 5, 3), "keys": KEYS},
+    "SQUARE": {"x": special(5, 5), "keys": KEYS.repeat(3, 1)[:5]},
+    "LONGER": {"x": special(2, 7, 3), "keys": KEYS},
+    "MASKED": {"x": special(2, 3, 4), "number": torch.tensor(-0.0, dtype=torch.float64)},
+    "HEADS": {"q": plain(2, 6, 4, 2), "k": plain(2, 2, 4, 2), "g": plain(2, 6, 4, 2)},
+}
+
+# -- helpers of expressions
+
+
+def beside(x: Tensor, value: float, other: float, is_first: bool) -> Tensor:
+    """One row of a value and two of another: before and after the rows of x, or both after them."""
+    fills = x.new_full((1, 3), value), x.new_full((2, 3), other)
+    return torch.cat([fills[0], x, fills[1]] if is_first else [x, *fills])
+
+
+def put_by(x: Tensor, number: Tensor, dims: int, accumulate: bool = False, dtype: torch.dtype = torch.bool) -> Tensor:
+    """One number at the places of a mask of so many leading dimensions; of another type the mask has indices."""
+    mask = (x > 0).flatten(dims).any(-1) if dims < 3 else x > 0
+    return aten.index_put(x, [mask.to(dtype)], number, accumulate)
+
+
+def in_blocks(x: Tensor, size: int = 3) -> Tensor:
+    return aten.view(x, [2, 12 // size, size, 2])
+
+
+def with_view(x: Tensor, part: Tensor) -> list[Tensor]:
+    return [part, x.unflatten(1, (-1, 3)).sin()]
+
+
+def of_blocks(x: Tensor, size: int = 3) -> Tensor:
+    return x.view(2, 12 // size, size, 2).sin().view(2, 12, 2)
+
+
+def placed(g: Tensor, start: int, end: int, step: int = 1) -> Tensor:
+    """The gradient of a slice."""
+    return aten.slice_backward(g[:, start:end:step], [2, 12, 2], 1, start, end, step)
+
+
+def padded(a: Tensor, b: Tensor, end: int = 6) -> Tensor:
+    """A sum of gradients: rows of `a` before `end`, rows of `b` after the sixth."""
+    return placed(a, 0, end) + placed(b, 6, 12)
+
+
+def buffer(x: Tensor, *rows: tuple[int, int], base: Tensor | None = None) -> Tensor:
+    """Rows [start, end) of x written into a buffer, one after the other, each in another way."""
+    made = x.tan() if base is None else base
+    for number, (start, end) in enumerate(rows):
+        made = made.slice_scatter(x[:, start:end].sin() * (1 + number), 1, start, end)
+    return made
+
+
+def written(x: Tensor, write: Callable[[Tensor], object]) -> Tensor:
+    """Writes into a buffer, as AOTAutograd traces them."""
+
+    def function(x: Tensor) -> Tensor:
+        made = x.clone()
+        write(made)
+        return made
+
+    result: Tensor = torch.func.functionalize(function)(x)
+    return result
+
+
+def filled(x: Tensor, *places: tuple[Any, float]) -> Tensor:
+    return written(x, lambda made: [made[place].fill_(number) for place, number in places])
+
+
+def back(x: Tensor, g: Tensor, probabilities: Function = lambda x: torch.softmax(x, -1), dim: int = -1) -> Tensor:
+    return aten._softmax_backward_data(g, probabilities(x), dim, x.dtype)
+
+
+def at_largest(x: Tensor, d: Tensor) -> Tensor:
+    """The sum of a gradient, at the largest score."""
+    return torch.zeros_like(d).scatter(-1, x.max(-1, keepdim=True).indices, d.sum(-1, keepdim=True))
+
+
+def among(largest: Tensor, d: Tensor) -> Tensor:
+    return d.sum(-1, keepdim=True) / largest.sum(-1, keepdim=True) * largest
+
+
+def gradient_of_the_column(x: Tensor, g: Tensor) -> list[Tensor]:
+    """The part of the scores is used, and the gradient is the column's."""
+    both = torch.softmax(torch.cat([x, g[..., 1:2]], -1), -1)
+    d = aten._softmax_backward_data(aten.slice_backward(g[..., :1], [2, 7, 6], 2, 5, 6, 1), both, -1, x.dtype)
+    return [both[..., :5], d[..., :5], d[..., 5:]]
+
+
+def columns(index: Tensor) -> Tensor:
+    return index[..., None].expand(*index.shape, 3)
+
+
+def numbered(order: Tensor, numbers: Tensor | None = None) -> Tensor:
+    """The inverse of an order, if numbers count up."""
+    return torch.zeros_like(order).scatter(1, order, (torch.arange(5) if numbers is None else numbers).expand_as(order))
+
+
+def in_order(x: Tensor, keys: Tensor, use: Function, descending: bool = False) -> Any:
+    """A use of rows [2 5 3], sorted in each sequence, of their order and of its inverse."""
+    order = keys.argsort(1, descending=descending)
+    undone = numbered(order)
+    return use(x.gather(1, columns(order)) * 2, order, undone)
+
+
+def found(x: Tensor, keys: Tensor, index_of: Function) -> Any:
+    return in_order(x, keys, lambda rows, order, undone: [rows.gather(1, columns(index_of(order, undone))), undone])
+
+
+def added(x: Tensor, keys: Tensor, by_order: bool, base: Function = torch.zeros_like, count: int | None = None) -> Any:
+    """Sorted rows are added at the places of their order, or of its inverse."""
+
+    def use(rows: Tensor, order: Tensor, undone: Tensor) -> list[Tensor]:
+        into, where = base(rows), order if by_order else undone
+        where, rows = (where[:, :count], rows[:, :count]) if count else (where, rows)
+        return [into.scatter_add(1, columns(where), rows), *[undone] * by_order]
+
+    return in_order(x, keys, use)
+
+
+def along(x: Tensor, keys: Tensor, gathered: int, ordered: int, counted: int) -> Tensor:
+    """Rows and columns [5 5], gathered along one dimension by the inverse of an order along one, which counts along one."""
+    numbers = torch.arange(5).view((5, 1) if counted == 0 else (1, 5)).expand(5, 5)
+    return x.gather(gathered, torch.zeros_like(keys).scatter(1, keys.argsort(ordered), numbers))
+
+
+def grouped(q: Tensor, k: Tensor, g: Tensor, summed: Function) -> list[Tensor]:
+    """Attention with repeated heads, and gradients of the keys and values."""
+    wide = k[:, :, None].expand(2, 2, 3, 4, 2).reshape(2, 6, 4, 2)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, wide, wide, 0.0, True)
+    back = aten._scaled_dot_product_flash_attention_for_cpu_backward(g, q, wide, wide, out, lse, 0.0, True)
+    return [out, back[0], *(summed(part) for part in back[1:])]
+
+
+# -- the table
+
+LINE = re.compile(r"(?P<name>.*?)(?: \((?P<rules>[^)]*)\))? \| (?P<mark>[=~-]) \| (?P<operands>.*?) \| (?P<made>.*)")
+
+
+def _lines() -> Iterator[str]:
+    text = Path(__file__).with_suffix(".txt").read_text()
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    yield from "\n".join(lines).replace("\n  ", " ").splitlines()
+
+
+def _case(mark: str, operands: str, made: str) -> Case:
+    names = {name: value for name, value in globals().items()}
+    start, _, others = operands.partition(", ") if operands.split(",")[0] in OPERANDS else ("", "", operands)
+    given: dict[str, Tensor] = {**OPERANDS.get(start, {}), **eval(f"dict({others})", names)}
+    return Case(eval(f"lambda {', '.join(given)}: {made}", names), tuple(given.values()), mark != "-", mark != "~")
+
+
+def _read() -> Iterator[tuple[str, list[str], Case]]:
+    for line in _lines():
+        found = LINE.fullmatch(line)
+        assert found, line
+        yield found["name"], (found["rules"] or "").split(", "), _case(found["mark"], found["operands"], found["made"])
+
+
+# -- families of cases
+
+
+def masks() -> Iterator[tuple[str, Case]]:
+    """Rows that replace others by a mask, and the gradient of that, for masks that do, or do not, select full rows."""
+    rows = torch.tensor([[0.0, 2.0, 0.5], [NAN, 0.0, -3.0]], dtype=torch.float64)
+    selections: dict[str, tuple[Function, bool]] = {
+        "before": (lambda rows, x: rows.bool().expand(x.shape), True),
+        "after": (lambda rows, x: rows.expand(x.shape).bool(), True),
+        "after, copied": (lambda rows, x: rows.expand(x.shape).clone().bool(), True),
+        "integers": (lambda rows, x: rows.nan_to_num().long().expand(x.shape).bool(), True),
+        "rounded in between": (lambda rows, x: rows.nan_to_num().expand(x.shape).long().bool(), False),
+        "compared": (lambda rows, x: rows.expand(x.shape) > 0, False),
+        "of columns": (lambda rows, x: (rows[:, :1] > 0).transpose(1, 2).expand(2, 3, 1).expand(2, 3, 4), True),
+        "of elements": (lambda rows, x: x > rows, False),
+    }
+    for name, (mask, changes) in selections.items():
+        scattered: Function = lambda x, rows, source, mask=mask: x.masked_scatter(mask(rows[..., None], x), source)
+        gradient: Function = lambda x, rows, source, mask=mask: aten.masked_scatter_backward(
+            x, mask(rows[..., None], x), list(source.shape)
+        )
+        for kind, function in (("scattered", scattered), ("gradient", gradient)):
+            inputs = (special(2, 3, 4), rows, special(5, 4))
+            yield f"{kind} {name}", Case(function, inputs, changes, bits=kind == "scattered")
+
+
+def sinks() -> Iterator[tuple[str, Case]]:
+    """A softmax with a column that is then dropped, before or after the scores, and its gradient."""
+    for is_first in (True, False):
+        for sink in (0.3, 300.0, -INF, INF, NAN):
+
+            def function(x: Tensor, gradient: Tensor, is_first: bool = is_first, sink: float = sink) -> list[Tensor]:
+                column = x.new_full((2, 7, 1), sink) * x.new_ones(2, 7, 1)
+                both = torch.softmax(torch.cat([column, x] if is_first else [x, column], -1), -1)
+                low, high = (1, 6) if is_first else (0, 5)
+                part = both[..., low:high]
+                d = aten._softmax_backward_data(aten.slice_backward(gradient, [2, 7, 6], 2, low, high, 1), both, -1, x.dtype)
+                return [part, d[..., low:high], d[..., :1] if is_first else d[..., 5:]]
+
+            yield f"sink {sink} {is_first}", Case(function, (S, plain(2, 7, 5)), bits=False)
+
+
+def losses() -> Iterator[tuple[str, Case]]:
+    """A mean loss, its count of labels and its gradient, with and without weights, other counts and an ignored label."""
+    for weighted in (False, True):
+        for total, ignored in ((None, -100), (7.0, -100), (0.0, -100), (None, 1)):
+
+            def function(
+                x: Tensor,
+                labels: Tensor,
+                weight: Tensor,
+                tangent: Tensor,
+                weighted: bool = weighted,
+                total: float | None = total,
+                ignored: int = ignored,
+            ) -> list[Tensor]:
+                given = weight if weighted else None
+                loss, count = aten.nll_loss_forward(x, labels, given, 1, ignored)
+                count = count if total is None else x.new_full((), total) * tangent.sign()
+                return [loss, count, aten.nll_loss_backward(tangent, x, labels, given, 1, ignored, count)]
+
+            labels = LABELS if ignored == -100 else LABELS.abs() % 5
+            yield f"mean {weighted} {total} {ignored}", Case(function, (plain(5, 6), labels, plain(6).abs(), plain()), bits=False)
+            if not weighted and total is None and ignored == -100:
+                yield "no label counts", Case(function, (plain(5, 6), LABELS * 0 - 100, plain(6), plain()), bits=False)
+
+
+def convolutions() -> Iterator[tuple[str, Case]]:
+    for name, x, weight, y, changes, *arguments in (
+        ("causal", (2, 3, 8), (4, 3, 3), (2, 4, 10), True, [1], [2], [1], False, [0], 1),
+        ("dilated groups", (2, 4, 8), (4, 2, 3), (2, 4, 4), True, [1], [0], [2], False, [0], 2),
+        ("transposed", (2, 3, 8), (3, 4, 3), (2, 4, 10), True, [1], [0], [1], True, [0], 1),
+        ("in steps", (2, 3, 8), (4, 3, 3), (2, 4, 3), False, [2], [0], [1], False, [0], 1),
+        ("one tap", (2, 3, 4, 5), (4, 3, 1, 1), (2, 4, 4, 5), True, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+        ("one tap, padded", (2, 3, 4, 5), (4, 3, 1, 1), (2, 4, 6, 5), False, [1, 1], [1, 0], [1, 1], False, [0, 0], 1),
+    ):
+
+        def function(dy: Tensor, x: Tensor, w: Tensor, arguments: Any = arguments) -> list[Tensor]:
+            asked = [True, True, not arguments[3]]
+            return list(aten.convolution_backward(dy, x, w, [w.shape[0]], *arguments, asked))[: sum(asked)]
+
+        yield name, Case(function, (plain(*y), plain(*x), plain(*weight)), changes, bits=False)  # type: ignore[misc, arg-type]
+
+
+def constants() -> Iterator[tuple[str, Case]]:
+    """Constants written to random rows and columns."""
+    random = Random(0)
+    for count in range(1, 12):
+        slices = [[slice(*sorted(random.sample(range(13), 2))) for _ in range(2)] for _ in range(count)]
+        places = [(tuple(one), random.choice((0.0, INF))) for one in slices]
+        yield f"constants at random {count}", Case(lambda x, places=places: filled(x, *places), (special(12, 12),))
+
+
+TABLE = list(_read())
+CASES = {name: case for name, _, case in TABLE} | {
+    name: case for family in (masks, sinks, losses, convolutions, constants) for name, case in family()
+}
+EXAMPLES = {rule: case for _, rules, case in TABLE for rule in rules if rule}  # by rule, and by "not rule"
