@@ -148,9 +148,6 @@ SHOWN: dict[str, tuple[Case, Case]] = {
     "embedding_bag_to_embedding": (test_bags.forward(0), test_bags.forward(0, step=2)),
     "embedding_bag_backward_to_embedding_backward": (test_bags.backward(1), test_bags.backward(1, step=2)),
     "embedding_bag_weights_backward_to_product": (test_bags.backward(0), test_bags.backward(0, step=2)),
-    "masked_scatter_to_where": (CASES["scattered before"], CASES["scattered of elements"]),
-    "masked_scatter_backward_to_index_put": (CASES["gradient before"], CASES["gradient of elements"]),
-    "split_convolution_backward": (CASES["causal"], CASES["in steps"]),
     "softmax_with_sink_to_attention": (
         test_attention_with_sink.CASES["beside"],
         test_attention_with_sink.CASES["probabilities are shown"],
@@ -172,7 +169,7 @@ if not IS_STAND_IN:  # the package itself traces for GPUs only
     SHOWN = {name: cases for name, cases in SHOWN.items() if "flash_attn" not in name}
 SHOWN_ELSEWHERE = {
     "decompose_flex_attention",
-    "nested_getitem_to_part_of",
+    "nested_getitem_to_item_at",
     "scan_to_recurrence",
     "causal_conv1d_to_recurrence",
     "index_by_list_to_slices",

@@ -15,7 +15,7 @@ from torch import Tensor
 from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from tests.support.canonical import INF, NAN, Case, Function, plain, scores, special
 
-__all__ = ["F", "RELATIVE_SHIFT", "RELATIVE_SHIFT_BACKWARD"]  # names in rewrites.txt
+__all__ = ["RELATIVE_SHIFT", "RELATIVE_SHIFT_BACKWARD", "F"]  # names in rewrites.txt
 
 aten = torch.ops.aten
 
@@ -41,6 +41,12 @@ OPERANDS: dict[str, dict[str, Any]] = {  # by a name that stands alone
     "Q": {"x": special(2, 5, 3), "keys": KEYS},
     "SQUARE": {"x": special(5, 5), "keys": KEYS.repeat(3, 1)[:5]},
     "LONGER": {"x": special(2, 7, 3), "keys": KEYS},
+    "PLACES": {
+        "x": special(2, 3, 4),
+        "rows": torch.tensor([[0.0, 2.0, 0.5], [NAN, 0.0, -3.0]]).double()[..., None],
+        "y": special(5, 4),
+    },
+    "LOSS": {"x": plain(5, 6), "y": LABELS, "weight": plain(6).abs(), "g": plain()},
     "MASKED": {"x": special(2, 3, 4), "number": torch.tensor(-0.0, dtype=torch.float64)},
     "HEADS": {"q": plain(2, 6, 4, 2), "k": plain(2, 2, 4, 2), "g": plain(2, 6, 4, 2)},
 }
@@ -119,11 +125,38 @@ def among(largest: Tensor, d: Tensor) -> Tensor:
     return d.sum(-1, keepdim=True) / largest.sum(-1, keepdim=True) * largest
 
 
+def with_sink(x: Tensor, g: Tensor, sink: float, is_first: bool) -> list[Tensor]:
+    """A softmax with a column that is then dropped, before or after the scores, and its gradient."""
+    column = x.new_full((2, 7, 1), sink) * x.new_ones(2, 7, 1)
+    both = torch.softmax(torch.cat([column, x] if is_first else [x, column], -1), -1)
+    low, high = (1, 6) if is_first else (0, 5)
+    part = both[..., low:high]
+    d = aten._softmax_backward_data(aten.slice_backward(g, [2, 7, 6], 2, low, high, 1), both, -1, x.dtype)
+    return [part, d[..., low:high], d[..., :1] if is_first else d[..., 5:]]
+
+
 def gradient_of_the_column(x: Tensor, g: Tensor) -> list[Tensor]:
     """The part of the scores is used, and the gradient is the column's."""
     both = torch.softmax(torch.cat([x, g[..., 1:2]], -1), -1)
     d = aten._softmax_backward_data(aten.slice_backward(g[..., :1], [2, 7, 6], 2, 5, 6, 1), both, -1, x.dtype)
     return [both[..., :5], d[..., :5], d[..., 5:]]
+
+
+def mean_loss(
+    x: Tensor, y: Tensor, weight: Tensor | None, g: Tensor, count: float | None = None, ignored: int = -100
+) -> list[Tensor]:
+    """A mean loss, its count of labels, and its gradient, if asked for with another count."""
+    loss, total = aten.nll_loss_forward(x, y, weight, 1, ignored)
+    total = total if count is None else x.new_full((), count) * g.sign()
+    return [loss, total, aten.nll_loss_backward(g, x, y, weight, 1, ignored, total)]
+
+
+def convolution_back(g: Tensor, x: Tensor, w: Tensor, stride: Any, padding: Any, dilation: Any, how: Any = (False, 1)) -> Any:
+    """The gradients of a convolution; `how`: whether it is transposed, and its groups."""
+    transposed, groups = how
+    output_padding, asked = [0] * len(stride), [True, True, not transposed]
+    arguments = [w.shape[0]], stride, padding, dilation, transposed, output_padding, groups, asked
+    return list(aten.convolution_backward(g, x, w, *arguments))[: sum(asked)]
 
 
 def columns(index: Tensor) -> Tensor:
@@ -183,7 +216,7 @@ def _lines() -> Iterator[str]:
 
 
 def _case(mark: str, operands: str, made: str) -> Case:
-    names = {name: value for name, value in globals().items()}
+    names = dict(globals())
     start, _, others = operands.partition(", ") if operands.split(",")[0] in OPERANDS else ("", "", operands)
     given: dict[str, Tensor] = {**OPERANDS.get(start, {}), **eval(f"dict({others})", names)}
     return Case(eval(f"lambda {', '.join(given)}: {made}", names), tuple(given.values()), mark != "-", mark != "~")
@@ -196,91 +229,7 @@ def _read() -> Iterator[tuple[str, list[str], Case]]:
         yield found["name"], (found["rules"] or "").split(", "), _case(found["mark"], found["operands"], found["made"])
 
 
-# -- families of cases
-
-
-def masks() -> Iterator[tuple[str, Case]]:
-    """Rows that replace others by a mask, and the gradient of that, for masks that do, or do not, select full rows."""
-    rows = torch.tensor([[0.0, 2.0, 0.5], [NAN, 0.0, -3.0]], dtype=torch.float64)
-    selections: dict[str, tuple[Function, bool]] = {
-        "before": (lambda rows, x: rows.bool().expand(x.shape), True),
-        "after": (lambda rows, x: rows.expand(x.shape).bool(), True),
-        "after, copied": (lambda rows, x: rows.expand(x.shape).clone().bool(), True),
-        "integers": (lambda rows, x: rows.nan_to_num().long().expand(x.shape).bool(), True),
-        "rounded in between": (lambda rows, x: rows.nan_to_num().expand(x.shape).long().bool(), False),
-        "compared": (lambda rows, x: rows.expand(x.shape) > 0, False),
-        "of columns": (lambda rows, x: (rows[:, :1] > 0).transpose(1, 2).expand(2, 3, 1).expand(2, 3, 4), True),
-        "of elements": (lambda rows, x: x > rows, False),
-    }
-    for name, (mask, changes) in selections.items():
-        scattered: Function = lambda x, rows, source, mask=mask: x.masked_scatter(mask(rows[..., None], x), source)
-        gradient: Function = lambda x, rows, source, mask=mask: aten.masked_scatter_backward(
-            x, mask(rows[..., None], x), list(source.shape)
-        )
-        for kind, function in (("scattered", scattered), ("gradient", gradient)):
-            inputs = (special(2, 3, 4), rows, special(5, 4))
-            yield f"{kind} {name}", Case(function, inputs, changes, bits=kind == "scattered")
-
-
-def sinks() -> Iterator[tuple[str, Case]]:
-    """A softmax with a column that is then dropped, before or after the scores, and its gradient."""
-    for is_first in (True, False):
-        for sink in (0.3, 300.0, -INF, INF, NAN):
-
-            def function(x: Tensor, gradient: Tensor, is_first: bool = is_first, sink: float = sink) -> list[Tensor]:
-                column = x.new_full((2, 7, 1), sink) * x.new_ones(2, 7, 1)
-                both = torch.softmax(torch.cat([column, x] if is_first else [x, column], -1), -1)
-                low, high = (1, 6) if is_first else (0, 5)
-                part = both[..., low:high]
-                d = aten._softmax_backward_data(aten.slice_backward(gradient, [2, 7, 6], 2, low, high, 1), both, -1, x.dtype)
-                return [part, d[..., low:high], d[..., :1] if is_first else d[..., 5:]]
-
-            yield f"sink {sink} {is_first}", Case(function, (S, plain(2, 7, 5)), bits=False)
-
-
-def losses() -> Iterator[tuple[str, Case]]:
-    """A mean loss, its count of labels and its gradient, with and without weights, other counts and an ignored label."""
-    for weighted in (False, True):
-        for total, ignored in ((None, -100), (7.0, -100), (0.0, -100), (None, 1)):
-
-            def function(
-                x: Tensor,
-                labels: Tensor,
-                weight: Tensor,
-                tangent: Tensor,
-                weighted: bool = weighted,
-                total: float | None = total,
-                ignored: int = ignored,
-            ) -> list[Tensor]:
-                given = weight if weighted else None
-                loss, count = aten.nll_loss_forward(x, labels, given, 1, ignored)
-                count = count if total is None else x.new_full((), total) * tangent.sign()
-                return [loss, count, aten.nll_loss_backward(tangent, x, labels, given, 1, ignored, count)]
-
-            labels = LABELS if ignored == -100 else LABELS.abs() % 5
-            yield f"mean {weighted} {total} {ignored}", Case(function, (plain(5, 6), labels, plain(6).abs(), plain()), bits=False)
-            if not weighted and total is None and ignored == -100:
-                yield "no label counts", Case(function, (plain(5, 6), LABELS * 0 - 100, plain(6), plain()), bits=False)
-
-
-def convolutions() -> Iterator[tuple[str, Case]]:
-    for name, x, weight, y, changes, *arguments in (
-        ("causal", (2, 3, 8), (4, 3, 3), (2, 4, 10), True, [1], [2], [1], False, [0], 1),
-        ("dilated groups", (2, 4, 8), (4, 2, 3), (2, 4, 4), True, [1], [0], [2], False, [0], 2),
-        ("transposed", (2, 3, 8), (3, 4, 3), (2, 4, 10), True, [1], [0], [1], True, [0], 1),
-        ("in steps", (2, 3, 8), (4, 3, 3), (2, 4, 3), False, [2], [0], [1], False, [0], 1),
-        ("one tap", (2, 3, 4, 5), (4, 3, 1, 1), (2, 4, 4, 5), True, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
-        ("one tap, padded", (2, 3, 4, 5), (4, 3, 1, 1), (2, 4, 6, 5), False, [1, 1], [1, 0], [1, 1], False, [0, 0], 1),
-    ):
-
-        def function(dy: Tensor, x: Tensor, w: Tensor, arguments: Any = arguments) -> list[Tensor]:
-            asked = [True, True, not arguments[3]]
-            return list(aten.convolution_backward(dy, x, w, [w.shape[0]], *arguments, asked))[: sum(asked)]
-
-        yield name, Case(function, (plain(*y), plain(*x), plain(*weight)), changes, bits=False)  # type: ignore[misc, arg-type]
-
-
-def constants() -> Iterator[tuple[str, Case]]:
+def _constants() -> Iterator[tuple[str, Case]]:
     """Constants written to random rows and columns."""
     random = Random(0)
     for count in range(1, 12):
@@ -290,7 +239,5 @@ def constants() -> Iterator[tuple[str, Case]]:
 
 
 TABLE = list(_read())
-CASES = {name: case for name, _, case in TABLE} | {
-    name: case for family in (masks, sinks, losses, convolutions, constants) for name, case in family()
-}
+CASES = {**{name: case for name, _, case in TABLE}, **dict(_constants())}
 EXAMPLES = {rule: case for _, rules, case in TABLE for rule in rules if rule}  # by rule, and by "not rule"
