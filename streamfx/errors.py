@@ -162,7 +162,7 @@ class TransposedOutputError(StreamFXError, RuntimeError):
         ...     part.mul_(0.5)
         ... except streamfx.TransposedOutputError as error:
         ...     print(error.do)
-        turn a copy (`transpose`, `squeeze`), or compile with outputs="dense"
+        use a copy (`transpose`, `squeeze`) instead, or compile with outputs="dense"
     """
 
 

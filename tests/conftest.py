@@ -120,7 +120,7 @@ def split_small_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def defer_small_outputs() -> Iterator[None]:
     """Outputs of a few rows are deferred as large ones are."""
-    with mock.patch.object(rewrite, "is_made_whole", return_value=False):
+    with mock.patch.object(rewrite, "is_too_small_for_chunks", return_value=False):
         yield
 
 

@@ -19,7 +19,7 @@ KINDS = some.sampled_from((ALL, FAILS, FAILS_ALONE))
 
 
 def within(seconds: float) -> mock._patch[timedelta]:
-    return mock.patch("streamfx.torch_private.ranks.LIMIT", timedelta(seconds=seconds))
+    return mock.patch("streamfx.torch_private.ranks.WAIT_LIMIT", timedelta(seconds=seconds))
 
 
 def board(store: HashStore, rank: int, subject: str = "graph", world: int = 2) -> _Board:

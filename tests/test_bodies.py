@@ -27,7 +27,7 @@ from streamfx.runtime.loop_codegen import LoopWriter
 from streamfx.runtime.outer import HostProgram
 from streamfx.runtime.shape_families import Family, FamilyCode, single_member
 from streamfx.torch_private import FakeTensorMode, TorchDispatchMode
-from streamfx.torch_private.inductor import InductorFailedError, InductorMemoryError, inductor_runs
+from streamfx.torch_private.inductor import InductorFailedError, InductorMemoryError, inductor_errors_wrapped
 from streamfx.torch_private.symbolic_sizes import with_sizes
 from tests.support import decoders, layouts
 from tests.support.exactness import compare
@@ -97,7 +97,7 @@ OTHERS = (RuntimeError("out of resource: shared memory, Required: 262144, Hardwa
 @pytest.mark.parametrize("error", [*OUT_OF_MEMORY, *OTHERS], ids=repr)
 def test_out_of_memory_errors_are_recognized(error: Exception) -> None:
     """Inductor's own errors wrap them."""
-    with pytest.raises(InductorFailedError) as raised, inductor_runs():
+    with pytest.raises(InductorFailedError) as raised, inductor_errors_wrapped():
         raise RuntimeError("backend='inductor' raised") from error
     assert isinstance(raised.value, InductorMemoryError) == (error in OUT_OF_MEMORY)
 

@@ -254,7 +254,7 @@ def given_to_inductor(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         given.append(module)
         return module
 
-    monkeypatch.setattr("streamfx.frontend.backend.compile_whole", compiler)
+    monkeypatch.setattr("streamfx.frontend.backend.compile_dynamo_graph", compiler)
     return given
 
 

@@ -73,7 +73,7 @@ ALONE = ["linear", "weights made of rows", "all rows added", *MIXED]
 @pytest.mark.parametrize("name", only([*ALONE[:2], "less the mean over time", "a norm behind a mean over time"], ALONE))
 def test_rows_that_are_read_alone_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for logits too large to compute in full, with a norm before the head that reads other rows."""
-    monkeypatch.setattr(steps, "LEAST", 1)
+    monkeypatch.setattr(steps, "MIN_NUMEL", 1)
     model = decoder(HEADS[name][0])
     for ids in (some_ids(60)[:1], some_ids(60)):
         compiled = torch.compile(model, backend="streambp", options=OPTIONS, dynamic=False)
@@ -120,8 +120,8 @@ def test_a_deferred_output_is_computed_once_if_its_values_are_used(compiled: Com
 
 
 def test_a_few_rows_are_computed_without_the_others(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "LEAST", BATCH * LENGTH * VOCABULARY)  # the logits are large, and parts of them are not
-    whole, rows = (noted(monkeypatch, RecomputeSource, name) for name in ("rebuild", "rebuild_rows"))
+    monkeypatch.setattr(steps, "MIN_NUMEL", BATCH * LENGTH * VOCABULARY)  # the logits are large, and parts of them are not
+    whole, rows = (noted(monkeypatch, RecomputeSource, name) for name in ("recompute", "recompute_rows"))
     logits, dense = compiled.deferred(), compiled.dense().detach()
     assert_same(logits[:, -2:].exp().detach(), dense[:, -2:].exp())
     assert_same(logits.float()[:, 1:7:2].exp().detach(), dense.float()[:, 1:7:2].exp(), 1e-6)
@@ -239,7 +239,7 @@ def test_the_stale_output_error_explains_itself(compiled: Compiled) -> None:
 
 def test_an_output_smaller_than_its_weights_is_computed_in_the_call(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     """One generated token: a check that reads the weight would take as long as the computation."""
-    monkeypatch.setattr(recompute, "SMALL", 0)
+    monkeypatch.setattr(recompute, "MIN_INPUT_RATIO", 0)
     logits, dense = compiled.deferred(), compiled.dense()
     with torch.no_grad():
         compiled.model.weight.mul_(1.0)

@@ -185,14 +185,14 @@ def test_gradients_through_deferred_tensors_are_exact(
     compiled: Compiled, name: str, least: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if least is not None:
-        monkeypatch.setattr(steps, "LEAST", least)
+        monkeypatch.setattr(steps, "MIN_NUMEL", least)
         monkeypatch.setattr(streamed, "_versions", {})
     assert_behaves(compiled, BACKWARDS[name])
 
 
 def test_a_view_taken_before_a_write_is_readable_without_a_gradient(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only autograd can rebuild the view's history."""
-    monkeypatch.setattr(steps, "LEAST", 1)
+    monkeypatch.setattr(steps, "MIN_NUMEL", 1)
     logits = compiled.deferred()
     last = logits[:, -1]
     logits.mul_(2)
@@ -229,8 +229,8 @@ def test_a_deferred_tensor_may_enter_another_compiled_function(compiled: Compile
 @pytest.mark.parametrize("rows", [lambda x: x[:, -1], lambda x: x, lambda x: x.split(4, 1)[1]], ids=["last", "all", "split"])
 def test_gradients_are_exact_if_they_cannot_be_chunked(rows: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """As after many graphs in one process, or where a gradient does not stream: autograd is given plain tensors all the same."""
-    monkeypatch.setattr(steps, "LEAST", 8)
-    monkeypatch.setattr(deferred, "gradients_in_chunks", lambda source, gradient: None)
+    monkeypatch.setattr(steps, "MIN_NUMEL", 8)
+    monkeypatch.setattr(deferred, "compute_gradients_in_chunks", lambda source, gradient: None)
     results = []
     for lazily in (True, False):
         model = decoder(HEADS["bias"][0])

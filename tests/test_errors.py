@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 import streamfx
 from streamfx import errors
 from streamfx.integrations import enable
-from streamfx.torch_private.dynamo import raised_as_itself
+from streamfx.torch_private.dynamo import unwrapped_errors
 from tests.support.small import VOCABULARY, Causal, tokens
 from tests.support.stretches import interpreted
 
@@ -27,7 +27,7 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 
 def refusing(error: Exception) -> Callable[..., Any]:
     def backend(module: fx.GraphModule, inputs: Any) -> Any:
-        with raised_as_itself(module.graph):
+        with unwrapped_errors(module.graph):
             raise error
 
     return backend

@@ -19,7 +19,7 @@ from transformers import modeling_flash_attention_utils as asking
 
 from streamfx.integrations import enable
 from streamfx.integrations.packing import IS_PACKED
-from streamfx.torch_private.dynamo import noted_graph_breaks
+from streamfx.torch_private.dynamo import record_graph_breaks
 from tests.support import hf, layouts
 from tests.support.exactness import assert_small, compare, errors, outcome
 from tests.support.flash_package import IS_STAND_IN, for_transformers
@@ -95,7 +95,7 @@ def test_an_enabled_model_is_one_graph(kind: str) -> None:
     model, given = of_flash("llama"), GIVEN[kind]()
     others = given.get("cu_seq_lens_k")
     truth = outcome(model, model, given)
-    with enable(model, chunk_size=7, loss_chunk_size=7, outputs="dense", strict=True), noted_graph_breaks() as breaks:
+    with enable(model, chunk_size=7, loss_chunk_size=7, outputs="dense", strict=True), record_graph_breaks() as breaks:
         found = errors(outcome(model, model, given), truth)
     assert_small(found, 1e-12, "enabled")
     assert not breaks and given.get("cu_seq_lens_k") is others
@@ -137,7 +137,7 @@ def test_trl_packing_has_no_graph_break(tmp_path: Path) -> None:
         model = tiny.causal_model(attn_implementation="flash_attention_2").bfloat16()
         return build("sft", tmp_path, model=model, packing=True, max_length=48)
 
-    with noted_graph_breaks() as breaks:
+    with record_graph_breaks() as breaks:
         assert_same_training(trainer, tolerance=3e-2)
     assert not breaks
 

@@ -25,7 +25,7 @@ from tests.test_deferral import dynamo_graph
 
 pytestmark = pytest.mark.compiled
 
-IS_MADE_WHOLE = rewrite.is_made_whole  # other tests have small outputs deferred
+IS_TOO_SMALL = rewrite.is_too_small_for_chunks  # other tests have small outputs deferred
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +180,7 @@ def scored(is_read: bool) -> Model:
 def test_small_outputs_are_deferred_only_if_other_outputs_use_them(is_read: bool) -> None:
     """A deferred output that only the caller reads would also keep its inputs live."""
     graph = dynamo_graph(scored(is_read), torch.ones(2, 40, dtype=torch.int64))
-    with mock.patch.object(rewrite, "is_made_whole", IS_MADE_WHOLE):
+    with mock.patch.object(rewrite, "is_too_small_for_chunks", IS_TOO_SMALL):
         assert (defer_outputs(graph) is not None) == is_read
         found = peaks(scored(False), lambda model: model(torch.ones(2, 40, dtype=torch.int64)).exp().sum())
     assert found.ratio <= TOLERATED

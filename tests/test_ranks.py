@@ -191,7 +191,7 @@ def test_values_of_other_ranks_are_not_static(ranks: None) -> None:
 
 
 def test_explain_waits_for_no_rank(ranks: None) -> None:
-    with mock.patch("streamfx.distributed.rank_consensus.written_by_all", side_effect=AssertionError):
+    with mock.patch("streamfx.distributed.rank_consensus.exchange_texts", side_effect=AssertionError):
         found = streamfx.explain(decoder(1), *data_of(0, 12), options={"chunk_size": 4})
     assert "every stage streams" in str(found)
 

@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from streamfx.distributed.rank_consensus import DIFFER, FAILED, SEVERAL, STAND
+from streamfx.distributed.rank_consensus import FAILED, OTHER_CHUNKS, OTHER_LOOPS, SEVERAL_GROUPS
 from streamfx.errors import NotStreamedError, OverBudgetError, RanksDifferError
 from streamfx.frontend.weight_ids import weight_ids
 from streamfx.torch_private.ranks import RankChangedError, RanksMissingError
@@ -79,8 +79,8 @@ def sums_of_a_sharded_weight() -> Function:
     ("say", "in_loops", "reasons"),
     [
         ((), 10, []),
-        (("other chunks",), 0, [DIFFER]),
-        (("other chunks", "another order"), None, [STAND]),
+        (("other chunks",), 0, [OTHER_CHUNKS]),
+        (("other chunks", "another order"), None, [OTHER_LOOPS]),
     ],
     ids=["the same", "other chunks", "another order, too"],
 )
@@ -145,7 +145,7 @@ def test_ranks_of_several_groups_reduce_between_loops() -> None:
 
     others, names = Others(), [half.group_name, everybody().group_name]
     facts = facts_of(function, rows(), others)
-    assert not any(reductions(facts)) and facts.reasons() == [SEVERAL]
+    assert not any(reductions(facts)) and facts.reasons() == [SEVERAL_GROUPS]
     assert [group for _, group, _ in others.heard] == 2 * names
     with pytest.raises(RanksDifferError, match="in the same order"):
         facts_of(function, rows(), Others(None, "another order"))

@@ -144,7 +144,7 @@ def test_a_step_advances_the_generator_once() -> None:
 
 def test_several_threads_may_read_a_deferred_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """All threads read one output: in full, by rows, cast, and with its gradient in chunks."""
-    monkeypatch.setattr(steps, "LEAST", 1000)
+    monkeypatch.setattr(steps, "MIN_NUMEL", 1000)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 300, bias=False)).double()
     x, call = torch.randn(2, 37, 8, dtype=torch.float64), compiled(model)
     truth = model(x)

@@ -20,7 +20,7 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 import streamfx
 from streamfx.frontend import split_graphs
 from streamfx.frontend.backend import Compilation
-from streamfx.torch_private.split import places_to_split, split_in_front_of
+from streamfx.torch_private.split import split_before, split_points
 from tests.support.exactness import TOLERANCE, assert_small, errors, gradient_errors, outcome
 from tests.support.peaks import however_small, peaks
 from tests.support.ranks import on_ranks
@@ -81,7 +81,7 @@ def test_no_split_is_inside_a_context() -> None:
         return e.sinh()
 
     graph = dynamo_graph(function, torch.randn(3, 3, requires_grad=True)).graph  # type: ignore[arg-type]
-    names = {getattr(node.target, "__name__", node.target) for node in places_to_split(graph)}
+    names = {getattr(node.target, "__name__", node.target) for node in split_points(graph)}
     assert {"sin", "sinh"} <= names and names.isdisjoint({"log", "matmul", "cos", "tan", "exp"}), names
 
 
@@ -94,16 +94,16 @@ def test_no_split_follows_an_unknown_operator() -> None:
     graph.output((last,))
     for node in (x, known, last):
         node.meta["example_value"] = torch.ones(2)
-    assert list(places_to_split(graph)) == [unknown]
+    assert list(split_points(graph)) == [unknown]
 
 
 def test_both_parts_get_symbolic_sizes() -> None:
     ids, labels = batch()
     torch._dynamo.mark_dynamic(ids, 1)
     module = dynamo_graph(Translator(), ids, labels)
-    place = next(node for node in reversed(list(places_to_split(module.graph))))
+    place = next(node for node in reversed(list(split_points(module.graph))))
     sizes = [node for node in module.graph.find_nodes(op="placeholder") if isinstance(node.meta["example_value"], torch.SymInt)]
-    assert sizes and all(set(sizes) <= set(part.given) for part in split_in_front_of(module, place))
+    assert sizes and all(set(sizes) <= set(part.inputs) for part in split_before(module, place))
 
 
 def test_a_part_must_not_write_to_its_inputs() -> None:

@@ -30,7 +30,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @pytest.fixture(autouse=True)
 def small_values_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "LEAST", 50_000)
+    monkeypatch.setattr(steps, "MIN_NUMEL", 50_000)
     monkeypatch.setattr(streamed, "_versions", {})
 
 
@@ -188,7 +188,7 @@ def test_nothing_is_kept_after_the_last_reference() -> None:
     gc.disable()
     try:
         logits = compiled(ids)
-        hidden = logits._cell.source.current()
+        hidden = logits._cell.source.checked_values()
         value = token_logps(logits, ids).sum() + logits.logsumexp(-1).mean()
         references = [weakref.ref(item) for item in (logits._cell, logits._cell.source)]
         memory = [item.untyped_storage()._weak_ref() for item in hidden if isinstance(item, Tensor) and item.dim() == 3]
@@ -231,7 +231,7 @@ def test_maxima_are_found_among_their_logits(name: str) -> None:
     found = hits(logits).sum(-1)
     source = logits._cell.source
     assert source is not None
-    assert source.agreement.in_chunks
+    assert source.chunking.in_chunks
     assert (found == count).all(), (found != count).sum()
 
 

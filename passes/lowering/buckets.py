@@ -23,7 +23,7 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import RUN, VALUE
 from streamfx.passes.lowering.reinsert_collectives import is_computing
 from streamfx.passes.ops.collectives import coalesced_operator, group_of, is_wait
-from streamfx.torch_private.groups import takes_several
+from streamfx.torch_private.groups import supports_coalescing
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _coalesce(bucket: Sequence[fx.Node], writer: GraphWriter) -> None:
     """Replace several collectives by one after the last of them; a single collective stays."""
     target, last = coalesced_operator(bucket[0]), bucket[-1]
     device, group = last.all_input_nodes[0].meta[VALUE].device, group_of(last)
-    if len(bucket) == 1 or group is None or not takes_several(group, device):
+    if len(bucket) == 1 or group is None or not supports_coalescing(group, device):
         return
     coalesced = writer.before(last).call(target, [node.args[0] for node in bucket], *last.args[1:])
     for i, node in enumerate(bucket):

@@ -22,7 +22,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import results_of
 from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.passes.ops.traits import is_moved_elements
-from streamfx.torch_private.split import is_handed_on, names_in_dynamo, places_to_split
+from streamfx.torch_private.split import can_be_input, names_in_dynamo, split_points
 
 SHARE = 0.1  # share of the peak: a split needs at least this many bytes along another axis that lack the chunked axis
 MISPLACED = 0.5  # share of the bytes along one axis alone: at most this much may be in the other graph
@@ -111,13 +111,13 @@ def bytes_at_split_points(nodes: list[fx.Node]) -> dict[int, int]:
         size = bytes_like(node.meta.get(EXAMPLE_VALUE))
         bytes_begin[number[node] + 1] += size
         bytes_end[max(readers) + 1] += size
-        if not is_handed_on(node):
+        if not can_be_input(node):
             unpassable_begin[number[node] + 1] += 1
             unpassable_end[max(readers) + 1] += 1
     count = range(len(nodes))
     passed_bytes = list(accumulate(bytes_begin[i] - bytes_end[i] for i in count))
     unpassable = list(accumulate(unpassable_begin[i] - unpassable_end[i] for i in count))
-    candidates = (number[node] for node in places_to_split(nodes[0].graph))
+    candidates = (number[node] for node in split_points(nodes[0].graph))
     return {node_index: passed_bytes[node_index] for node_index in candidates if not unpassable[node_index]}
 
 

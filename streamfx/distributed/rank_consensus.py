@@ -1,10 +1,10 @@
 """Ensure that all ranks of a group run the same chunks: they compare plans before they run.
 
-If a loop reduces rows over ranks, the collective of each chunk must meet that of the same chunk on the other ranks. The chunks
+If a loop reduces rows over ranks, the collective of each chunk must match that of the same chunk on the other ranks. The chunks
 depend on shapes, buffer contents, options and budgets. No rank knows these of other ranks: their shards may be smaller, their
 devices different. So each rank publishes the collectives that it is about to run, with their chunks and order, and reads the
-texts of the others. If they differ, all ranks reduce rows between loops and compare again; if they still differ, all ranks run
-the graph unchanged.
+texts of the others. If they differ, all ranks reduce rows between loops and compare again; if they still differ, the graph runs
+unchunked on all ranks.
 
 Lengths are not compared: eager's own reduction requires equal lengths on all ranks in each call.
 
@@ -43,32 +43,36 @@ from streamfx.rank_errors import (
     other_collectives,
     other_order_than_before,
 )
-from streamfx.torch_private.ranks import RankChangedError, RanksMissingError, written_by_all
+from streamfx.torch_private.ranks import RankChangedError, RanksMissingError, exchange_texts
 
 Capture: TypeAlias = "Callable[[], Facts]"
-Exchange: TypeAlias = "Callable[..., list[str]]"  # `written_by_all`
+Exchange: TypeAlias = "Callable[..., list[str]]"  # `exchange_texts`
 FAILED = "failed: "
-GOES_ON = "all groups of this rank agree"
-SEVERAL = "rows are reduced over ranks of several groups: there is no one group that could agree on chunks"
-DIFFER = "rows are reduced over ranks that would cut this graph in other ways"
-STAND = "the ranks that reduce rows of this graph would cut it in other ways, also between loops"
+ALL_GROUPS_AGREE = "all groups of this rank agree"
+SEVERAL_GROUPS = "rows are reduced over ranks of several groups, and there is no single group that could agree on chunks"
+OTHER_CHUNKS = "rows are reduced over ranks that would divide this graph into other chunks"
+OTHER_LOOPS = "the ranks that reduce rows of this graph would run it in other loops, even with reductions between loops"
 
 
-def run_agreed(run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange | None = None, asked: str = "") -> Facts:
-    """Return the facts that `run` finds for a graph; if rows are reduced over ranks, facts on which these ranks agree.
+def run_with_consensus(
+    run: Callable[[Capture], Facts], capture: Capture, exchange: Exchange | None = None, request: str = ""
+) -> Facts:
+    """Run the passes, and return their facts; if rows are reduced over ranks, facts on which these ranks agree.
 
-    `asked` describes the request and the weights of this rank.
+    On an error, notify the other ranks and raise.
+
+    `request` identifies the options and the weights of this rank.
     """
-    channel = _Channel(capture, exchange or written_by_all, asked)
+    channel = _Channel(capture, exchange or exchange_texts, request)
     try:
         return _agree_in_all_groups(run, capture, channel)
     except _RankFailedError as error:
         channel.leave(error.failure)
         raise failed_elsewhere(error.failure) from None
     except Exception as error:
-        refused = _refused(error)
-        channel.leave(failure(refused))  # so that no other rank waits for this one
-        raise refused from (None if refused is error else error)
+        failure_here = _rank_error(error)
+        channel.leave(failure(failure_here))  # so that no other rank waits for this one
+        raise failure_here from (None if failure_here is error else error)
 
 
 class _RankFailedError(Exception):
@@ -79,8 +83,8 @@ class _RankFailedError(Exception):
         self.failure = failure
 
 
-def _refused(error: Exception) -> Exception:
-    """Return the error to raise on this rank, with what is known of the other ranks."""
+def _rank_error(error: Exception) -> Exception:
+    """Return the error to raise on this rank: about the other ranks if they are missing or have changed, else unchanged."""
     if isinstance(error, RankChangedError):
         return other_order_than_before(str(error))
     return nothing_from_others(error) if isinstance(error, RanksMissingError) else error
@@ -95,12 +99,12 @@ class _Channel:
 
     capture: Capture
     exchange: Exchange
-    asked: str
+    request: str
 
-    def read(self, text: str, group: str, known_by: str | None = None) -> list[str]:
-        """Return the texts that all ranks write. If `known_by` is given (a key of the weights sent), ranks agree on them once."""
+    def read(self, text: str, group: str, agreement_key: str | None = None) -> list[str]:
+        """Return the texts that all ranks write. If `agreement_key` is set, ranks agree on the text once."""
         subject = describe_traced_order(self.graph, group)
-        about = None if known_by is None else f"{self.asked}\n{known_by}\n{subject}"
+        about = None if agreement_key is None else f"{self.request}\n{agreement_key}\n{subject}"
         texts = self.exchange(text, group, subject=subject, about=about)
         failed = next((item for item in texts if item.startswith(FAILED)), None)
         if failed is not None:
@@ -119,23 +123,25 @@ class _Channel:
 
 def _agree_in_all_groups(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel) -> Facts:
     """Return this rank's facts after all its groups have confirmed that they run the same collectives."""
-    facts = _rows_agreed(run, capture, channel)
+    facts = _facts_with_equal_row_reductions(run, capture, channel)
     row_groups = groups_of(rows_over_ranks(facts))
-    known_by = {group: _known_by(facts, group) for group in (*groups_of_weights(facts), *groups_of_exchanges(facts))}
-    other_groups = [group for group in known_by if group not in row_groups]
+    agreement_keys = {group: _agreement_key(facts, group) for group in (*groups_of_weights(facts), *groups_of_exchanges(facts))}
+    other_groups = [group for group in agreement_keys if group not in row_groups]
     for group in row_groups if len(row_groups) > 1 else ():
         _raise_unless_same(channel.read(describe_order_between_loops(facts, group), group))
     for group in other_groups:
-        _raise_unless_same(channel.read(describe_order_between_loops(facts, group), group, known_by[group]))
+        _raise_unless_same(channel.read(describe_order_between_loops(facts, group), group, agreement_keys[group]))
     groups = [*row_groups, *other_groups]
-    for _ in groups[1:]:  # a rank may have refused in another group: each round carries the notice one group further
+    for _ in groups[1:]:  # a rank may have failed in another group: each round passes the notice on to one more group
         for group in groups:
-            channel.read(GOES_ON, group, f"{GOES_ON}\n{known_by[group]}" if group in other_groups else None)
+            channel.read(
+                ALL_GROUPS_AGREE, group, f"{ALL_GROUPS_AGREE}\n{agreement_keys[group]}" if group in other_groups else None
+            )
     return facts
 
 
-def _known_by(facts: Facts, group: str) -> str:
-    """Return the key of an agreed order. A generation step without streaming has its own order, apart from that of its prompt."""
+def _agreement_key(facts: Facts, group: str) -> str:
+    """Return the topic of an agreed order: the collectives on weights. Unchunked generation steps have a separate topic."""
     values = describe_weight_collectives(facts, group)
     return f"{UNCHUNKED}\n{values}" if facts.program is None and not facts.joint.gradients else values
 
@@ -146,21 +152,21 @@ def _raise_unless_same(texts: Sequence[str]) -> None:
         raise other_collectives(*_first_difference(texts))
 
 
-def _rows_agreed(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel) -> Facts:
-    """Return facts whose row reductions match on all ranks that take part in them."""
+def _facts_with_equal_row_reductions(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel) -> Facts:
+    """Return facts whose row reductions match on all participating ranks: in loops, else between loops, else unchunked."""
     facts = run(capture)
     rows = rows_over_ranks(facts)
     groups = groups_of(rows)
     if not rows or (len(groups) == 1 and is_same_on_all_ranks(facts, groups[0], channel)):
         return facts
-    facts = run(lambda: replace(capture(), separate_reductions=DIFFER if len(groups) == 1 else SEVERAL))
+    facts = run(lambda: replace(capture(), separate_reductions=OTHER_CHUNKS if len(groups) == 1 else SEVERAL_GROUPS))
     if len(groups) != 1 or is_same_on_all_ranks(facts, groups[0], channel):
         return facts
-    return replace(facts, program=None, unchunked_reason=STAND)
+    return replace(facts, program=None, unchunked_reason=OTHER_LOOPS)
 
 
 def rows_over_ranks(facts: Facts) -> list[fx.Node]:
-    """Return the reductions over ranks whose operands have sequence rows, even if this rank does not use the result."""
+    """Return the reductions over ranks whose operands have sequence rows, including those whose result is unused."""
     axes = facts.found_axes
     if axes is None or axes.sequence is None:
         return []
@@ -171,16 +177,16 @@ def rows_over_ranks(facts: Facts) -> list[fx.Node]:
 def groups_of_weights(facts: Facts) -> list[str]:
     """Return the groups over which weights are gathered and their gradients reduced."""
     collectives = facts.collectives
-    stretches = (
+    subgraphs = (
         ()
         if collectives is None
         else (*(gather.subgraph for gather in collectives.gathers.values()), *collectives.reductions.values())
     )
-    return groups_of(node for stretch in stretches for node in stretch.graph.nodes)
+    return groups_of(node for subgraph in subgraphs for node in subgraph.graph.nodes)
 
 
 def groups_of_exchanges(facts: Facts) -> list[str]:
-    """Return the groups with exchanges other than sums: of rows, even on a rank with too few rows to find a sequence axis."""
+    """Return the groups with collectives other than sums. They exchange rows, even if this rank has too few to find an axis."""
     nodes = facts.joint.graph.nodes
     return groups_of(node for node in nodes if not is_all_reduce(node) and not is_reduced_over_ranks(node))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from streamfx.errors import IntegrationError
 
-MARKS = ("ds_id", "ds_status", "ds_shape")  # attributes that DeepSpeed (0.19) sets; it identifies a parameter by the first
-ASKED = "streambp cannot compile a model of DeepSpeed's ZeRO-3"
+MARKS = ("ds_id", "ds_status", "ds_shape")  # attributes of a partitioned parameter (DeepSpeed 0.19)
+NOT_COMPILED = "streambp cannot compile a model of DeepSpeed's ZeRO-3"
 
 
 def is_partitioned(parameter: Any) -> bool:
@@ -21,7 +21,7 @@ def refuse_partitioned(parameters: Iterable[Any]) -> None:
     found = ", ".join(sorted({mark for parameter in parameters for mark in MARKS if hasattr(parameter, mark)}))
     if found:
         raise IntegrationError(
-            ASKED,
-            found=f"parameters with {found}: a hook on every module gathers them, and the graph is cut at each",
-            do="take ZeRO-2 (stage: 2 in DeepSpeed's configuration), or FSDP2 (fully_shard), which shards parameters, too",
+            NOT_COMPILED,
+            found=f"parameters with {found}: a hook on every module gathers them, and the graph breaks at each hook",
+            do="use ZeRO-2 (stage: 2 in DeepSpeed's configuration), or FSDP2 (fully_shard), which shards parameters, too",
         )

@@ -15,7 +15,7 @@ from torch import fx
 from streamfx import fallbacks
 from streamfx.argument_checks import check_call, require
 from streamfx.cost.inductor_choice import compiles_unchunked, uses_inductor
-from streamfx.distributed.rank_consensus import Exchange, run_agreed
+from streamfx.distributed.rank_consensus import Exchange, run_with_consensus
 from streamfx.distributed.zero_3 import refuse_partitioned
 from streamfx.errors import IntegrationError, NotStreamedError, OptionError, OverBudgetError, RanksDifferError, describe_error
 from streamfx.fallbacks import strict_error, try_step, warn_if_partly_on_meta
@@ -56,17 +56,17 @@ from streamfx.torch_private import (
     NoMaskForCudnn,
     aot_autograd,
     default_partition,
-    given_positions,
+    dynamo_input_indices,
     is_held_by_model,
     keep_saved_tensors,
     min_cut_rematerialization_partition,
     mutated_inputs,
+    reset_tracing_on_error,
     static_inputs,
-    tracing_undone,
 )
-from streamfx.torch_private.autograd import asked_gradients, inputs_in_results
-from streamfx.torch_private.dynamo import known_as, raised_as_itself
-from streamfx.torch_private.inductor import compile_whole
+from streamfx.torch_private.autograd import inputs_in_results, inputs_with_gradients
+from streamfx.torch_private.dynamo import register_backend_names, unwrapped_errors
+from streamfx.torch_private.inductor import compile_dynamo_graph
 from streamfx.torch_private.symbolic_sizes import FirstProxyOfSymbol, pair_dimensions
 
 COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or streamfx.enable(model)'
@@ -102,7 +102,7 @@ def streambp(
     """
     requirement = "streamfx.streambp(...) takes a graph that Dynamo has traced"
     require(isinstance(module, fx.GraphModule), IntegrationError, requirement, module, COMPILE)
-    with raised_as_itself(module.graph):
+    with unwrapped_errors(module.graph):
         check_mode(mode)
         warn_if_torch_untested()
         warn_about_lost_writes(module.graph)
@@ -114,7 +114,9 @@ def streambp(
 
 
 environment_options()  # report a bad variable when the backend is imported, not at the first call of a model
-known_as(("streambp", "streamfx"), f"{__name__}:streambp")  # for checkouts and old installations without an entry point
+register_backend_names(
+    ("streambp", "streamfx"), f"{__name__}:streambp"
+)  # for checkouts and old installations without an entry point
 
 
 @dataclass
@@ -149,7 +151,7 @@ class Compilation(SplittableCompilation):
             self.is_trained_unchunked = torch.is_grad_enabled() and any(getattr(it, "requires_grad", False) for it in inputs)
             return self._compile_unchunked(inputs)
         try:
-            with tracing_undone(), NoMaskForCudnn(), FirstProxyOfSymbol():
+            with reset_tracing_on_error(), NoMaskForCudnn(), FirstProxyOfSymbol():
                 return self._compile(inputs)
         except FitsUnchunkedError:
             return self._compile_unchunked(inputs)
@@ -165,7 +167,7 @@ class Compilation(SplittableCompilation):
         """Return the unchunked graph compiled by Inductor; if Inductor fails, compile it as loops with eager bodies."""
         try:
             with show_activity("compiling", self.options.progress):
-                return compile_whole(self.module, inputs)
+                return compile_dynamo_graph(self.module, inputs)
         except Exception as error:
             if self.options.strict:
                 raise
@@ -239,7 +241,7 @@ class Compilation(SplittableCompilation):
 
     def patterns(self, graph: fx.Graph, num_primals: int) -> dict[int, Pieces]:
         """Return the patterns of inputs that hold a mask, on which the compiled graph then relies."""
-        return patterns_of(self.watched, self.num_inputs, given_positions(graph, num_primals))
+        return patterns_of(self.watched, self.num_inputs, dynamo_input_indices(graph, num_primals))
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
@@ -324,7 +326,7 @@ class Compilation(SplittableCompilation):
         self.unchunked_builders = unchunked_builders
         try:
             with show_activity("planning", self.options.progress):
-                facts = run_agreed(self.run_passes, capture, self.exchange, f"{self.options.ordering()} {self.weights}")
+                facts = run_with_consensus(self.run_passes, capture, self.exchange, f"{self.options.ordering()} {self.weights}")
             self.check_strict(facts)
         except OverBudgetError as error:
             raise self.mention_untried_split(error, capture) from None
@@ -370,7 +372,7 @@ class Compilation(SplittableCompilation):
         keep_saved_tensors()
         if self.chain is not None:
             self.chain.exclude_inputs(inputs_in_results())
-        runner = HostProgramRunner(module, self.num_outputs, asked_gradients(module.graph))
+        runner = HostProgramRunner(module, self.num_outputs, inputs_with_gradients(module.graph))
         runner.description = priced(self.facts[-1]) if self.facts else None
         return runner
 

@@ -28,15 +28,15 @@ from streamfx.passes.partition.two_sequences import where_to_split
 from streamfx.passes.partition.unchunked import Halves, is_compared
 from streamfx.tools.report.fallback_reasons import check_strict
 from streamfx.tools.report.notices import log_brief, predicted
-from streamfx.torch_private import given_positions, is_sharded, mutated_inputs
+from streamfx.torch_private import dynamo_input_indices, is_sharded, mutated_inputs
 from streamfx.torch_private.lines import source_line
 from streamfx.torch_private.split import (
     GraphPart,
-    asks_gradient,
+    example_input_of,
     may_write_to_inputs,
-    split_in_front_of,
+    requires_gradient,
+    split_before,
     splits_for_ddp,
-    stand_in,
 )
 
 MIN_GAIN = 1.1  # minimum gain in memory for which a graph is retraced in two parts
@@ -75,12 +75,12 @@ class GraphSplit:
     @staticmethod
     def of(module: fx.GraphModule, node: fx.Node) -> GraphSplit:
         """Split a module before a node."""
-        return GraphSplit(module.graph, split_in_front_of(module, node), source_line(node))
+        return GraphSplit(module.graph, split_before(module, node), source_line(node))
 
     def inputs_of(self, part: GraphPart, inputs: Sequence[Any]) -> list[Any]:
         """Return the inputs with which a part is traced."""
         values = dict(zip(self.graph.find_nodes(op="placeholder"), inputs, strict=True))
-        return [values[node] if node in values else stand_in(node) for node in part.given]
+        return [values[node] if node in values else example_input_of(node) for node in part.inputs]
 
     def differentiable_inputs(self, outer: Collection[int]) -> list[frozenset[int]]:
         """Return, for each part, the indices of inputs that need gradients and that another part computes.
@@ -89,8 +89,8 @@ class GraphSplit:
         """
         placeholders = self.graph.find_nodes(op="placeholder")
         computed = {node for i, node in enumerate(placeholders) if i in outer}
-        computed |= {node for node in self.parts[0].results if asks_gradient(node)}
-        return [frozenset(i for i, node in enumerate(part.given) if node in computed) for part in self.parts]
+        computed |= {node for node in self.parts[0].results if requires_gradient(node)}
+        return [frozenset(i for i, node in enumerate(part.inputs) if node in computed) for part in self.parts]
 
     def joined_callable(self, compiled_parts: Sequence[Callable[..., Any]]) -> Callable[..., tuple[Any, ...]]:
         """Return a function that computes the graph's results from its inputs by running both parts."""
@@ -101,7 +101,7 @@ class GraphSplit:
             """Run both parts on the graph's inputs."""
             values = dict(zip(placeholders, inputs, strict=True))
             for part, compiled in zip(self.parts, compiled_parts, strict=True):
-                values.update(zip(part.results, compiled(*(values[node] for node in part.given)), strict=True))
+                values.update(zip(part.results, compiled(*(values[node] for node in part.inputs)), strict=True))
             return tuple(values[item] if isinstance(item, fx.Node) else item for item in output)  # type: ignore[union-attr]
 
         return run
@@ -244,7 +244,7 @@ class SplittableCompilation(ABC):
             return
         if may_write_to_inputs() if joint is None else mutated_inputs(joint.graph) != []:
             raise InseparableError(WRITES)
-        dynamo_indices = [] if joint is None else given_positions(joint.graph, len(joint.primals))
+        dynamo_indices = [] if joint is None else dynamo_input_indices(joint.graph, len(joint.primals))
         trained = [] if joint is None else [primal for _, primal, _ in joint.trained]
         inputs_with_gradient = {dynamo_indices[joint.inputs.index(primal)] for primal in trained} if joint is not None else set()
         if not self.differentiable_inputs <= inputs_with_gradient:

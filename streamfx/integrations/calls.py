@@ -21,7 +21,13 @@ from streamfx.integrations.engines import DATA_PARALLEL, is_sharded_by_engine
 from streamfx.tools.inspect.side_effect_guard import ENABLED
 from streamfx.tools.report.first_step_notice import Compiled, noted_in
 from streamfx.torch_private.autograd import is_in_data_parallel
-from streamfx.torch_private.dynamo import cause_of, is_disabled_by_environment, is_switched_off, is_traced_here, isolated
+from streamfx.torch_private.dynamo import (
+    is_disabled_by_environment,
+    is_switched_off,
+    is_traced_here,
+    isolation_keywords,
+    user_error_of,
+)
 
 CACHES = ("past_key_values", "cache_params")
 CHECKPOINTING_HOOK = "make_inputs_require_grads"  # parameter gradients are the same without it
@@ -49,7 +55,7 @@ class Calls:
         setattr(self, ENABLED, self)
         self._was_off_at_start = is_disabled_by_environment()
         self._enable_wrapped, self._has_checked_parts = enable_wrapped, False
-        keywords = {"dynamic": dynamic, "options": dict(options), **isolated()}
+        keywords = {"dynamic": dynamic, "options": dict(options), **isolation_keywords()}
         self.needs_boundaries = packing.needs_boundaries(self.module)
         wrap = packing.with_boundaries if self.needs_boundaries else _without_boundaries
         self._with_cache = torch.compile(wrap(self.module._call_impl), backend=streambp, **keywords)
@@ -116,7 +122,7 @@ def run(
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            cause = cause_of(error)
+            cause = user_error_of(error)
             if cause is None:
                 raise
     raise cause  # outside of the handler, so that the traceback does not chain the compiler's wrapper

@@ -14,7 +14,7 @@ from streamfx.integrations.targets import CompileTargets, find_targets, models_o
 from streamfx.log import log
 from streamfx.options import resolve_options
 from streamfx.tools.report.first_step_notice import Compiled
-from streamfx.torch_private.checkpoints import checkpoints_around, run_with, run_without
+from streamfx.torch_private.checkpoints import checkpoints_around, disable_checkpointing, restore_checkpointing
 from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF
 
 ORIGIN = "streamfx.enable(...)"
@@ -79,7 +79,7 @@ class EnabledModules(Unpicklable):
         # Without compilation, layers keep their checkpoint wrappers.
         modules = set() if self._is_off else {target.module for target in compile_targets.targets}
         wrappers = [wrapper for _, model in models_of(self._trainer_or_model) for wrapper in checkpoints_around(model, modules)]
-        self._checkpoints = [(wrapper, run_without(wrapper)) for wrapper in dict.fromkeys(wrappers)]
+        self._checkpoints = [(wrapper, disable_checkpointing(wrapper)) for wrapper in dict.fromkeys(wrappers)]
 
     def _enable_wrapped(self) -> bool:
         """Enable the modules of an engine that has wrapped the model since `enable`; return whether there are any."""
@@ -106,7 +106,7 @@ class EnabledModules(Unpicklable):
                 target.head.restore()
             calls.remove()
         for wrapper, checkpoint_fn in self._checkpoints:
-            run_with(wrapper, checkpoint_fn)
+            restore_checkpointing(wrapper, checkpoint_fn)
 
     def __enter__(self) -> EnabledModules:
         return self

@@ -22,10 +22,10 @@ from streamfx.distributed.zero_3 import is_partitioned, refuse_partitioned
 from streamfx.integrations.target import Target
 from streamfx.torch_private import is_sharded
 from streamfx.torch_private.fsdp import (
-    inside_of_wrapper,
     is_fsdp_wrapper,
     is_fully_sharded,
     is_managed,
+    unwrap_fsdp,
 )
 
 DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
@@ -98,7 +98,7 @@ def parts_of(target: Target, owner: nn.Module | None) -> list[Target]:
 def _targets_inside(path: str, module: nn.Module, owner: nn.Module | None, is_top: bool = False) -> Iterator[Target]:
     """Yield the targets inside a module: wrapped modules, and modules that contain no wrapped one; `owner` wraps it."""
     if is_fsdp_wrapper(module):
-        yield from _targets_inside(path, inside_of_wrapper(module), module, is_top=True)
+        yield from _targets_inside(path, unwrap_fsdp(module), module, is_top=True)
         return
     has_hooks = is_fully_sharded(module)
     # A managed module without a known wrapper counts as its own owner.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from streamfx.torch_private import assert_true
-from streamfx.torch_private.dynamo import of_any_length
+from streamfx.torch_private.dynamo import mark_length_dynamic
 
 ONE_DOCUMENT, SAME_FOR_KEYS = False, True
 Boundaries: TypeAlias = "bool | Tensor | None"
@@ -124,7 +124,7 @@ def _boundaries_by_positions(positions: Any) -> Boundaries:
     if not bool(_originals[0][IS_PACKED](positions, positions.shape[0])):
         return ONE_DOCUMENT
     (boundaries, _), _ = _originals[0][ENDS](positions)
-    return of_any_length(boundaries)
+    return mark_length_dynamic(boundaries)
 
 
 # -- replacements of transformers' functions

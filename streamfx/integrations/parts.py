@@ -24,8 +24,8 @@ from streamfx.integrations.target import Target
 from streamfx.lazy.deferred import DeferredTensor
 from streamfx.tools.inspect.side_effect_guard import ENABLED
 from streamfx.torch_private import is_sharded
-from streamfx.torch_private.dynamo import is_switched_off, isolated, own_backend
-from streamfx.torch_private.fsdp import frees_weights, let_trace, refuse_again
+from streamfx.torch_private.dynamo import is_switched_off, isolation_keywords, unique_backend
+from streamfx.torch_private.fsdp import allow_tracing, frees_weights, restore_tracing_refusal
 
 USE_CACHE = "use_cache"
 
@@ -52,7 +52,7 @@ class SharedFunctions:
 
     def __init__(self, options: Mapping[str, Any], dynamic: bool | None) -> None:
         """Start without compiled functions; `parts` collects the modules that share them."""
-        self.options, self.keywords = dict(options), {"dynamic": dynamic, **isolated()}
+        self.options, self.keywords = dict(options), {"dynamic": dynamic, **isolation_keywords()}
         self.parts: list[CompiledModule] = []
         self.generating = 0  # active generation calls: nested calls are not compiled, either
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -68,7 +68,7 @@ class SharedFunctions:
         if key not in self._compiled:
             options = {**({"outputs": "dense"} if dense else {}), **self.options}
             to_compile = module_call if with_cache else without_cache(module_call)
-            self._compiled[key] = torch.compile(to_compile, backend=own_backend(streambp), options=options, **self.keywords)
+            self._compiled[key] = torch.compile(to_compile, backend=unique_backend(streambp), options=options, **self.keywords)
         return self._compiled[key]
 
     def key_with_buffers(self, key: tuple[Any, ...], module: nn.Module) -> tuple[Any, ...]:
@@ -114,7 +114,7 @@ class CompiledModule:
 
     def install(self) -> None:
         """Replace the module's `__call__`, or its forward if an engine's hooks surround it."""
-        self._refused = let_trace(self.module)
+        self._refused = allow_tracing(self.module)
         if self.within_hooks:
             self.module.__dict__["forward"] = self._installed
         else:
@@ -124,7 +124,7 @@ class CompiledModule:
         """Undo `install`, if it still holds."""
         if not self.is_installed:
             return
-        refuse_again(self._refused)
+        restore_tracing_refusal(self._refused)
         if not self.within_hooks:
             self.module._compiled_call_impl = None
         elif self._had_forward:

@@ -20,7 +20,7 @@ from streamfx.integrations.minimum_versions import check_versions
 from streamfx.integrations.target import Target
 from streamfx.tools.inspect.layers import has_forward
 from streamfx.torch_private.dynamo import is_compiled
-from streamfx.torch_private.fsdp import inside_of_wrapper, is_fsdp_wrapper
+from streamfx.torch_private.fsdp import is_fsdp_wrapper, unwrap_fsdp
 
 REQUIREMENT = "streamfx.{name} takes a module, or a trainer that has one"
 NO_FORWARD = "give a module that calls this one, or define forward"
@@ -135,7 +135,7 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
 
 def _target_of_model(name: str, model: nn.Module, is_given_alone: bool) -> Target:
     """Return the module of a model to compile. `is_given_alone`: the caller gave a module, not a trainer."""
-    base: Any = inside_of_wrapper(model) if is_fsdp_wrapper(model) else model
+    base: Any = unwrap_fsdp(model) if is_fsdp_wrapper(model) else model
     base = getattr(base, "get_base_model", lambda: base)()
     forward = _forward_with_head(base)
     if forward is None:

@@ -20,7 +20,7 @@ from streamfx.errors import describe_error
 from streamfx.ir.sizes import Size, simplified
 from streamfx.log import log
 from streamfx.node_meta import EXAMPLE_VALUE, VALUE
-from streamfx.torch_private.symbolic_sizes import largest, supposing
+from streamfx.torch_private.symbolic_sizes import assuming_sizes, upper_bound
 
 MAX_DOUBLINGS = 6  # a plan is tested up to 64 times the lengths
 HEADROOM = (2, 1.2, 1)  # planned lengths, as multiples of the call's, in order of preference
@@ -41,7 +41,7 @@ class Lengths:
     def of_current_call(graph: fx.Graph) -> Lengths:
         """Return the lengths of the call that is being compiled, with their upper bounds."""
         sizes = dynamic_sizes(graph)
-        maximums = {symbol: bound for symbol, (_, size) in sizes.items() if (bound := largest(size)) is not None}
+        maximums = {symbol: bound for symbol, (_, size) in sizes.items() if (bound := upper_bound(size)) is not None}
         return Lengths({symbol: hint for symbol, (hint, _) in sizes.items()}, maximums)
 
     def __bool__(self) -> bool:
@@ -63,7 +63,7 @@ class Lengths:
 
     def assumed(self) -> Any:
         """Return a context in which sizes evaluate at these lengths instead of the call's."""
-        return supposing(self.numbers)
+        return assuming_sizes(self.numbers)
 
     def longest_valid(self, is_valid: Callable[[Lengths], bool], precision: float = PRECISION) -> Lengths:
         """Return the longest multiple of these lengths for which `is_valid` returns True, within a factor of `precision`.

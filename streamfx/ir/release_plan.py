@@ -13,7 +13,7 @@ from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.sizes import shape_of
 from streamfx.node_meta import VALUE
 from streamfx.torch_private import inputs_of_gradients
-from streamfx.torch_private.autograd import is_inner_tensor, owners
+from streamfx.torch_private.autograd import is_inner_tensor, owner_indices
 
 Saved: TypeAlias = "tuple[frozenset[int], ...]"  # for each tensor saved for a backward graph, the inputs that it may alias
 
@@ -63,7 +63,7 @@ def sources_of(joint: fx.Graph, num_outputs: int, num_inputs: int) -> Sources:
 
     Return no sources if AOTAutograd has merged inputs, or if a gradient consists of several tensors or has dynamic sizes.
     """
-    input_positions, gradients = owners(joint), outputs_of(joint)[num_outputs:]
+    input_positions, gradients = owner_indices(joint), outputs_of(joint)[num_outputs:]
     gradient_inputs = inputs_of_gradients(joint, num_outputs)
     if gradient_inputs is None or {position for position in input_positions if position is not None} != set(range(num_inputs)):
         return {}

@@ -1,10 +1,10 @@
 """A tensor subclass whose values are computed when they are first used.
 
 To callers it is the dense tensor: sizes, strides, dtype, device, `requires_grad` and `grad_fn` are real. Its history is one
-autograd node that leads to the tensors it is recomputed from, so all autograd features (hooks, `retain_grad`, in-place operators,
-views, custom functions) work unchanged. Below autograd, in `__torch_dispatch__`, views, casts and functions of large values stay
-deferred (`steps.py`). Small results are computed in chunks of the sequence (`streamed.py`). All other operators run on the dense
-values of their operands.
+autograd node that leads to the tensors from which it is recomputed, so all autograd features (hooks, `retain_grad`, in-place
+operators, views, custom functions) work unchanged. Below autograd, in `__torch_dispatch__`, views, casts and functions of large
+values stay deferred (`steps.py`). Small results are computed in chunks of the sequence (`streamed.py`). All other operators run
+on the dense values of their operands.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from torch.utils import _pytree as pytree
 from streamfx.errors import TransposedOutputError
 from streamfx.lazy.lazy_values import Cell, DeferredOperator
 from streamfx.lazy.recompute import RecomputeSource
-from streamfx.lazy.steps import cast, defer_function, defer_write, is_cut_from, is_lazy_cast, is_part, is_wide, view_cells
-from streamfx.lazy.streamed import computed_in_chunks, gradients_in_chunks
+from streamfx.lazy.steps import cast, defer_function, defer_write, is_lazy_cast, is_small_part, is_small_view, is_wide, view_cells
+from streamfx.lazy.streamed import compute_gradients_in_chunks, compute_in_chunks
 from streamfx.passes.ops.aliasing import is_view
 from streamfx.torch_private import (
     DISABLED_TORCH_FUNCTION,
     is_composite,
-    keeps_graph,
     no_dispatch,
     no_modes,
     reentrant_dispatch,
+    retains_graph,
     untraced,
     wrapper_tensor,
 )
-from streamfx.torch_private.autograd import nodes_that_run
+from streamfx.torch_private.autograd import nodes_to_execute
 
 # NOTE [Gradients that spread]
 # Autograd's formulas for `gather`, `max`, `topk`, an index or a slice allocate zeros of the operand's shape from the result's
 # gradient, without reading the operand. So the gradient of a small part of a large deferred tensor becomes a deferred tensor
-# itself, just before the formula runs: its results are then deferred, too.
+# just before the formula runs, and the results of the formula are then deferred, too.
 
 aten = torch.ops.aten
 FREED = (
-    "Trying to backward through the graph a second time: the first backward pass has freed what a deferred output follows from. "
+    "Trying to backward through the graph a second time: the first backward pass has freed the graph before a deferred output. "
     "Specify retain_graph=True if you need to backward through the graph a second time."
 )
 _data: Any = Tensor.data
@@ -51,10 +51,10 @@ class DeferredTensor(Tensor):
     """Looks and behaves like the dense tensor, but computes its values only if they are needed."""
 
     _cell: Cell
-    _traced: bool  # created while a compiler traces, which sees plain tensors only
+    _traced: bool  # created by a compiler that traces, which must see plain tensors only
     _has_views = False  # whether views of it exist
     _is_transposed = False  # transposed in place after views were taken, with a gradient required
-    _is_part = False  # small part of a large value that is not computed yet: see NOTE [Gradients that spread]
+    _is_small_part = False  # small part of a large value that is not computed yet: see NOTE [Gradients that spread]
 
     __torch_function__ = DISABLED_TORCH_FUNCTION  # type: ignore[assignment]
 
@@ -175,17 +175,17 @@ class DeferredOutput(torch.autograd.Function):
         """Return None for `source` and `like`, and the gradients of the values that the recipe reads."""
         if gradient is None:
             return (None,) * (2 + len(ctx.source.recipe.program.given))
-        running = nodes_that_run(ctx.next_functions)
+        running = nodes_to_execute(ctx.next_functions)
         if not ctx.freed.isdisjoint(running):
             raise RuntimeError(FREED)  # these nodes would also raise it, but only after the head's weight got a second gradient
-        ctx.freed |= frozenset() if keeps_graph() else running
+        ctx.freed |= frozenset() if retains_graph() else running
         return (None, None, *_gradients(ctx.source, gradient))
 
 
 def _gradients(source: RecomputeSource, gradient: Tensor) -> Sequence[Tensor | None]:
-    """Return the gradients of a recipe's inputs; if the gradient is deferred, compute them in chunks without making it dense."""
-    if isinstance(gradient, DeferredTensor) and is_wide(gradient._cell) and not source.is_rebuilt:
-        streamed = gradients_in_chunks(source, gradient._cell)
+    """Return the gradients of a recipe's inputs. If `gradient` is deferred, compute them in chunks, so that it never exists."""
+    if isinstance(gradient, DeferredTensor) and is_wide(gradient._cell) and not source.is_computed:
+        streamed = compute_gradients_in_chunks(source, gradient._cell)
         if streamed is not None:
             return _with_distinct_memory(streamed, gradient)
     # The consumers expect plain tensors. The gradient of the hidden states may be deferred, too, if that of the logits is.
@@ -194,7 +194,7 @@ def _gradients(source: RecomputeSource, gradient: Tensor) -> Sequence[Tensor | N
 
 
 def _with_distinct_memory(values: Iterable[Tensor | None], kept: Tensor) -> list[Tensor | None]:
-    """Clone values that share memory, because autograd may accumulate the next gradient in place; keep the given tensor."""
+    """Clone values that share memory with each other or with `kept`, because autograd may accumulate into them in place."""
     addresses, results = {_storage_address(kept)}, list[Tensor | None]()
     for value in values:
         address = None if value is kept else _storage_address(value)
@@ -258,7 +258,7 @@ def _deferred_results(
     if cells is None:
         return None
     results = [_tensor_of_cell(cell, device) for cell in cells]
-    if all(is_part(cell) for cell in cells):
+    if all(is_small_part(cell) for cell in cells):
         _compute(cells)
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in deferred_operands)
         results = [tensor if recorded else tensor._cell.value for tensor in results]  # type: ignore[misc]
@@ -266,25 +266,25 @@ def _deferred_results(
 
 
 def _tensor_of_cell(cell: Cell, device: torch.device) -> DeferredTensor:
-    """Wrap a cell; `_is_part` says that gradients of this small part should stay deferred."""
+    """Return a deferred tensor of a cell. If it is a small part of a large value, its gradients stay deferred."""
     tensor = DeferredTensor(cell, device)
-    tensor._is_part = is_part(cell) or is_cut_from(cell)
+    tensor._is_small_part = is_small_part(cell) or is_small_view(cell)
     return tensor
 
 
 def _register_gradient_hook(tensor: DeferredTensor) -> None:
-    """Register the hook of NOTE [Gradients that spread] when a tensor is used: its `grad_fn` does not exist before."""
-    if not tensor._is_part or not torch.is_grad_enabled():
+    """Register the hook of NOTE [Gradients that spread]. This is done on use, because the `grad_fn` does not exist before."""
+    if not tensor._is_small_part or not torch.is_grad_enabled():
         return
     with reentrant_dispatch():  # if the base of a view was written to, autograd rebuilds the view's history here
         grad_fn = tensor.grad_fn
     if grad_fn is not None:
-        tensor._is_part = False
+        tensor._is_small_part = False
         grad_fn.register_prehook(_defer_gradients)
 
 
 def _defer_gradients(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Replace plain gradients by deferred copies: a hook that runs before the `grad_fn` of a small part."""
+    """Return deferred copies of plain gradients: the hook that runs before the `grad_fn` of a small part."""
 
     def deferred_copy(gradient: Tensor) -> Tensor:
         copy = gradient.detach().clone()  # a hook may write into the gradient before the deferred gradient is computed
@@ -297,7 +297,7 @@ def _defer_gradients(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None,
 def _compute(cells: Sequence[Cell]) -> None:
     """Compute the values of cells, in chunks if that avoids materializing the large values that they depend on."""
     with reentrant_dispatch():
-        values = computed_in_chunks(cells)
+        values = compute_in_chunks(cells)
         for cell, value in zip(cells, values or (), strict=False):
             cell.keep(value)
         for cell in cells:
@@ -315,7 +315,7 @@ def _shared_memory(tensor: DeferredTensor) -> Tensor:
 
 def _read_dense(tensor: DeferredTensor) -> Tensor:
     """Return the dense values of a deferred tensor; compute a small part in chunks."""
-    if is_part(tensor._cell):
+    if is_small_part(tensor._cell):
         _compute([tensor._cell])
     with reentrant_dispatch():  # a recipe runs under the modes of its call, not under ours
         return tensor._cell.read()
@@ -332,7 +332,7 @@ def _map_deferred(values: Any, convert: Callable[[DeferredTensor], Any]) -> Any:
 
 
 def _run_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator that writes, on the shared memory; return the original tensors in place of those written."""
+    """Run an operator that writes into deferred tensors on their shared memory; return these tensors as its results."""
     targets = {id(value): value for value in _written_values(func, args, kwargs) if isinstance(value, DeferredTensor)}
     for value in targets.values():
         _refuse_transposed(value, func)
@@ -342,7 +342,7 @@ def _run_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     by_value: dict[int, DeferredTensor] = {}
 
     def get(tensor: DeferredTensor) -> Tensor:
-        """Return the dense memory of a deferred tensor; if the operator writes it, remember whose memory it is."""
+        """Return the dense memory of a deferred tensor; if the operator writes into it, record the tensor in `by_value`."""
         if id(tensor) not in targets:
             return _read_dense(tensor)
         value = _writable(tensor)
@@ -356,17 +356,16 @@ def _run_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 
 def _refuse_transposed(tensor: DeferredTensor, func: Any) -> None:
-    """Raise an error if autograd cannot follow a write to a tensor.
+    """Raise an error if autograd cannot record a write to a tensor, because it was transposed in place after views were taken.
 
-    To follow a view of a wrapper, autograd views its base again, whose strides may have changed since. For plain memory it knows
-    the strides of the view.
+    Autograd records a write to a view of a wrapper by viewing the base again, and the base has other strides now.
     """
     base = tensor if tensor._base is None else tensor._base
     if torch.is_grad_enabled() and any(isinstance(item, DeferredTensor) and item._is_transposed for item in (tensor, base)):
         raise TransposedOutputError(
-            f"{func} writes to an output that is computed when it is touched",
-            found="it was turned in place before, and views of it had been taken before that",
-            do='turn a copy (`transpose`, `squeeze`), or compile with outputs="dense"',
+            f"{func} writes to a lazy output, which is computed when it is first used",
+            found="the output was transposed in place before, after views of it had been taken",
+            do='use a copy (`transpose`, `squeeze`) instead, or compile with outputs="dense"',
         )
 
 

@@ -1,9 +1,9 @@
 """The dense values of deferred tensors: computed when read, shared by views.
 
 # NOTE [Memory shared by views]
-Once the dense memory of a deferred tensor exists, its views are views of that memory, so a write to one is visible in the other.
-Before that, a view may hold values of its own, computed without the rest. Such a copy is read only by operators. It is dropped
-as soon as the full tensor is computed, which every write triggers first.
+If the dense memory of a deferred tensor exists, its views are views of that memory, so a write to one is visible in the other.
+Before that, a view may hold a copy of its values, computed without the rest. Only operators read such a copy. It is dropped
+when the full tensor is computed, and every write computes the full tensor first.
 
 # NOTE [Cells that several threads read]
 Several threads may read a dense tensor at once, and so they may read a cell. No lock is held while values are computed: the
@@ -48,7 +48,7 @@ ON_COPIES = frozenset(
 
 @dataclass(frozen=True)
 class CellRows:
-    """A part of a tensor: index ranges of some dimensions; dimensions in `single` are indexed away."""
+    """A part of a tensor: index ranges of some dimensions. Dimensions in `single` are removed: one index is selected."""
 
     shape: tuple[int, ...]
     ranges: Mapping[int, range]
@@ -58,8 +58,8 @@ class CellRows:
         """Return the selected indices of a dimension."""
         return self.ranges.get(dim, range(self.shape[dim]))
 
-    def narrowed(self, position: int, index: int | slice) -> CellRows:
-        """Return the part of this part that `index` selects along the dimension at `position`."""
+    def narrow(self, position: int, index: int | slice) -> CellRows:
+        """Return the part that `index` selects of this one; `position` counts the dimensions that are not removed."""
         dim = [dim for dim in range(len(self.shape)) if dim not in self.single][position]
         if isinstance(index, slice):
             selected = self.of(dim)[index]
@@ -93,11 +93,11 @@ class DeferredOperator:
 
 
 class Cell:
-    """One dense value. `like` has its metadata, and may be a meta tensor.
+    """A dense value that is computed when it is read. `like` has its metadata, and may be a meta tensor.
 
     The value is recomputed from a `source`, or is a `result` of a `step` on the values of other cells. If the step is a view, the
     cell and its operand have the same `root` and share memory; `rows` is set if the view selects index ranges of the root.
-    Functions of a cell that `spreads` stay deferred, even if the cell's own value exists.
+    Functions of a cell that `spreads` stay deferred, even if the cell's value exists.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Cell:
         is_view: bool = False,
         spreads: bool = False,
     ) -> None:
-        """Build a cell whose value comes from `source`, `step` or `value`; it is then a reader of its operands' memory."""
+        """Build a cell whose value comes from `source`, `step` or `value`, and register it as a reader of its operands."""
         self.like, self.source, self.step, self.result, self.value, self.rows = like, source, step, result, value, rows
         self.spreads = spreads
         operands = step.operands() if step is not None else []
@@ -135,7 +135,7 @@ class Cell:
         return step.operands()[0] if step is not None else None
 
     @property
-    def is_whole(self) -> bool:
+    def is_materialized(self) -> bool:
         """Whether the memory shared by all views exists."""
         return self.root.value is not None
 
@@ -146,22 +146,22 @@ class Cell:
     def read(self) -> Tensor:
         """Return the value, for reading only."""
         while True:
-            step, was_whole = self.step, self.is_whole
+            step, was_materialized = self.step, self.is_materialized
             value = self.value
             if value is None:
                 computed = self._compute_root(step) if self.root is self else self._compute_view(step)
-                value = self._publish(computed, was_whole)
+                value = self._publish(computed, was_materialized)
             if value is not None:
                 return value
 
-    def _publish(self, computed: Tensor, was_whole: bool) -> Tensor | None:
-        """Publish a computed value unless another thread was first; return None if it has to be computed again."""
+    def _publish(self, computed: Tensor, was_materialized: bool) -> Tensor | None:
+        """Set the value, unless another thread was first; return it. Return None if it must be recomputed in shared memory."""
         with _publishing:
-            if self.value is None and self.is_whole == was_whole:
+            if self.value is None and self.is_materialized == was_materialized:
                 self.value = computed
                 if self.root is self:
                     self._drop_recipe()
-                elif not was_whole:
+                elif not was_materialized:
                     self.root._copies.add(self)
             return self.value
 
@@ -185,12 +185,12 @@ class Cell:
         return self.aliased()
 
     def keep(self, value: Tensor) -> None:
-        """Set the value to one that was computed elsewhere (in chunks), without reading the operands."""
+        """Set the value to one that was computed in chunks, without reading the operands."""
         assert (value.dtype, value.shape) == (self.like.dtype, self.like.shape)
-        self._publish(laid_out(value, self.like) if self.root is self else value, was_whole=False)
+        self._publish(restride_like(value, self.like) if self.root is self else value, was_materialized=False)
 
-    def before_a_write(self) -> Cell | None:
-        """Return a new cell with the recipe of this one, so that a write can be deferred as a function of the new cell.
+    def cell_before_write(self) -> Cell | None:
+        """Return a new cell for the value before a write, so that the write can be deferred as a function of the new cell.
 
         Return None if the write must run now: the value exists, this is a view, or another cell has yet to read it.
         """
@@ -210,10 +210,10 @@ class Cell:
 
     def has_rows(self) -> bool:
         """Return whether this is a view of rows that can be computed without the rest."""
-        return self.rows is not None and not self.is_whole and self.root._can_compute_rows(self.rows)
+        return self.rows is not None and not self.is_materialized and self.root._can_compute_rows(self.rows)
 
     def _compute_root(self, operator: DeferredOperator | None) -> Tensor:
-        return laid_out(self._run_step(operator) if self.source is None else self.source.rebuild(), self.like)
+        return restride_like(self._run_step(operator) if self.source is None else self.source.recompute(), self.like)
 
     def _drop_recipe(self) -> None:
         """Drop the step and the copies of parts, because the value has changed or has its own memory now."""
@@ -236,10 +236,10 @@ class Cell:
         return operator.run(Cell.read if on_copies else Cell.aliased, self.result)
 
     def _can_compute_rows(self, rows: CellRows) -> bool:
-        """Return whether rows of this root should be computed separately: they can be, and copies stay below half of it."""
+        """Return whether rows of this root should be computed separately: if possible, and if copies stay below half of it."""
         cell = self
         while cell.source is None and cell._is_cast() and (base := cell.base) is not None:
-            if base.root is not base or base.is_whole:
+            if base.root is not base or base.is_materialized:
                 return False
             cell = base
         source = cell.source
@@ -253,7 +253,7 @@ class Cell:
         return step is not None and step.func is aten._to_copy.default
 
     def _compute_rows(self, rows: CellRows) -> Tensor:
-        """Compute rows of this root without the rest, count their elements, and drop the dimensions indexed away."""
+        """Compute rows of this root without the rest; remove the dimensions in `single`."""
         self._copied += rows.numel()
         value = self._compute_ranges(rows.ranges)
         for dim in sorted(rows.single, reverse=True):
@@ -263,7 +263,7 @@ class Cell:
     def _compute_ranges(self, ranges: Mapping[int, range]) -> Tensor:
         """Return this value restricted to index ranges, computed from the source, the value or the operand of a cast."""
         if self.source is not None:
-            return self.source.rebuild_rows(ranges)
+            return self.source.recompute_rows(ranges)
         step, value = self.step, self.value
         if step is None:
             assert value is not None
@@ -272,8 +272,8 @@ class Cell:
         return step.run(lambda cell: cell._compute_ranges(ranges), self.result)
 
 
-def laid_out(value: Tensor, like: Tensor) -> Tensor:
-    """Return the value with the strides of its metadata; a kernel may choose other strides than its fake implementation."""
+def restride_like(value: Tensor, like: Tensor) -> Tensor:
+    """Return the value with the strides of `like`, because a kernel may choose other strides than its fake implementation."""
     if all(a == b for a, b, size in zip(value.stride(), like.stride(), like.shape, strict=True) if size > 1):
         return value
     return torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device).copy_(value)

@@ -1,9 +1,9 @@
-"""Find the fewest bytes from which a value can be recomputed, as a minimum cut of the cheap, pure functions it depends on.
+"""Find the fewest bytes from which a value can be recomputed: a minimum cut through the cheap, pure functions before it.
 
-residual [b t d] --norm--> hidden [b t d] --linear(weight)--> logits [b t v] --/ c--> --tanh--> --* c--> output
-^ cut here: the fewest bytes; parameters cost nothing, they live with the model
+    residual [b t d] --norm--> hidden [b t d] --linear(weight)--> logits [b t v] --/ c--> --tanh--> --* c--> output
+    ^ minimum cut: the fewest bytes; parameters cost nothing, because the model keeps them
 
-Among cuts of equal size, take the one furthest from the output that recomputes no further matrix product. Gradients of the output
+Among minimum cuts, take the one furthest from the output that recomputes no further matrix product. Gradients of the output
 then enter the backward graph before the norm, whose backward runs in the same loops as that of the loss. With a cut after the
 norm, the norm's inputs would be recomputed for these gradients.
 """
@@ -17,7 +17,7 @@ import networkx
 import torch
 from torch import fx
 
-from streamfx.lazy.op_kinds import CONTRACTING, OpKind, kind_of
+from streamfx.lazy.op_kinds import CONTRACTING, OpKind, op_kind
 from streamfx.lazy.values import DynamoValues, bytes_of, example, is_dense, is_number, is_parameter
 
 START = "start"
@@ -26,15 +26,15 @@ DEPTH = 2  # matrix products on a path to the output: a head, or a low-rank one 
 
 @dataclass(frozen=True)
 class Frontier:
-    """The values that a value is recomputed from. `rebuilt` are the nodes to run again in order, ending with the value."""
+    """A minimum cut: the `saved` values from which a value is recomputed, and the nodes to run, in order, up to the value."""
 
-    given: tuple[fx.Node, ...]
-    rebuilt: tuple[fx.Node, ...]
-    cost: int  # bytes saved in place of the value
+    saved: tuple[fx.Node, ...]
+    recomputed: tuple[fx.Node, ...]
+    saved_bytes: int  # without parameters
 
 
-def frontier_of(target: fx.Node, values: DynamoValues) -> Frontier | None:
-    """Return the fewest bytes of values from which `target` can be recomputed, or None if it cannot."""
+def find_frontier(target: fx.Node, values: DynamoValues) -> Frontier | None:
+    """Return the values with the fewest bytes from which `target` can be recomputed; None if it cannot be recomputed."""
     if not _is_recomputable(target, values):
         return None
     cone = _cone(target, values)
@@ -43,19 +43,19 @@ def frontier_of(target: fx.Node, values: DynamoValues) -> Frontier | None:
         _, (start_side, _) = networkx.minimum_cut(network, target, START)  # of all minimum cuts, the one nearest to START
     except networkx.NetworkXUnbounded:
         return None
-    recomputed: set[fx.Node] = {target}
+    chosen: set[fx.Node] = {target}
     for node in reversed(tuple(cone)):
-        if (node, "in") in start_side and not recomputed.isdisjoint(node.users):
-            recomputed.add(node)
-    saved = tuple(node for node in cone if node not in recomputed and not recomputed.isdisjoint(node.users))
-    rebuilt = tuple(node for node in cone if node in recomputed)
-    cost = sum(bytes_of(node) or 0 for node in saved if not is_parameter(node))
-    return Frontier(saved, (*rebuilt, target), cost)
+        if (node, "in") in start_side and not chosen.isdisjoint(node.users):
+            chosen.add(node)
+    saved = tuple(node for node in cone if node not in chosen and not chosen.isdisjoint(node.users))
+    recomputed = tuple(node for node in cone if node in chosen)
+    saved_bytes = sum(bytes_of(node) or 0 for node in saved if not is_parameter(node))
+    return Frontier(saved, (*recomputed, target), saved_bytes)
 
 
 @dataclass(frozen=True)
 class _Downstream:
-    """A node that the target depends on: the number of products between the two, and whether the node can be recomputed."""
+    """An ancestor of the target: the number of matrix products between them, and whether the ancestor can be recomputed."""
 
     products: int
     can_rerun: bool
@@ -68,7 +68,7 @@ def _cone(target: fx.Node, values: DynamoValues) -> Mapping[fx.Node, _Downstream
     for node in reversed(values.graph.nodes):
         if node not in products:
             continue
-        depth = products[node] + int(kind_of(node) in CONTRACTING)
+        depth = products[node] + int(op_kind(node) in CONTRACTING)
         can_rerun = node is target or (_is_recomputable(node, values) and depth <= DEPTH)
         if node is not target:
             cone[node] = _Downstream(products[node], can_rerun)
@@ -91,7 +91,7 @@ def _network(target: fx.Node, cone: Mapping[fx.Node, _Downstream], values: Dynam
 
 
 def _operands(node: fx.Node, values: DynamoValues) -> tuple[fx.Node, ...]:
-    """Return the operands that a node depends on; sizes are left out, because the inputs determine them."""
+    """Return the operands that a node depends on, except sizes that the inputs determine."""
     return tuple(operand for operand in node.all_input_nodes if not is_known_size(operand, values))
 
 
@@ -105,7 +105,7 @@ def is_known_size(node: fx.Node, values: DynamoValues) -> bool:
 
 def _is_recomputable(node: fx.Node, values: DynamoValues) -> bool:
     """Return whether a node is a pure function of values that still exist when it is recomputed."""
-    kind = kind_of(node)
+    kind = op_kind(node)
     if kind is None or not (is_dense(node) or is_number(node)) or (is_dense(node) and values.is_written(node)):
         return False
     if kind is OpKind.NUMBER:

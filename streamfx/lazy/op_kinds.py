@@ -1,7 +1,6 @@
 """Classify the torch functions that may be recomputed later: pure functions that are cheap relative to their result size.
 
-The tables list functions and methods of Dynamo graphs. An unlisted function ends the search for the values that an output can be
-recomputed from; its result is then saved.
+The tables list functions and methods of Dynamo graphs. The result of an unlisted function is saved, not recomputed.
 """
 
 from __future__ import annotations
@@ -71,23 +70,23 @@ METHODS = frozenset(name for name in KINDS if hasattr(torch.Tensor, name))
 ATTRIBUTES = frozenset({"H", "T", "mT", "mH"})
 
 
-SUMMING = set(
+SUMMING_FUNCTIONS = set(
     """addmm baddbmm binary_cross_entropy binary_cross_entropy_with_logits bmm cosine_similarity cross_entropy dot einsum
     huber_loss kl_div l1_loss linear log_softmax logsumexp matmul mean mm mse_loss nanmean nansum nll_loss norm smooth_l1_loss
     softmax std sum var vector_norm""".split()  # noqa: SIM905  (as the table above)
 )
 
 
-def sums(node: fx.Node) -> bool:
-    """Return whether a function sums so many products or elements that no single one can be recovered from the result."""
+def sums_elements(node: fx.Node) -> bool:
+    """Return whether a function sums products or elements, so that no single one can be recovered from the result."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if node.op not in ("call_function", "call_method") or name not in SUMMING:
+    if node.op not in ("call_function", "call_method") or name not in SUMMING_FUNCTIONS:
         return False
     orders = [item for item in (*node.args[1:], *node.kwargs.values()) if isinstance(item, (int, float))]
     return not name.endswith("norm") or all(order in (1, 2) for order in orders)  # the infinity norm is the largest element
 
 
-def kind_of(node: fx.Node) -> OpKind | None:
+def op_kind(node: fx.Node) -> OpKind | None:
     """Return the kind of a listed pure function; None for any other node, and for calls that write into an argument."""
     if "out" in node.kwargs or node.kwargs.get("inplace", False):
         return None

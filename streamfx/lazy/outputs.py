@@ -13,7 +13,7 @@ from torch import Tensor
 from streamfx.ir.recipe import Given, GivenInput, GivenOutput, OutputPlan, RebuiltOutput, Recipe, RecipeProgram, ReturnedOutput
 from streamfx.ir.sizes import Size
 from streamfx.lazy.deferred import deferred
-from streamfx.lazy.recompute import Agreement, RecomputeSource, UseCompiler, run_program
+from streamfx.lazy.recompute import ChunkingDecision, RecomputeSource, UseCompiler, run_program
 from streamfx.lazy.streamed import RowsInChunks
 from streamfx.runtime.runtime_sizes import compiled_size
 
@@ -22,9 +22,9 @@ from streamfx.runtime.runtime_sizes import compiled_size
 class DeferredCall:
     """Calls a compiled graph and returns its results in the order of the original outputs, with deferred tensors.
 
-    Inputs that the graph does not read are detached, so that autograd has no edge from the compiled backward graph to the head's
-    weight. Otherwise zero-bubble pipelines, which compute a weight's gradient from all nodes with an edge to it, run the backward
-    graph twice.
+    Inputs that the graph does not read (`unread`) are detached, so that autograd has no edge from the compiled backward graph to
+    the head's weight. With such an edge, zero-bubble pipelines, which compute a weight's gradient from all nodes that lead to
+    it, would run the backward graph twice.
     """
 
     compiled: Callable[..., Sequence[Any]]
@@ -36,8 +36,8 @@ class DeferredCall:
         """Run the compiled graph, and return the original outputs in order, deferred ones as deferred tensors."""
         outputs = self.compiled(*(_detached(it) if i in self.unread else it for i, it in enumerate(arguments)))
         sizes = self.plan.sizes.values(arguments)
-        agreement = Agreement(self.compiler, RowsInChunks())
-        tensors = [self._deferred(recipe, arguments, outputs, sizes, agreement) for recipe in self.plan.recipes]
+        chunking = ChunkingDecision(self.compiler, RowsInChunks())
+        tensors = [self._deferred(recipe, arguments, outputs, sizes, chunking) for recipe in self.plan.recipes]
 
         def result(item: ReturnedOutput | RebuiltOutput) -> Any:
             """Return an output of the graph, or a view of a deferred tensor."""
@@ -51,13 +51,18 @@ class DeferredCall:
         return tuple(None if index is None else results[index] for index in self.plan.order)
 
     def _deferred(
-        self, recipe: Recipe, arguments: Sequence[Any], outputs: Sequence[Any], sizes: Mapping[str, int], agreement: Agreement
+        self,
+        recipe: Recipe,
+        arguments: Sequence[Any],
+        outputs: Sequence[Any],
+        sizes: Mapping[str, int],
+        chunking: ChunkingDecision,
     ) -> Tensor:
         """Return the deferred tensor for a recipe, from this call's inputs, outputs and sizes."""
         values = [_given_value(given, arguments, outputs, sizes) for given in recipe.program.given]
         shape, strides = ([_size(size, sizes) for size in dims] for dims in (recipe.shape, recipe.strides))
         like = torch.empty_strided(shape, strides, dtype=recipe.dtype, device="meta")
-        return deferred(RecomputeSource(recipe, values, like.numel(), agreement), like, values)
+        return deferred(RecomputeSource(recipe, values, like.numel(), chunking), like, values)
 
 
 def _detached(argument: Any) -> Any:

@@ -104,7 +104,7 @@ def run_program(program: RecipeProgram, values: Sequence[Any]) -> Any:
     return _Runner(program).run(*values)
 
 
-SMALL = 32  # times smaller than its inputs: computed in the call, because a later check would read the weights once more
+MIN_INPUT_RATIO = 32  # a result that is this many times smaller than its inputs is computed in the call: a check reads all inputs
 
 
 @dataclass
@@ -118,7 +118,7 @@ class _HeldOutput:
 
     @staticmethod
     def of(name: str, tensor: Tensor, waits: bool) -> _HeldOutput:
-        """Return an alias of a tensor with its fingerprint; `waits`: it will be read later, so hidden writes matter."""
+        """Return an alias of a tensor with its fingerprint; if it `waits` to be read, the fingerprint detects hidden writes."""
         alias = tensor.detach()
         return _HeldOutput(name, alias, tensor.requires_grad, Fingerprint.of(alias, reads=waits))
 
@@ -139,8 +139,8 @@ class _Tape:
 
 
 @dataclass(frozen=True)
-class RowCut:
-    """The chunks of a use: so many rows of one axis, which is a dimension of the inputs at some positions."""
+class RowChunks:
+    """How a use of lazy outputs is chunked: the rows per chunk, and the axis, as (input index, dimension) of some inputs."""
 
     rows: int
     along: tuple[tuple[int, int], ...] = ()
@@ -150,90 +150,90 @@ class UseCompiler(Protocol):
     """Compiles graphs that compute results from deferred outputs."""
 
     def __call__(
-        self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], widest: int, cut: RowCut
+        self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], widest: int, row_chunks: RowChunks
     ) -> Callable[..., Any] | None:
-        """Return the graph as loops; None if a value other than a result has `most / 2` elements, or if the cut differs."""
+        """Return the graph as loops. None if a value other than a result has `widest / 2` elements, or if its chunks differ."""
 
     def rows_per_chunk(self, numel: int, length: int) -> int:
         """Return the number of rows per chunk for values of `numel` elements and `length` rows."""
 
 
-class RowMaker(Protocol):
+class RowComputer(Protocol):
     """Computes rows of a source in the chunks that all passes over it share."""
 
-    def can_cut(self, source: RecomputeSource) -> bool: ...
+    def can_chunk(self, source: RecomputeSource) -> bool: ...
 
     def rows(self, source: RecomputeSource, start: int, stop: int) -> Tensor: ...
 
 
 @dataclass
-class Agreement:
-    """How the outputs of one call are computed: all in the same chunks, or all at once. The first use of any of them decides.
+class ChunkingDecision:
+    """Whether the outputs of one call are computed in the same chunks, or each at once. The first use of any output decides.
 
-    The caller may compare values of one output with those of another, and a product of a different number of rows rounds
+    All are computed alike because the caller may compare their values, and a product of another number of rows rounds
     differently.
     """
 
     compiler: UseCompiler | None = None
-    maker: RowMaker | None = None
+    row_computer: RowComputer | None = None
     in_chunks: bool | None = None
     sources: weakref.WeakSet[RecomputeSource] = field(default_factory=weakref.WeakSet)
     _lock: Any = field(default_factory=threading.Lock)
 
-    def may_cut(self) -> bool:
-        """Return whether the call's live outputs can all be computed in chunks; if not, fix that none is."""
+    def may_chunk(self) -> bool:
+        """Return whether all live outputs of the call can be computed in chunks; if not, decide that none is."""
         if self.in_chunks is None:
-            maker = self.maker
-            if maker is None or not all(maker.can_cut(source) for source in self.sources):
-                self.settled(in_chunks=False)
+            row_computer = self.row_computer
+            if row_computer is None or not all(row_computer.can_chunk(source) for source in self.sources):
+                self.decide(in_chunks=False)
         return self.in_chunks is not False
 
-    def settled(self, in_chunks: bool) -> bool:
-        """Fix how all outputs of the call are computed, unless it is fixed already; return whether that is in chunks."""
+    def decide(self, in_chunks: bool) -> bool:
+        """Decide whether all outputs of the call are computed in chunks, unless this is decided; return the decision."""
         with self._lock:
             self.in_chunks = in_chunks if self.in_chunks is None else self.in_chunks
             return self.in_chunks
 
 
 class RecomputeSource:
-    """The tensors that one deferred tensor of `numel` elements is recomputed from; it holds only those that the recipe reads.
+    """The tensors from which a deferred tensor of `numel` elements is recomputed: those that its recipe reads.
 
     If it `waits`, the deferred tensor is computed on first use; otherwise it is computed in the call.
     """
 
-    def __init__(self, recipe: Recipe, values: Sequence[Any], numel: int, agreement: Agreement) -> None:
+    def __init__(self, recipe: Recipe, values: Sequence[Any], numel: int, chunking: ChunkingDecision) -> None:
         """Hold the values that the recipe reads, with fingerprints of the tensors, and join the outputs of the same call."""
-        self.recipe, self.numel, self.agreement = recipe, numel, agreement
+        self.recipe, self.numel, self.chunking = recipe, numel, chunking
         self.modes = Modes.now(recipe.device)
-        self.waits = SMALL * numel >= max((value.numel() for value in values if isinstance(value, Tensor)), default=0)
+        self.waits = MIN_INPUT_RATIO * numel >= max((value.numel() for value in values if isinstance(value, Tensor)), default=0)
         self._values: list[Any] = [
             value if isinstance(given, GivenSize) else _HeldOutput.of(given.name, value, self.waits)
             for given, value in zip(recipe.program.given, values, strict=True)
         ]
         self._tapes: list[_Tape] = []  # at most one; the thread that uses it removes it
-        agreement.sources.add(self)
+        chunking.sources.add(self)
 
     @property
     def differentiable(self) -> bool:
         return self.recipe.requires_grad and self.modes.grad
 
     @property
-    def is_rebuilt(self) -> bool:
+    def is_computed(self) -> bool:
         """Whether the dense tensor was computed, and the values that its gradient needs are kept."""
         return bool(self._tapes)
 
     def leaves(self) -> list[int]:
-        """Return the indices of the given values that need gradients."""
+        """Return the indices of the recipe's inputs that need gradients."""
         numbered_values = enumerate(self._values)
         return [
             i for i, value in numbered_values if self.differentiable and isinstance(value, _HeldOutput) and value.requires_grad
         ]
 
-    def rebuild(self) -> Tensor:
-        """Return the dense tensor, detached. If it is computed at once, keep the values that its gradient needs."""
-        if self.agreement.settled(in_chunks=False):
-            assert self.agreement.maker is not None
-            return self.agreement.maker.rows(self, 0, self.length)
+    def recompute(self) -> Tensor:
+        """Return the dense tensor, detached. Unless it is computed in chunks, keep the values that its gradient needs."""
+        if self.chunking.decide(in_chunks=False):
+            assert self.chunking.row_computer is not None
+            return self.chunking.row_computer.rows(self, 0, self.length)
         output, tape = self._run_and_record()
         self._tapes[:] = [] if tape is None else [tape]
         return output
@@ -258,14 +258,14 @@ class RecomputeSource:
 
     def has_rows(self, dim: int) -> bool:
         """Return whether rows along a dimension can be computed separately, with the same values as in the full tensor."""
-        return self.recipe.rows is not None and self.recipe.rows.dims[dim] is not None and self.agreement.may_cut()
+        return self.recipe.rows is not None and self.recipe.rows.dims[dim] is not None and self.chunking.may_chunk()
 
-    def rebuild_rows(self, ranges: Mapping[int, range]) -> Tensor:
+    def recompute_rows(self, ranges: Mapping[int, range]) -> Tensor:
         """Return the dense tensor restricted to ranges of some of its dimensions, detached."""
-        assert self.agreement.maker is not None
+        assert self.chunking.row_computer is not None
         longest = self.longest[0]
         selected = ranges.get(longest, range(self.length))
-        rows = self.agreement.maker.rows(self, selected.start, selected[-1] + 1)
+        rows = self.chunking.row_computer.rows(self, selected.start, selected[-1] + 1)
         in_rows = {**ranges, longest: range(0, selected[-1] + 1 - selected.start, selected.step)}
         index = tuple(
             slice(in_rows[dim].start, in_rows[dim].stop, in_rows[dim].step) if dim in in_rows else slice(None)
@@ -274,13 +274,13 @@ class RecomputeSource:
         return rows[index].clone(memory_format=torch.contiguous_format)
 
     def gradients(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the recipe's inputs, one for each given value; recompute the recipe if necessary."""
+        """Return the gradients of the recipe's inputs (None if they need none); recompute the recipe if necessary."""
         try:
             tape: _Tape | None = self._tapes.pop()
         except IndexError:
             tape = self._run_and_record()[1]
         else:
-            self.current(with_counter=False)  # autograd checks version counters itself
+            self.checked_values(with_counter=False)  # autograd checks version counters itself
         if tape is None:
             return (None,) * len(self._values)
         reached = [leaf for leaf in tape.leaves if leaf is not None]
@@ -289,7 +289,7 @@ class RecomputeSource:
 
     def _run_and_record(self) -> tuple[Tensor, _Tape | None]:
         """Run the recipe and return its detached output, with the tape for its gradients (None if it requires none)."""
-        values = self.current()
+        values = self.checked_values()
         leaves: list[Tensor | None] = [None] * len(values)
         for index in self.leaves():
             values[index] = leaves[index] = values[index].detach().requires_grad_()
@@ -299,20 +299,20 @@ class RecomputeSource:
             return output, None
         return output.detach(), _Tape(get_gradient_edge(output), tuple(leaves))
 
-    def current(self, with_counter: bool = True) -> list[Any]:
+    def checked_values(self, with_counter: bool = True) -> list[Any]:
         """Return the values to run the recipe on; raise an error if one of them has changed since the call."""
         for held in self._values:
             change = held.change(with_counter) if isinstance(held, _HeldOutput) else None
             if change is not None:
                 raise StaleOutputError(
-                    f"the output {self.recipe.name!r} is computed when it is first used, and its first use is now",
+                    f"the lazy output {self.recipe.name!r} is computed when it is first used, which is now",
                     found=change,
                     where=str(self.recipe),
-                    do="use the output before the optimizer's step (or keep a .clone() of what you need of it), "
-                    'or ask for plain outputs: torch.compile(..., options={"outputs": "dense"})',
+                    do="use the output before the optimizer's step (or keep a .clone() of the part that you need), "
+                    'or use dense outputs: torch.compile(..., options={"outputs": "dense"})',
                 )
-        return self.unchecked()
+        return self.unchecked_values()
 
-    def unchecked(self) -> list[Any]:
+    def unchecked_values(self) -> list[Any]:
         """Return the values to run the recipe on, without checks."""
         return [held.tensor if isinstance(held, _HeldOutput) else held for held in self._values]

@@ -1,4 +1,4 @@
-"""Remove outputs from a Dynamo graph that are large and cheap to recompute, and return the values they are recomputed from.
+"""Remove outputs from a Dynamo graph that are large and cheap to recompute; return the values from which they are recomputed.
 
 before   return loss, logits                        logits = linear(hidden, weight)
 after    return loss, hidden                        hidden [b t d], about d/V of the bytes of logits
@@ -29,8 +29,8 @@ from streamfx.ir.recipe import (
 )
 from streamfx.ir.sizes import product, quotient, shape_of, size_of
 from streamfx.lazy import steps
-from streamfx.lazy.min_cut import Frontier, frontier_of, is_known_size
-from streamfx.lazy.op_kinds import ALIASING, CONTRACTING, OpKind, kind_of, sums
+from streamfx.lazy.min_cut import Frontier, find_frontier, is_known_size
+from streamfx.lazy.op_kinds import ALIASING, CONTRACTING, OpKind, op_kind, sums_elements
 from streamfx.lazy.rows import rows_of_program
 from streamfx.lazy.values import (
     DynamoValues,
@@ -43,7 +43,7 @@ from streamfx.lazy.values import (
 )
 from streamfx.torch_private import dynamo_copy, placeholder_source
 
-WORTH = 2  # a value is deferred if it has at least this many times the bytes of the values saved instead
+MIN_BYTES_RATIO = 2  # an output is deferred if it has at least this many times the bytes of the values that are saved instead
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def defer_outputs(module: fx.GraphModule) -> Deferral | None:
 
 
 def _chosen(outputs: Sequence[Any], values: DynamoValues) -> dict[fx.Node, Frontier]:
-    """Choose the bases of outputs to defer, the largest first, with their frontiers."""
+    """Return the outputs to defer (the bases of their memory), the largest first, with their minimum cuts."""
     groups: dict[fx.Node, list[fx.Node]] = {}
     for output in filter(is_dense, outputs):
         groups.setdefault(values.bases[output], []).append(output)
@@ -82,25 +82,25 @@ def _chosen(outputs: Sequence[Any], values: DynamoValues) -> dict[fx.Node, Front
             continue
         if any(_view_nodes(base, output, values) is None for output in groups[base]):
             continue
-        frontier = frontier_of(base, values)
-        if frontier is None or WORTH * frontier.cost > (bytes_of(base) or 0):
+        frontier = find_frontier(base, values)
+        if frontier is None or MIN_BYTES_RATIO * frontier.saved_bytes > (bytes_of(base) or 0):
             continue
-        if chosen.keys().isdisjoint(values.bases[node] for node in frontier.given):
+        if chosen.keys().isdisjoint(values.bases[node] for node in frontier.saved):
             chosen[base] = frontier
-            needed.update(values.bases[node] for node in frontier.given)
+            needed.update(values.bases[node] for node in frontier.saved)
     read = _ancestors_within([output for output in filter(is_dense, outputs) if values.bases[output] not in chosen])
-    chosen = {base: frontier for base, frontier in chosen.items() if base in read or not is_made_whole(base)}
+    chosen = {base: frontier for base, frontier in chosen.items() if base in read or not is_too_small_for_chunks(base)}
     return _drop_comparable(chosen, groups, outputs, values)
 
 
-def is_made_whole(base: fx.Node) -> bool:
+def is_too_small_for_chunks(base: fx.Node) -> bool:
     """Return whether an output is too small to be computed in chunks.
 
     If no other output (such as a loss) depends on it, the caller wants this output itself: deferring it would take its own memory
     and that of the values it is recomputed from.
     """
     numel = example(base).numel()
-    return isinstance(numel, int) and numel < steps.LEAST
+    return isinstance(numel, int) and numel < steps.MIN_NUMEL
 
 
 def _ancestors_within(nodes: Sequence[fx.Node]) -> set[fx.Node]:
@@ -116,15 +116,15 @@ def _ancestors_within(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 def _drop_comparable(
     chosen: dict[fx.Node, Frontier], groups: Mapping[fx.Node, Sequence[fx.Node]], outputs: Sequence[Any], values: DynamoValues
 ) -> dict[fx.Node, Frontier]:
-    """Drop outputs whose elements can be compared, to the last bit, with another output of the call.
+    """Drop outputs whose elements the caller can compare, to the last bit, with another output of the call.
 
-    For example, the model may return the maximum of its logits, and the caller may look for this value among the logits, which
-    round differently when recomputed. A loss, a single number that sums over them, reveals no single element.
+    For example, the model may return the maximum of its logits, and the caller may search this value in the logits, which
+    round differently if recomputed. A loss reveals no single element, because it is a sum.
     """
     while True:
         removed = {output for base in chosen for output in groups[base]}
         kept_outputs = [output for output in outputs if isinstance(output, fx.Node) and output not in removed]
-        saved_values = [node for frontier in chosen.values() for node in frontier.given]
+        saved_values = [node for frontier in chosen.values() for node in frontier.saved]
         comparable = {
             base
             for base, frontier in chosen.items()
@@ -137,14 +137,17 @@ def _drop_comparable(
 
 
 def _of_kind(frontier: Frontier, kinds: Collection[OpKind]) -> set[fx.Node]:
-    """Return the recomputed nodes of these kinds, whose results may round differently than in the call."""
-    return {node for node in frontier.rebuilt if kind_of(node) in kinds}
+    """Return the recomputed nodes of these kinds."""
+    return {node for node in frontier.recomputed if op_kind(node) in kinds}
 
 
 def _reveals_elements(
     observed: Sequence[fx.Node], recomputed: Collection[fx.Node], is_sum: Callable[[fx.Node], bool], values: DynamoValues
 ) -> bool:
-    """Return whether any observed value depends on elements of recomputed nodes other than through sums."""
+    """Return whether an observed value depends on elements of recomputed nodes, through no sum.
+
+    Recomputed nodes may round differently than in the call.
+    """
     ancestors, pending = set(observed), list(observed)
     while pending:
         node = pending.pop()
@@ -164,7 +167,7 @@ def _is_scalar_sum(node: fx.Node) -> bool:
 
 def _is_sum(node: fx.Node) -> bool:
     """Return whether each element of a value is a sum of several elements of its operand."""
-    if not sums(node) or not is_dense(node):
+    if not sums_elements(node) or not is_dense(node):
         return False
     summed = next((operand for operand in node.all_input_nodes if is_dense(operand)), None)
     if summed is None:
@@ -186,7 +189,7 @@ def _view_nodes(base: fx.Node, output: fx.Node, values: DynamoValues) -> tuple[f
     while node is not base:
         parents = [operand for operand in node.all_input_nodes if values.bases.get(operand) is base]
         others = [operand for operand in node.all_input_nodes if operand not in parents]
-        if kind_of(node) not in ALIASING or node in values.contexts or len(parents) != 1:
+        if op_kind(node) not in ALIASING or node in values.contexts or len(parents) != 1:
             return None
         if not all(is_known_size(operand, values) for operand in others):
             return None
@@ -245,7 +248,7 @@ class _OutputRewriter:
         return self.returned.index(node)
 
     def _exported(self, node: Any) -> Any:
-        """Return the new graph's output for an original node: a copy if it is an input or a part of a larger tensor."""
+        """Return the new graph's output for an original node: a clone if it is an input, or a view that was no output."""
         if not isinstance(node, fx.Node):
             return node
         copy = self.copies[node]
@@ -259,14 +262,14 @@ class _OutputRewriter:
     def _erase_unused(self) -> None:
         """Erase the recomputed nodes that the new graph no longer uses."""
         for frontier in self.chosen.values():
-            for node in reversed(frontier.rebuilt):
+            for node in reversed(frontier.recomputed):
                 if node in self.copies and not self.copies[node].users:
                     self.module.graph.erase_node(self.copies.pop(node))
 
     def _add_recipe(self, base: fx.Node) -> int:
         """Add the recipe of a deferred base to `recipes`, and return its index."""
         frontier, tensor = self.chosen[base], example(base)
-        program = self._program(frontier.given, frontier.rebuilt, self._recipe_input)
+        program = self._program(frontier.saved, frontier.recomputed, self._recipe_input)
         self.recipes.append(
             Recipe(
                 name=base.name,
@@ -282,16 +285,16 @@ class _OutputRewriter:
         return len(self.recipes) - 1
 
     def _row_axes(self, frontier: Frontier) -> RowAxes | None:
-        """Return the largest given value that is no parameter, and which of its dimensions are rows; None if there are none."""
-        with_rows = [node for node in frontier.given if not is_parameter(node)]
+        """Return the largest saved value that is no parameter, and which of its dimensions are rows; None if there are none."""
+        with_rows = [node for node in frontier.saved if not is_parameter(node)]
         if not with_rows:
             return None
         largest = max(with_rows, key=lambda node: bytes_of(node) or 0)
-        dims = rows_of_program(largest, frontier.rebuilt)
-        return RowAxes(frontier.given.index(largest), dims) if any(dim is not None for dim in dims) else None
+        dims = rows_of_program(largest, frontier.recomputed)
+        return RowAxes(frontier.saved.index(largest), dims) if any(dim is not None for dim in dims) else None
 
     def _recipe_input(self, node: fx.Node) -> Given:
-        """Describe a value that a recipe reads: an input if autograd or the model keeps it, else a (new) output of the graph."""
+        """Describe a value that a recipe reads: an input if autograd or the model keeps it, else an output of the new graph."""
         if is_parameter(node) or (node.op == "placeholder" and example(node).requires_grad):
             return GivenInput(self.inputs[node], _readable(placeholder_source(node)) or node.name)
         return GivenOutput(self._returned(node), node.name)

@@ -1,7 +1,8 @@
-"""Find the dimensions of a program's result that are rows: row i depends only on row i of the given tensor.
+"""Find the dimensions of a program's result that are rows: row i depends only on row i of a source tensor.
 
-Each rule returns, for each dimension of a result, the dimension of the given tensor that it follows index by index, or None. The
-result of a function without a rule follows no dimension, and is computed at once.
+A dimension of a result *follows* a dimension of the source if index i depends only on index i. Each rule returns, for each
+dimension of a result, the dimension of the source that it follows, or None. Without a rule no dimension follows, and the result
+is computed at once.
 """
 
 from __future__ import annotations
@@ -11,25 +12,25 @@ from typing import TypeAlias
 
 from torch import fx
 
-from streamfx.lazy.op_kinds import OpKind, kind_of
+from streamfx.lazy.op_kinds import OpKind, op_kind
 from streamfx.lazy.values import example, is_dense
 
 Follows: TypeAlias = "tuple[int | None, ...]"
 FollowsByNode: TypeAlias = "Mapping[fx.Node, Follows]"
 
 
-def rows_of_program(source: fx.Node, rebuilt: tuple[fx.Node, ...]) -> Follows:
-    """Return, for each dimension of the last node, the dimension of `given` whose rows it follows, or None."""
-    followed: dict[fx.Node, Follows] = {source: tuple(range(example(source).dim()))}  # for nodes that depend on the given tensor
-    for node in rebuilt:
+def rows_of_program(source: fx.Node, recomputed: tuple[fx.Node, ...]) -> Follows:
+    """Return, for each dimension of the last node, the dimension of `source` that it follows, or None."""
+    followed: dict[fx.Node, Follows] = {source: tuple(range(example(source).dim()))}  # for nodes that depend on the source
+    for node in recomputed:
         if not followed.keys().isdisjoint(node.all_input_nodes):
             followed[node] = _follows(node, followed) if is_dense(node) else ()
-    return _dims_followed(rebuilt[-1], followed)
+    return _dims_followed(recomputed[-1], followed)
 
 
 def _follows(node: fx.Node, followed: FollowsByNode) -> Follows:
-    """Apply the rule of a node. If any operand has lost a dimension (e.g. to a sum), the result has lost it, too."""
-    rule = RULES.get(kind_of(node))  # type: ignore[arg-type]
+    """Apply the rule of a node. A dimension that any operand does not follow (e.g. after a sum) is not followed by the result."""
+    rule = RULES.get(op_kind(node))  # type: ignore[arg-type]
     follows = rule(node, followed) if rule is not None else ()
     rank = example(node).dim()
     dims_of_all_operands = set.intersection(*(set(followed[operand]) for operand in node.all_input_nodes if operand in followed))
@@ -37,14 +38,14 @@ def _follows(node: fx.Node, followed: FollowsByNode) -> Follows:
 
 
 def _dims_followed(node: object, followed: FollowsByNode) -> Follows:
-    """Return the followed dimensions of an operand: none for one that does not depend on the given tensor."""
+    """Return the dimensions that an operand follows: None for each if it does not depend on the source."""
     if isinstance(node, fx.Node) and is_dense(node):
         return followed.get(node, (None,) * example(node).dim())
     return ()
 
 
 def _pointwise(node: fx.Node, followed: FollowsByNode) -> Follows:
-    """Align dimensions from the last. All operands that have a dimension, unless broadcast, must follow the same one."""
+    """Align dimensions at the last. A result dimension follows one that all operands follow, except broadcast ones."""
     rank = example(node).dim()
     aligned: list[set[int | None]] = [set() for _ in range(rank)]
     for operand in filter(is_dense, node.all_input_nodes):
@@ -93,7 +94,7 @@ def _reduction(node: fx.Node, followed: FollowsByNode) -> Follows:
 
 
 def _norm(node: fx.Node, followed: FollowsByNode) -> Follows:
-    """Handle norms over the last dimensions, given by a shape, if the weights have no rows of the given tensor."""
+    """Handle norms over the last dimensions, given by a shape, if the weights have no rows of the source."""
     shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
     if not isinstance(shape, (tuple, list)) or not shape or not _only_first_has_rows(node, followed):
         return ()
@@ -101,14 +102,14 @@ def _norm(node: fx.Node, followed: FollowsByNode) -> Follows:
 
 
 def _linear(node: fx.Node, followed: FollowsByNode) -> Follows:
-    """Handle x [..., k] with a weight [k, n] that has no rows of the given tensor."""
+    """Handle x [..., k] with a weight [k, n] that has no rows of the source."""
     if len(node.args) < 2 or not is_dense(node.args[1]) or example(node.args[1]).dim() != 2:
         return ()
     return (*_dims_followed(node.args[0], followed)[:-1], None) if _only_first_has_rows(node, followed) else ()
 
 
 def _only_first_has_rows(node: fx.Node, followed: FollowsByNode) -> bool:
-    """Return whether only the first operand has rows of the given tensor, and it is used as an operand once."""
+    """Return whether only the first operand has rows of the source, and is an operand only once."""
     first = _first_operand(node)
     weights = [item for item in (*node.args, *node.kwargs.values()) if isinstance(item, fx.Node) and item is not first]
     is_repeated = sum(item is first for item in (*node.args, *node.kwargs.values())) > 1

@@ -1,8 +1,8 @@
 """Decide which operators on deferred tensors are deferred, and build the cells of their results.
 
 Views and casts are always deferred. So is any pure function with a large operand or result. A loss on deferred logits, and
-autograd's formulas for its gradient, thus become one expression. Only its small results are ever read, and they are computed in
-chunks of the sequence (see `streamed.py`).
+autograd's formulas for its gradient, thus become one expression. Only small results of the expression are read, and they are
+computed in chunks of the sequence (see `streamed.py`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.utils import _pytree as pytree
 from streamfx.lazy.lazy_values import Cell, CellRows, DeferredOperator
 
 aten = torch.ops.aten
-LEAST = 1 << 21  # minimum number of elements of a value that is worth an expression
-DEEPEST = 100  # maximum depth of an expression: traversals are recursive
-SMALL = 8  # times smaller than the widest value: a copy of the operand is kept, in case the caller writes into the original
+MIN_NUMEL = 1 << 21  # elements of a large value, whose functions are deferred
+MAX_DEPTH = 100  # depth of an expression, because traversals are recursive
+SMALL_RATIO = 8  # a value is small if it has this many times fewer elements than the widest one; small operands are copied
 
 IMPURE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def is_wide(cell: Cell) -> bool:
     """Return whether a value is large and not computed yet."""
-    return cell.value is None and not cell.is_whole and cell.numel >= LEAST
+    return cell.value is None and not cell.is_materialized and cell.numel >= MIN_NUMEL
 
 
 def widest_below(cell: Cell) -> int:
@@ -44,18 +44,18 @@ def widest_below(cell: Cell) -> int:
 def _operands_to_read(cell: Cell) -> list[Cell]:
     """Return the operands that a cell must read to compute its value."""
     step = cell.step  # before the value: see NOTE [Cells that several threads read]
-    is_computed = cell.value is not None or (cell.root is not cell and (cell.is_whole or cell.has_rows()))
+    is_computed = cell.value is not None or (cell.root is not cell and (cell.is_materialized or cell.has_rows()))
     return [] if is_computed or step is None else step.operands()
 
 
-def is_part(cell: Cell) -> bool:
+def is_small_part(cell: Cell) -> bool:
     """Return whether a value is small relative to others that reading it would compute."""
-    return 0 < SMALL * cell.numel <= widest_below(cell)
+    return 0 < SMALL_RATIO * cell.numel <= widest_below(cell)
 
 
-def is_cut_from(cell: Cell) -> bool:
+def is_small_view(cell: Cell) -> bool:
     """Return whether a value is a small view of a large one that is not computed yet."""
-    return cell.root is not cell and is_wide(cell.root) and SMALL * cell.numel <= cell.root.numel
+    return cell.root is not cell and is_wide(cell.root) and SMALL_RATIO * cell.numel <= cell.root.numel
 
 
 # -- views and casts
@@ -64,7 +64,7 @@ def is_cut_from(cell: Cell) -> bool:
 def view_cells(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cell | list[Cell]:
     """Return deferred views of a deferred tensor (see NOTE [Memory shared by views]). `args` follow the tensor argument."""
     step = DeferredOperator(func, (cell, *args), kwargs)
-    on_metadata = not cell.is_whole and func is not aten.as_strided.default
+    on_metadata = not cell.is_materialized and func is not aten.as_strided.default
     views = func(meta_of(cell.like) if on_metadata else cell.aliased(), *args, **kwargs)
     if not isinstance(views, Tensor):
         return [_view_cell(view, step, index) for index, view in enumerate(views)]
@@ -83,10 +83,10 @@ def _selected_rows(func: Any, cell: Cell, args: Sequence[Any]) -> CellRows | Non
     if rows is None or func in (aten.alias.default, aten.detach.default):
         return rows
     if func is aten.select.int:
-        return rows.narrowed(args[0] % cell.like.dim(), args[1])
+        return rows.narrow(args[0] % cell.like.dim(), args[1])
     if func is aten.slice.Tensor:
         dim, start, stop, step = tuple(args) + (0, None, None, 1)[len(args) :]
-        return rows.narrowed(dim % cell.like.dim(), slice(start, stop, step))
+        return rows.narrow(dim % cell.like.dim(), slice(start, stop, step))
     return None
 
 
@@ -108,7 +108,7 @@ def cast(func: Any, cell: Cell, kwargs: Mapping[str, Any]) -> Cell:
 
 
 def defer_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> list[Cell] | None:
-    """Return the results of a function of large deferred values, or large results of operands that `spread`.
+    """Return cells of the results, if large deferred operands, or large results of operands that `spread`, make it worthwhile.
 
     Return None for any other operator. The arguments contain cells in place of deferred tensors.
     """
@@ -116,7 +116,7 @@ def defer_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], de
     widest = max((cell.numel for cell in operands if is_wide(cell)), default=0)
     if not (widest or any(cell.spreads for cell in operands)) or not _is_function(func, kwargs, device):
         return None
-    if max(cell.depth for cell in operands) > DEEPEST:
+    if max(cell.depth for cell in operands) > MAX_DEPTH:
         return None
     try:
         metas = _result_metas(func, args, kwargs)
@@ -124,9 +124,11 @@ def defer_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], de
         return None
     if not metas or any(like is None for like in metas):  # a gradient that is not requested
         return None
-    if (widest := max(widest, *(like.numel() for like in metas))) < LEAST:
+    if (widest := max(widest, *(like.numel() for like in metas))) < MIN_NUMEL:
         return None
-    small_copies = [_small_copy(item, widest // SMALL) for item in pytree.tree_leaves((args, dict(kwargs))) if _is_dense(item)]
+    small_copies = [
+        _small_copy(item, widest // SMALL_RATIO) for item in pytree.tree_leaves((args, dict(kwargs))) if _is_dense(item)
+    ]
     if any(item is None for item in small_copies):
         return None
     copies = iter(small_copies)
@@ -144,7 +146,7 @@ def defer_write(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str,
     others = [item for item in pytree.tree_leaves((args, dict(kwargs))) if isinstance(item, Cell) and item is not cell]
     if function is None or not is_wide(cell) or any(other.root is cell for other in others):
         return False
-    previous = cell.before_a_write()
+    previous = cell.cell_before_write()
     if previous is None:
         return False
     args, kwargs = pytree.tree_map(lambda item: previous if item is cell else item, (tuple(args), dict(kwargs)))
@@ -157,7 +159,7 @@ def defer_write(func: Any, cell: Cell, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _function_of(func: Any) -> Any:
-    """Return e.g. `aten.div.Tensor` for `aten.div_.Tensor`; None without such an operator, or if other arguments are written."""
+    """Return the functional form of an in-place operator: `aten.div.Tensor` for `aten.div_.Tensor`. None if it has none."""
     namespace, _, name = func._schema.name.partition("::")
     written = [i for i, argument in enumerate(func._schema.arguments) if argument.alias_info and argument.alias_info.is_write]
     if namespace != "aten" or not name.endswith("_") or written != [0]:

@@ -2,7 +2,7 @@
 
 The results that a loss on deferred logits needs (one number, or one per token), and the gradients of the logits' inputs, are
 functions of the recipe's inputs and a few small tensors. They are written as a graph, which the same compiler turns into loops
-over chunks, once for all lengths. If that does not stream, the caller materializes the large values instead, like eager.
+over chunks, once for all lengths. If the graph does not stream, the large values are materialized, as in eager.
 
     hidden, weight | linear -> float -> log_softmax -> gather(ids) | log-probabilities [b t]
     hidden, weight | linear -> ... -> _log_softmax_backward_data -> autograd.grad(linear) | gradients of hidden and weight
@@ -25,7 +25,7 @@ from streamfx.errors import StreamFXError
 from streamfx.ir.structural_hash import structure
 from streamfx.lazy import steps
 from streamfx.lazy.lazy_values import Cell, DeferredOperator
-from streamfx.lazy.recompute import Modes, RecomputeSource, RowCut
+from streamfx.lazy.recompute import Modes, RecomputeSource, RowChunks
 from streamfx.lazy.steps import compacted
 from streamfx.log import log
 from streamfx.runtime.outer import COPYING_VIEWS
@@ -45,19 +45,19 @@ from streamfx.torch_private.dynamo import compiling
 from streamfx.torch_private.symbolic_sizes import with_sizes
 
 aten = torch.ops.aten
-MOST_GRAPHS = 64  # compiled per process: a program that needs more has numbers in its graphs that never repeat
+MAX_GRAPHS = 64  # compiled per process; a program that needs more has numbers in its graphs that never repeat
 MAX_VERSIONS = 6  # code variants per graph, for sizes that cannot share one
 
 
-def computed_in_chunks(cells: Sequence[Cell]) -> Sequence[Tensor] | None:
-    """Return the values of cells without materializing large operands; None if that does not stream."""
+def compute_in_chunks(cells: Sequence[Cell]) -> Sequence[Tensor] | None:
+    """Return the values of cells without materializing large operands; None if their graph does not stream."""
     builder = _GraphBuilder()
     results = [builder.node(cell) for cell in cells]
-    return _run(builder, results) if builder.may_cut() else None
+    return _run(builder, results) if builder.may_chunk() else None
 
 
-def gradients_in_chunks(source: RecomputeSource, gradient: Cell) -> Sequence[Tensor | None] | None:
-    """Return the gradients of a source's given values, from the gradient of its output; None if that does not stream."""
+def compute_gradients_in_chunks(source: RecomputeSource, gradient: Cell) -> Sequence[Tensor | None] | None:
+    """Return the gradients of a source's inputs, given the gradient of its output; None if the graph does not stream."""
     builder = _GraphBuilder()
     output_gradient = builder.node(gradient)
     output, leaves = builder.recipe_output(source)
@@ -66,7 +66,7 @@ def gradients_in_chunks(source: RecomputeSource, gradient: Cell) -> Sequence[Ten
         torch.autograd.grad, (output,), [leaves[p] for p in positions], (output_gradient,), allow_unused=True
     )
     results = [builder.call(operator.getitem, gradients, number) for number in range(len(positions))]
-    computed = _run(builder, results) if builder.may_cut() else None
+    computed = _run(builder, results) if builder.may_chunk() else None
     if computed is None:
         return None
     by_position = dict(zip(positions, computed, strict=True))
@@ -74,11 +74,11 @@ def gradients_in_chunks(source: RecomputeSource, gradient: Cell) -> Sequence[Ten
 
 
 class RowsInChunks:
-    """Computes rows of a source in the chunks that all passes over it share: by the same operators, on equally many rows."""
+    """Computes rows of a source in the chunks that all uses share: by the same operators, on the same numbers of rows."""
 
-    def can_cut(self, source: RecomputeSource) -> bool:
-        """Return whether the source is large, and streams in chunks of its own."""
-        if source.numel < steps.LEAST or source.recipe.rows is None or source.agreement.compiler is None:
+    def can_chunk(self, source: RecomputeSource) -> bool:
+        """Return whether the source is large, and its recipe streams."""
+        if source.numel < steps.MIN_NUMEL or source.recipe.rows is None or source.chunking.compiler is None:
             return False
         builder = _GraphBuilder(checks=False)
         return _code_for(builder, [builder.output_of(source)]) is not None
@@ -98,8 +98,8 @@ class RowsInChunks:
 
 
 def rows_per_chunk_of(source: RecomputeSource) -> int:
-    """Return the rows per chunk, the same in every pass over the source."""
-    compiler = source.agreement.compiler
+    """Return the rows per chunk, the same in every use of the source."""
+    compiler = source.chunking.compiler
     return compiler.rows_per_chunk(source.numel, source.length) if compiler is not None else source.length
 
 
@@ -107,7 +107,7 @@ class _GraphBuilder:
     """Builds a graph from cells, with the inputs of their sources, small tensors and sizes as inputs."""
 
     def __init__(self, checks: bool = True) -> None:
-        """Start an empty graph; `checks`: raise if an input has changed since the call that made it."""
+        """Start an empty graph; with `checks`, an input that has changed since the call raises an error."""
         self.checks = checks  # whether to check that the inputs have not changed since the call
         self.graph = fx.Graph()
         self.inputs: list[Any] = []
@@ -155,7 +155,7 @@ class _GraphBuilder:
         return self._cells[cell]
 
     def _cell_node(self, cell: Cell) -> fx.Node:
-        """Add the operators that compute a cell; the widest value on the way sets `widest`."""
+        """Add the operators that compute a cell; update `widest`, the number of elements of the widest value."""
         step, value = cell.step, cell.value  # in this order: see NOTE [Cells that several threads read]
         if value is not None:
             return self.tensor(value)
@@ -206,13 +206,13 @@ class _GraphBuilder:
             self.sources[source] = self._record_recipe(source, start, stop)
         return self.sources[source]
 
-    def may_cut(self) -> bool:
+    def may_chunk(self) -> bool:
         """Return whether all sources may be computed in chunks, and have the same number of rows per chunk."""
-        return all(source.agreement.may_cut() for source in self.sources) and len({*map(rows_per_chunk_of, self.sources)}) == 1
+        return all(source.chunking.may_chunk() for source in self.sources) and len({*map(rows_per_chunk_of, self.sources)}) == 1
 
     def _record_recipe(self, source: RecomputeSource, start: int, stop: int | None) -> tuple[fx.Node, list[fx.Node | None]]:
         """Add rows [start, stop) of a source's recipe; return its output and a leaf (or None) per given value."""
-        rows, values = source.recipe.rows, source.current() if self.checks else source.unchecked()
+        rows, values = source.recipe.rows, source.checked_values() if self.checks else source.unchecked_values()
         dim = 0 if rows is None else source.longest[1]
         nodes = []
         for i, value in enumerate(values):
@@ -268,7 +268,7 @@ _versions: dict[Hashable, list[FamilyCode]] = {}
 def _run(builder: _GraphBuilder, results: Sequence[fx.Node]) -> Sequence[Any] | None:
     """Run the graph in chunks and return the results; from then on, all outputs of the call are computed in these chunks."""
     code = _code_for(builder, results)
-    if code is None or not all(source.agreement.settled(in_chunks=True) for source in builder.sources):
+    if code is None or not all(source.chunking.decide(in_chunks=True) for source in builder.sources):
         return None
     with _plain_modes(builder):
         results_in_chunks: Sequence[Any] = code.call(layout_of(builder.inputs)[1], builder.inputs)
@@ -278,18 +278,18 @@ def _run(builder: _GraphBuilder, results: Sequence[fx.Node]) -> Sequence[Any] | 
 def _code_for(builder: _GraphBuilder, results: Sequence[fx.Node]) -> FamilyCode | None:
     """Return the code for a graph and its sizes; None if it does not stream, or if the limits on code are reached."""
     source = next(iter(builder.sources))
-    assert source.agreement.compiler is not None
+    assert source.chunking.compiler is not None
     builder.graph.output(tuple(results))
-    cut = RowCut(rows_per_chunk_of(source), tuple(builder.along))
+    row_chunks = RowChunks(rows_per_chunk_of(source), tuple(builder.along))
     kinds, numbers = layout_of(builder.inputs)
-    key = (structure(builder.graph), kinds, tuple(sorted(builder.shared)), source.agreement.compiler, cut)
-    if key not in _versions and len(_versions) == MOST_GRAPHS:
+    key = (structure(builder.graph), kinds, tuple(sorted(builder.shared)), source.chunking.compiler, row_chunks)
+    if key not in _versions and len(_versions) == MAX_GRAPHS:
         return None
     codes = _versions.setdefault(key, [])
     code = find_code(codes, numbers)
     if code is None and len(codes) < MAX_VERSIONS:
         with compiling(), _plain_modes(builder):
-            code = find_code(codes, numbers) or _compiled(builder, widened_family(codes, numbers), numbers, cut)
+            code = find_code(codes, numbers) or _compiled(builder, widened_family(codes, numbers), numbers, row_chunks)
             codes += [code] if code not in codes else []
     return None if code is None or code.run is _not_streamed else code
 
@@ -304,19 +304,19 @@ def _plain_modes(builder: _GraphBuilder) -> Iterator[None]:
         yield
 
 
-def _compiled(builder: _GraphBuilder, family: Family, numbers: Numbers, cut: RowCut) -> FamilyCode:
-    """Compile the graph to loops for a family of sizes; the code returns nothing if large values would be materialized."""
-    inputs, compiler = builder.inputs, next(iter(builder.sources)).agreement.compiler
+def _compiled(builder: _GraphBuilder, family: Family, numbers: Numbers, row_chunks: RowChunks) -> FamilyCode:
+    """Compile the graph to loops for a family of sizes; the code is `_not_streamed` if large values would be materialized."""
+    inputs, compiler = builder.inputs, next(iter(builder.sources)).chunking.compiler
     graph = graph_for(fx.GraphModule(torch.nn.Module(), builder.graph), family, inputs)
     tensors = [position for position, value in enumerate(inputs) if isinstance(value, Tensor)]
     index_of = {position: i + (family.at is not None) for i, position in enumerate(tensors)}
     shared = [index_of[position] for position in tensors if position in builder.shared]
-    tensor_cut = RowCut(cut.rows, tuple((index_of[position], dim) for position, dim in cut.along))
+    tensor_row_chunks = RowChunks(row_chunks.rows, tuple((index_of[position], dim) for position, dim in row_chunks.along))
 
     def compile_graph(graph: fx.GraphModule, values: list[Any]) -> Callable[..., Any]:
         """Return the compiled graph, or `_not_streamed` if the compiler refuses it."""
         assert compiler is not None
-        return compiler(graph, values, shared, builder.widest, tensor_cut) or _not_streamed
+        return compiler(graph, values, shared, builder.widest, tensor_row_chunks) or _not_streamed
 
     try:
         with no_modes():
@@ -327,7 +327,7 @@ def _compiled(builder: _GraphBuilder, family: Family, numbers: Numbers, cut: Row
     except StreamFXError:
         raise
     except Exception as error:
-        log.info("a use of deferred outputs makes them whole: %s", error)
+        log.info("a use of lazy outputs materializes them, because it could not be compiled: %s", error)
         return FamilyCode(family, _not_streamed, any_size)
 
 

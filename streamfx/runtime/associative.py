@@ -23,7 +23,7 @@ from streamfx.node_meta import VALUE
 from streamfx.runtime.chunked_recurrences import Recurrence
 from streamfx.runtime.grad_reachability import Reach, reach_of
 from streamfx.runtime.prefix_scan import Blocks, Rows, block_levels, scan_levels, vjp_of_scan
-from streamfx.torch_private.autograd import recorded_inside_operators
+from streamfx.torch_private.autograd import autograd_inside_operators
 
 _library = torch.library.Library("streamfx", "FRAGMENT")
 _library.define("associative_scan(Tensor[] rows, Tensor[] given, int combine) -> Tensor[]")
@@ -104,7 +104,7 @@ def scan_gradients(
     after_gradients: Mapping[int, Sequence[Tensor]],
 ) -> tuple[list[Tensor], Blocks]:
     """Return the gradients of (rows and shared tensors, blocks before the rows); no two share memory."""
-    with recorded_inside_operators():
+    with autograd_inside_operators():
         gradients_or_none, block_gradients = vjp_of_scan(
             lambda rows, shared, blocks: scan_rows(combine_id, rows, shared, blocks, first),
             rows,
@@ -128,7 +128,7 @@ def scan_gradients(
 def _scan(rows: Sequence[Tensor], shared: Sequence[Tensor], combine: int) -> list[Tensor]:
     """Run the full scan: the operator's implementation."""
     with (
-        recorded_inside_operators(),
+        autograd_inside_operators(),
         torch.no_grad(),
     ):  # `vmap` needs dispatch keys that are disabled inside an operator's implementation
         results = scan_rows(combine, rows, shared, {}, 0)[0]

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from streamfx.node_meta import VALUE
 from streamfx.torch_private import no_modes
-from streamfx.torch_private.autograd import recorded_inside_operators
+from streamfx.torch_private.autograd import autograd_inside_operators
 
 # for each leaf: the indices of the leaves it depends on, followed by the indices of the shared tensors
 Pattern: TypeAlias = "tuple[frozenset[int], ...]"
@@ -76,7 +76,7 @@ def reach_of(graph: fx.Graph, function: Callable[..., Sequence[Tensor]], shared:
 
 def _dependencies(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> list[frozenset[int]]:
     """Return, for each result, the inputs to which autograd would pass a gradient."""
-    with no_modes(), recorded_inside_operators():
+    with no_modes(), autograd_inside_operators():
         values = [torch.empty(value.shape, dtype=value.dtype, device="meta") for value in inputs]
         differentiable = [index for index, value in enumerate(values) if value.is_floating_point() or value.is_complex()]
         for index in differentiable:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from streamfx.torch_private import FakeTensor, keeps_graph
+from streamfx.torch_private import FakeTensor, retains_graph
 
 
 def add_in_place(total: Tensor, part: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def scale_in_place(value: Tensor, factor: Any) -> Tensor:
 
 def scale_saved_in_place(saved: Tensor, factor: Any) -> Tensor:
     """Return saved * factor, in place unless the backward graph may run a second time and read the saved value."""
-    if keeps_graph() and not isinstance(saved, FakeTensor):
+    if retains_graph() and not isinstance(saved, FakeTensor):
         return saved * factor
     return saved.mul_(factor)
 

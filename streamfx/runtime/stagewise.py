@@ -38,10 +38,10 @@ from streamfx.kernels.mask_programs import use_mask_cache
 from streamfx.runtime.expanded_segments import SegmentGenerator, generate_segments
 from streamfx.runtime.outer import HostProgramRunner, code_call_of, mask_cache_of
 from streamfx.runtime.restride import resolve_conj_and_neg
-from streamfx.torch_private import is_sharded, rewrapped
+from streamfx.torch_private import is_sharded, rewrap
 from streamfx.torch_private.autograd import (
     after_this_backward,
-    are_awaited,
+    are_gradients_awaited,
     autocast_is_on,
     backward_pass,
     current_autograd_node,
@@ -109,7 +109,7 @@ class StagewiseFunction:
 
     def _is_awaited(self, arguments: Sequence[Any]) -> bool:
         """Return whether hooks or optimizers wait for the gradients of inputs that the chain releases early."""
-        return are_awaited(
+        return are_gradients_awaited(
             [arguments[self.chain.sources[index].input_index] for segment in self.chain.gradients_by_segment for index in segment]
         )
 
@@ -209,7 +209,7 @@ def _combined(computed: Tensor | None, from_autograd: Tensor | None) -> Tensor |
     """
     if computed is None or from_autograd is None:
         return computed if from_autograd is None else from_autograd
-    total: Tensor = rewrapped(from_autograd, lambda _: computed) if is_sharded(from_autograd) else computed + from_autograd
+    total: Tensor = rewrap(from_autograd, lambda _: computed) if is_sharded(from_autograd) else computed + from_autograd
     return total
 
 

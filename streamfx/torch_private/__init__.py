@@ -60,16 +60,15 @@ __all__ = [
     "assert_true",
     "default_partition",
     "dynamo_copy",
+    "dynamo_input_indices",
     "dynamo_module",
     "get_decompositions",
-    "given_positions",
     "is_composite",
     "is_held_by_model",
     "is_sharded",
     "is_token",
     "is_traceable_wrapper_subclass",
     "keep_saved_tensors",
-    "keeps_graph",
     "keystr",
     "min_cut_rematerialization_partition",
     "mutated_inputs",
@@ -78,16 +77,17 @@ __all__ = [
     "no_saved_tensor_hooks",
     "placeholder_source",
     "reentrant_dispatch",
-    "rewrapped",
+    "reset_tracing_on_error",
+    "retains_graph",
+    "rewrap",
     "static_inputs",
-    "tracing_undone",
     "tree_flatten_with_path",
     "tree_iter",
     "tree_leaves",
     "tree_map",
     "unset_fake_temporarily",
     "untraced",
-    "while_traced",
+    "with_tracing_context",
     "wrapper_tensor",
 ]
 
@@ -123,8 +123,8 @@ def static_inputs() -> list[int]:
     return list(getattr(getattr(context, "fw_metadata", None), "static_input_indices", ()))
 
 
-def keeps_graph() -> bool:
-    """Return whether the running backward may be repeated; True if none is running (2.11, 2.13)."""
+def retains_graph() -> bool:
+    """Return whether the running backward retains its graph, so that it may run twice; True if none is running (2.11, 2.13)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -166,10 +166,10 @@ def is_token(placeholder: fx.Node) -> bool:
     return isinstance(placeholder.meta.get(DESCRIPTION), ForwardTokenAOTInput)
 
 
-def given_positions(graph: fx.Graph, count: int) -> list[int | None]:
-    """Return Dynamo's index for each of the first `count` inputs of a traced graph, except tokens (2.11, 2.13).
+def dynamo_input_indices(graph: fx.Graph, count: int) -> list[int | None]:
+    """Return the index of the Dynamo input for each of the first `count` inputs of a traced graph (2.11, 2.13).
 
-    The index is None for a part of a Dynamo input, such as a part of a sharded tensor.
+    Tokens are omitted. The index is None for a part of a Dynamo input, such as the local shard of a sharded tensor.
     """
     inputs = [node for node in graph.find_nodes(op="placeholder")[:count] if not is_token(node)]
     return [getattr(node.meta.get(DESCRIPTION), "idx", None) for node in inputs]
@@ -193,8 +193,8 @@ def is_sharded(value: Any) -> bool:
     return hasattr(value, "device_mesh") and is_traceable_wrapper_subclass(value)
 
 
-def rewrapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Rebuild a wrapper subclass with changed inner tensors, all else unchanged (2.11, 2.13: `__tensor_flatten__`)."""
+def rewrap(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a wrapper subclass with `change` applied to its inner tensors (2.11, 2.13: `__tensor_flatten__`)."""
     names, context = value.__tensor_flatten__()
     inner_tensors = {name: change(inner) if isinstance(inner := getattr(value, name), torch.Tensor) else inner for name in names}
     return type(value).__tensor_unflatten__(inner_tensors, context, value.shape, value.stride())
@@ -251,10 +251,10 @@ def no_dispatch() -> Any:
 
 @contextmanager
 def reentrant_dispatch() -> Iterator[None]:
-    """Within `__torch_dispatch__`, dispatch operators as outside of it (2.11, 2.13).
+    """Inside `__torch_dispatch__`, dispatch operators as outside of it (2.11, 2.13).
 
-    A mode leaves the stack while it handles a call, but the dispatch keys still include it; if no mode is left, exclude
-    the keys.
+    A mode leaves the stack while it handles a call, but the dispatch keys still include it. So if the stack is empty, the
+    keys are excluded.
     """
     keys = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot)
     with enable_reentrant_dispatch():
@@ -271,7 +271,7 @@ def no_modes() -> Any:
 
 @contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
-    """Let autograd save tensors unpacked, whatever hooks are active (2.11, 2.13)."""
+    """Inside this context, saved-tensor hooks are ignored: autograd saves the tensors themselves (2.11, 2.13)."""
     was_tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
     try:
         yield
@@ -295,8 +295,8 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 
 @contextmanager
-def tracing_undone() -> Iterator[None]:
-    """If an error ends the block, reset AOTAutograd's notes on a graph, so that it can be traced again (2.11, 2.13)."""
+def reset_tracing_on_error() -> Iterator[None]:
+    """If an error ends the block, restore AOTAutograd's tracing context, so that the graph can be retraced (2.11, 2.13)."""
     context = torch._guards.TracingContext.try_get()
     saved_state = {} if context is None else dict(vars(context))
     try:
@@ -316,7 +316,7 @@ class NoMaskForCudnn(torch.overrides.TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function; for attention with a mask, disable cuDNN meanwhile unless it is the only kernel enabled."""
+        """Run a torch function. During attention with a mask, disable cuDNN, unless it is the only kernel that is enabled."""
         keywords = kwargs or {}
         mask = args[3] if len(args) > 3 else keywords.get("attn_mask")
         if func is not torch.nn.functional.scaled_dot_product_attention or mask is None:
@@ -331,8 +331,8 @@ class NoMaskForCudnn(torch.overrides.TorchFunctionMode):
             flags.enable_cudnn_sdp(True)
 
 
-def while_traced(function: Callable[[], T]) -> Callable[[], T]:
-    """Return the function, with the current tracing context active at each call (2.11, 2.13)."""
+def with_tracing_context(function: Callable[[], T]) -> Callable[[], T]:
+    """Wrap a function so that each call runs in the tracing context that is active now (2.11, 2.13)."""
     context = torch._guards.TracingContext.try_get()
 
     def run() -> T:

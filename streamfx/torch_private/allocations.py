@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-PROBE = 12_347  # bytes of a tensor allocated at the end: if the profiler recorded it, it recorded everything before
+PROBE_BYTES = 12_347  # size of a tensor that is allocated at the end: if the profiler recorded it, it was active until then
 
 
 @dataclass
@@ -17,7 +17,7 @@ class Allocations:
     """Allocations that a profiler recorded.
 
     `moves` are in order: the time in nanoseconds since the epoch, the bytes allocated or freed, and the device type.
-    `is_complete` says whether the profiler ran until the end: another profiler that starts meanwhile replaces it.
+    `is_complete` says whether the profiler was active until the end, because another profiler that starts replaces it.
     """
 
     moves: list[tuple[int, int, str]] = field(default_factory=list)
@@ -41,11 +41,11 @@ def allocations() -> Iterator[Allocations]:
         try:
             yield recorded
         finally:
-            torch.empty(PROBE, dtype=torch.uint8, device="cpu")
+            torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cpu")
     results = profiler.kineto_results
     events: Any = () if results is None else results.events()
     sized_events = (
         (event.start_ns(), event.nbytes(), event.device_type().name.lower()) for event in events if event.name() == "[memory]"
     )
     recorded.moves = sorted(sized_events, key=lambda move: move[0])
-    recorded.is_complete = any(size == PROBE and kind == "cpu" for _, size, kind in recorded.moves[-2:])
+    recorded.is_complete = any(size == PROBE_BYTES and kind == "cpu" for _, size, kind in recorded.moves[-2:])

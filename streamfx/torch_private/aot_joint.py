@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor  # 2.11, 2.13
 from streamfx.node_meta import DESCRIPTION
 
 
-def is_plain(graph: fx.Graph, count: int) -> bool:
-    """Return whether the first `count` inputs of a joint graph are Dynamo's inputs, in order (2.11, 2.13).
+def has_default_descriptors(graph: fx.Graph, count: int) -> bool:
+    """Return whether the first `count` inputs of a joint graph are Dynamo's inputs in order (2.11, 2.13).
 
-    Its results must be plain results and gradients.
+    Its results must be results of the Dynamo graph and gradients: no parts of subclasses, mutated inputs or tokens.
     """
     inputs = [node.meta.get(DESCRIPTION) for node in graph.find_nodes(op="placeholder")[:count]]
     results = graph.output_node().meta.get(DESCRIPTION)
@@ -24,11 +24,14 @@ def is_plain(graph: fx.Graph, count: int) -> bool:
     return is_known and all(isinstance(item, PlainAOTInput) and item.idx == i for i, item in enumerate(inputs))
 
 
-def describe_plain(graph: fx.Graph, count: int, num_outputs: int) -> None:
-    """Describe the inputs and gradients of a joint graph in the form that `is_plain` accepts (2.11, 2.13)."""
-    inputs = graph.find_nodes(op="placeholder")[:count]
-    for position, node in enumerate(inputs):
-        node.meta[DESCRIPTION] = PlainAOTInput(position)
+def set_default_descriptors(graph: fx.Graph, num_inputs: int, num_outputs: int) -> None:
+    """Set AOTAutograd's descriptors of the inputs and gradients of a joint graph, in place (2.11, 2.13).
+
+    Input i is Dynamo's input i, and the results after the first `num_outputs` are the gradients of the inputs.
+    """
+    inputs = graph.find_nodes(op="placeholder")[:num_inputs]
+    for i, node in enumerate(inputs):
+        node.meta[DESCRIPTION] = PlainAOTInput(i)
     output = graph.output_node()
     results: Any = output.args[0]
     gradients = zip(inputs, results[num_outputs:], strict=True)
@@ -36,8 +39,8 @@ def describe_plain(graph: fx.Graph, count: int, num_outputs: int) -> None:
     output.meta[DESCRIPTION] = [*output.meta[DESCRIPTION][:num_outputs], *described]
 
 
-def fake_twin(value: FakeTensor) -> FakeTensor:
-    """Create another fake tensor with the layout of `value` (2.11, 2.13)."""
+def copy_fake_tensor(value: FakeTensor) -> FakeTensor:
+    """Return a new fake tensor with the layout of `value`, in another storage (2.11, 2.13)."""
     with torch._C._DisableTorchDispatch():
         meta_tensor = torch.Tensor._make_subclass(torch.Tensor, value, value.requires_grad)
     return FakeTensor(value.fake_mode, meta_tensor, value.device)

@@ -12,7 +12,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGe
 
 from streamfx.node_meta import DESCRIPTION
 
-SEEN_OUTSIDE_OF_OPERATORS = (  # 2.11, 2.13: keys that an operator's implementation, and a mode that calls it, exclude
+EXCLUDED_INSIDE_OPERATORS = (  # 2.11, 2.13: dispatch keys that an operator's implementation, and a mode that calls it, exclude
     "AutogradFunctionality",
     "AutogradOther",
     "ADInplaceOrView",
@@ -57,11 +57,11 @@ def is_transformed() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def are_awaited(tensors: Iterable[Tensor]) -> bool:
-    """Return whether gradients of tensors are used as they arrive (2.11, 2.13).
+def are_gradients_awaited(tensors: Iterable[Tensor]) -> bool:
+    """Return whether something uses the gradients of these tensors as soon as they are computed (2.11, 2.13).
 
-    They are used by hooks, by DDP (if this code is in its forward), or by accumulation into existing gradients. Hooks on
-    the accumulators themselves (`grad_fn.next_functions[0][0].register_hook`) cannot be detected.
+    That is a hook, DDP (if this code is in its forward), or an existing gradient to which they are added. Hooks on the
+    accumulators (`grad_fn.next_functions[0][0].register_hook`) cannot be detected.
     """
     return is_in_data_parallel() or any(
         tensor.is_leaf and _is_awaited(tensor) for tensor in tensors if isinstance(tensor, Tensor)
@@ -88,10 +88,10 @@ def inputs_in_results() -> list[int] | None:
     return None if metadata is None else [item.base_idx for item in metadata.output_info if item.output_type in kinds]
 
 
-def owners(graph: fx.Graph) -> list[int | None]:
-    """Return, for each input of a traced graph, the index of its Dynamo input; None if it has none (2.11, 2.13).
+def owner_indices(graph: fx.Graph) -> list[int | None]:
+    """Return, for each input of a traced graph, the index of the Dynamo input that it is or is a part of (2.11, 2.13).
 
-    An input may be a part of a Dynamo input.
+    None if there is none.
     """
     indices = []
     for node in graph.find_nodes(op="placeholder"):
@@ -107,12 +107,12 @@ def is_inner_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get(DESCRIPTION), SubclassGetAttrAOTInput)
 
 
-def asked_gradients(graph: fx.Graph) -> list[bool]:
-    """Return which inputs of the forward graph being compiled may require a gradient; empty if unknown (2.11, 2.13).
+def inputs_with_gradients(graph: fx.Graph) -> list[bool]:
+    """Return, for each input of the forward graph being compiled, whether it may require a gradient (2.11, 2.13).
 
-    A part of a tensor subclass may: autograd checks the whole tensor, and torch recompiles if that changes. The
-    `requires_grad` of the part itself means nothing: `DTensor.from_local` copies a result's `requires_grad` to the part,
-    and AOTAutograd records False for it.
+    Empty if unknown. True for parts of tensor subclasses, because autograd checks the subclass tensor, and torch recompiles
+    if its `requires_grad` changes. (That of the part is unreliable: `DTensor.from_local` copies a result's to the part, but
+    AOTAutograd records False.)
     """
     context = torch._guards.TracingContext.try_get()
     inputs = getattr(getattr(context, "fw_metadata", None), "input_info", ())
@@ -122,17 +122,17 @@ def asked_gradients(graph: fx.Graph) -> list[bool]:
     return [bool(item.requires_grad) or is_inner_tensor(node) for item, node in zip(inputs, nodes, strict=True)]
 
 
-def nodes_that_run(edges: Iterable[tuple[Any, int]]) -> frozenset[Any]:
-    """Return the nodes at the end of edges that the running backward will run, except leaves (2.11, 2.13)."""
+def nodes_to_execute(edges: Iterable[tuple[Any, int]]) -> frozenset[Any]:
+    """Return the nodes at the ends of these edges that the running backward will execute, except leaves (2.11, 2.13)."""
     nodes = {node for node, _ in edges if node is not None and not hasattr(node, "variable")}
     return frozenset(node for node in nodes if torch._C._will_engine_execute_node(node))
 
 
 @contextmanager
-def recorded_inside_operators() -> Iterator[None]:
-    """Let autograd and `vmap` record the code inside, even in an operator's implementation (2.11, 2.13)."""
+def autograd_inside_operators() -> Iterator[None]:
+    """Inside this context, autograd and `vmap` work even in an operator's implementation, which excludes them (2.11, 2.13)."""
     with ExitStack() as stack:
-        for name in SEEN_OUTSIDE_OF_OPERATORS:
+        for name in EXCLUDED_INSIDE_OPERATORS:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, name), False))
         stack.enter_context(torch.enable_grad())
         yield

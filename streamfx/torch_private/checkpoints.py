@@ -18,7 +18,7 @@ WRAPPED_MODULE = "_checkpoint_wrapped_module"
 
 
 def checkpoints_around(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the wrappers in a model that run one of these modules by `torch.utils.checkpoint` alone (2.11, 2.13)."""
+    """Return the wrappers in a model that run one of these modules with torch's own checkpoint function (2.11, 2.13)."""
     wrapper_class: Any = getattr(sys.modules.get(WRAPPER_CLASS[0]), WRAPPER_CLASS[1], None)
     if not isinstance(wrapper_class, type):
         return []
@@ -35,14 +35,14 @@ def _is_torch_checkpoint(function: Any) -> bool:
     return isinstance(function, partial) and function.func is checkpoint.checkpoint
 
 
-def run_without(wrapper: Any) -> Any:
-    """Let a wrapper call its module without checkpointing; return the argument of `run_with` that undoes it (2.11, 2.13)."""
+def disable_checkpointing(wrapper: Any) -> Any:
+    """Make a wrapper call its module without checkpointing; return its function for `restore_checkpointing` (2.11, 2.13)."""
     checkpoint_fn, wrapper.checkpoint_fn = wrapper.checkpoint_fn, _call_directly
     return checkpoint_fn
 
 
-def run_with(wrapper: Any, checkpoint_fn: Any) -> None:
-    """Undo `run_without`, unless another function was set since."""
+def restore_checkpointing(wrapper: Any, checkpoint_fn: Any) -> None:
+    """Undo `disable_checkpointing`, unless another function was set after it."""
     if wrapper.checkpoint_fn is _call_directly:
         wrapper.checkpoint_fn = checkpoint_fn
 

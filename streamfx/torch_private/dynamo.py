@@ -38,7 +38,7 @@ def is_compiled(model: Any) -> bool:
     return isinstance(model, torch._dynamo.OptimizedModule)
 
 
-def inside_of_compiled(model: Any) -> Any:
+def unwrap_compiled(model: Any) -> Any:
     """Unwrap one level of `torch.compile`; return None if nothing is wrapped (2.11, 2.13).
 
     A decorator around a compiled function copies its attributes but is a different function; so is a bound method.
@@ -46,7 +46,7 @@ def inside_of_compiled(model: Any) -> Any:
     if is_compiled(model):
         return model._orig_mod
     if inspect.ismethod(model):
-        function = inside_of_compiled(model.__func__)
+        function = unwrap_compiled(model.__func__)
         return None if function is None else MethodType(function, model.__self__)
     if isinstance(model, nn.Module) or getattr(model, WRAPPER, id(model)) != id(model):
         return None
@@ -65,8 +65,8 @@ def backend_of(model: Any) -> tuple[Any, Mapping[str, Any]]:
     return getattr(backend, "compiler_fn", backend), getattr(backend, "kwargs", {})
 
 
-def known_as(names: Iterable[str], where: str) -> None:
-    """Register a backend under names that `torch.compile(backend=name)` does not know yet (2.11, 2.13).
+def register_backend_names(names: Iterable[str], where: str) -> None:
+    """Register a backend, given as an import path, under names for `torch.compile(backend=name)` (2.11, 2.13).
 
     It is registered as an entry point, like one of an installed package, not as a function: Dynamo loads it on demand,
     and refuses a function that is already registered.
@@ -77,8 +77,8 @@ def known_as(names: Iterable[str], where: str) -> None:
 
 SWITCHED_OFF = "torch.compile is switched off"
 SWITCH_ON = (
-    "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, leave torch._dynamo.config.disable and "
-    'torch.compiler.set_stance("force_eager") out'
+    "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, and remove torch._dynamo.config.disable and "
+    'torch.compiler.set_stance("force_eager")'
 )
 
 
@@ -112,23 +112,23 @@ def compiling() -> Any:
     return compile_lock
 
 
-def isolated() -> dict[str, Any]:
+def isolation_keywords() -> dict[str, Any]:
     """Return keywords for `torch.compile` that isolate its recompile count (2.13)."""
     return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
-def own_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the backend such that one call of `torch.compile` shares no compiled code with other calls (2.11).
+def unique_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the backend as a distinct object, so that a call of `torch.compile` shares no compiled code with others (2.11).
 
-    Dynamo looks up compiled code by code object and equal backend. Later versions isolate it with `isolated()`.
+    Dynamo looks up compiled code by code object and equal backend. Later versions isolate it with `isolation_keywords()`.
     """
-    return backend if isolated() else functools.update_wrapper(functools.partial(backend), backend)
+    return backend if isolation_keywords() else functools.update_wrapper(functools.partial(backend), backend)
 
 
 class UnwrappedDynamoError(ShortenTraceback):
-    """One of our errors on its way through Dynamo, which wraps a backend's other errors and asks to report them (2.11, 2.13).
+    """One of streamfx's errors while it passes through Dynamo, which wraps other errors of a backend (2.11, 2.13).
 
-    Dynamo does not wrap this type. It raises the result of `remove_dynamo_frames` once the error reaches the call of the
+    Dynamo does not wrap this type. It raises the result of `remove_dynamo_frames` when the error reaches the call of the
     compiled function. Each instance also has the class of the original error, for handlers in between.
     """
 
@@ -145,7 +145,7 @@ class UnwrappedDynamoError(ShortenTraceback):
 
     @property
     def record_filename(self) -> str:
-        """Raise the error: Dynamo reads this before it swallows an error (`suppress_errors`), but a refusal is no failure."""
+        """Raise the error: Dynamo reads this before it suppresses an error (`suppress_errors`), but ours must reach the user."""
         raise self
 
     @record_filename.setter
@@ -154,8 +154,8 @@ class UnwrappedDynamoError(ShortenTraceback):
 
 
 @contextmanager
-def raised_as_itself(graph: fx.Graph) -> Iterator[None]:
-    """While a backend processes a graph, let errors of ours reach the caller of the compiled function unwrapped."""
+def unwrapped_errors(graph: fx.Graph) -> Iterator[None]:
+    """While a backend processes a graph, let streamfx's errors reach the caller of the compiled function unwrapped."""
     try:
         yield
     except StreamFXError as error:
@@ -185,11 +185,10 @@ def _user_frames(trace: TracebackType | None) -> TracebackType | None:
     return user_trace
 
 
-def cause_of(error: BaseException) -> Exception | None:
-    """Return the cause of a failed compilation: one of our errors, or an error of the model; None for others (2.11, 2.13).
+def user_error_of(error: BaseException) -> Exception | None:
+    """Return the error for the user, of a failed compilation: streamfx's or the model's; None for others (2.11, 2.13).
 
-    Dynamo wraps the model's errors. The traceback of such an error is the tracer's, so the line in the model is added as
-    a note.
+    Dynamo wraps the model's errors, and their traceback is the tracer's, so the line in the model is added as a note.
     """
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
@@ -204,11 +203,11 @@ def cause_of(error: BaseException) -> Exception | None:
         return None
     if error.real_stack and hasattr(cause, "add_note"):  # Python 3.11
         frame = error.real_stack[-1]
-        cause.add_note(f'found while the call was traced, at "{frame.filename}", line {frame.lineno}: {frame.line}')
+        cause.add_note(f'raised while the call was traced, at "{frame.filename}", line {frame.lineno}: {frame.line}')
     return cause
 
 
-def decided_by_data(error: BaseException) -> str:
+def line_reading_data(error: BaseException) -> str:
     """Return the user's line that reads numbers from data, if it caused the error; else an empty text (2.11, 2.13)."""
     from torch._dynamo.exc import UserError
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -232,7 +231,7 @@ def _is_library_file(file: str) -> bool:
 
 
 @contextmanager
-def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
+def record_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
     """Collect (file, line, reason) of each graph break, from the log records of `TORCH_LOGS="graph_breaks"` (2.11, 2.13).
 
     This works even if `logging.config` has disabled existing loggers.
@@ -263,7 +262,7 @@ def noted_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
 
 
 def cause_of_break(reason: str) -> tuple[str, str, bool]:
-    """Parse a graph-break reason: (cause, first hint, whether Dynamo gave the function up) (2.11, 2.13)."""
+    """Parse a graph-break reason: (cause, first hint, whether Dynamo runs the rest of the function in eager) (2.11, 2.13)."""
     given_up = "falling back to eager" in reason
     cause = reason.split("Graph break encountered:", 1)[-1].strip()
     if explained := re.search(r"^(\S.*)\n(?:  Higher Order Operator: (.*)\n)?  Explanation: (.*)", cause, re.MULTILINE):
@@ -273,7 +272,7 @@ def cause_of_break(reason: str) -> tuple[str, str, bool]:
     return cause.split("\n", 1)[0], "", given_up
 
 
-def lost_writes(graph: fx.Graph) -> list[str]:
+def dropped_writes(graph: fx.Graph) -> list[str]:
     """Return the lines that write in place to a zero-dimensional float64 input or buffer on the CPU (2.11, 2.13).
 
     AOTAutograd drops these writes with any backend, because it treats such tensors as Python numbers. Writes to a view,
@@ -303,7 +302,7 @@ def _is_like_a_number(value: torch.Tensor) -> bool:
 
 @contextmanager
 def quiet_tracer() -> Iterator[None]:
-    """Do not log the traceback of an error of fake tensors before it is raised (2.11, 2.13)."""
+    """Inside this context, errors of fake tensors are not logged before they are raised (2.11, 2.13)."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -313,14 +312,14 @@ def quiet_tracer() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def of_any_length(tensor: torch.Tensor) -> torch.Tensor:
+def mark_length_dynamic(tensor: torch.Tensor) -> torch.Tensor:
     """Mark the first dimension of a tensor as dynamic, and return the tensor (2.11, 2.13)."""
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor
 
 
 @contextmanager
-def noted_compilations() -> Iterator[list[tuple[int, int]]]:
+def record_compilations() -> Iterator[list[tuple[int, int]]]:
     """Record the start and end of compilations in any thread, in nanoseconds since the epoch (2.11, 2.13)."""
     from torch._dynamo.callback import callback_handler
 
@@ -345,11 +344,11 @@ def noted_compilations() -> Iterator[list[tuple[int, int]]]:
 
 
 @contextmanager
-def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+def isolated_compilation(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     """Yield keywords for `torch.compile(..., backend=backend)`; at the end, drop Dynamo's state of such compilations.
 
-    This state is the compiled code, and the sizes that Dynamo has learned to be dynamic. Functions that Dynamo gave up in
-    an earlier call are tried again, so that the result does not depend on earlier calls (2.11, 2.13).
+    This state is the compiled code, and the sizes that Dynamo has learned to be dynamic. Functions that Dynamo skips since
+    an earlier call are retried, so that the result does not depend on earlier calls (2.11, 2.13).
     """
     from torch._dynamo import pgo
     from torch._dynamo.convert_frame import compile_lock
@@ -360,7 +359,7 @@ def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
         _reset_skipped()
     try:
         with config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20, run_gc_after_compile=False):
-            yield isolated()
+            yield isolation_keywords()
     finally:
         code_state.clear()
         code_state.update(state_before)
@@ -372,7 +371,7 @@ def compiled_apart(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
 def _reset_skipped() -> None:
     """Reset the functions that Dynamo skips, because tracing failed (a graph break in a loop) or hit the recompile limit.
 
-    If Dynamo must skip them, the next compilation finds out. Compiled code stays.
+    The next compilation tries them and, if necessary, skips them. Compiled code stays.
     """
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
     from torch._dynamo.convert_frame import input_codes

@@ -21,7 +21,7 @@ def _is_instance(module: nn.Module, class_path: tuple[str, str]) -> bool:
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Return whether `fully_shard` (FSDP2) was applied to this very module."""
+    """Return whether `fully_shard` (FSDP2) was applied to this module itself, not to a parent."""
     return _is_instance(module, FSDP2)
 
 
@@ -30,16 +30,16 @@ def is_fsdp_wrapper(module: nn.Module) -> bool:
     return _is_instance(module, FSDP1)
 
 
-def inside_of_wrapper(wrapper: Any) -> nn.Module:
+def unwrap_fsdp(wrapper: Any) -> nn.Module:
     """Return the module that FSDP1's wrapper calls (2.11, 2.13)."""
     return wrapper._fsdp_wrapped_module
 
 
-def let_trace(module: nn.Module) -> list[nn.Module]:
-    """Let Dynamo trace modules that FSDP1 wraps with `use_orig_params=False`; return the ones it would refuse (2.11, 2.13).
+def allow_tracing(module: nn.Module) -> list[nn.Module]:
+    """Let Dynamo trace modules that FSDP1 wraps with `use_orig_params=False`; return those that it would refuse (2.11, 2.13).
 
-    Their weights are views of one flat parameter, set in each forward: tensors that a graph can take like any other
-    input. Only Dynamo reads this attribute.
+    Dynamo refuses them by an attribute that nothing else reads. Their weights are views of one flat parameter, set in each
+    forward, and can be inputs of a graph like any other tensors.
     """
     refused = [submodule for submodule in module.modules() if submodule.__dict__.get(ORIGINAL) is False]
     for submodule in refused:
@@ -47,8 +47,8 @@ def let_trace(module: nn.Module) -> list[nn.Module]:
     return refused
 
 
-def refuse_again(modules: list[nn.Module]) -> None:
-    """Undo `let_trace`."""
+def restore_tracing_refusal(modules: list[nn.Module]) -> None:
+    """Undo `allow_tracing`."""
     for module in modules:
         module.__dict__[ORIGINAL] = False
 
@@ -56,7 +56,7 @@ def refuse_again(modules: list[nn.Module]) -> None:
 def frees_weights(owner: Any) -> bool:
     """Return whether full weights are freed when the forward of this module or wrapper ends (2.11, 2.13).
 
-    This is known once the forward has started, because the root module is determined then. Unknown counts as freed.
+    The answer is reliable after the forward has started, because FSDP determines the root module then. Unknown: True.
     """
     if is_fully_sharded(owner):
         state = owner._get_fsdp_state()

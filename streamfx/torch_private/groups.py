@@ -12,33 +12,33 @@ import torch.distributed as dist
 COALESCING = frozenset({("nccl", "cuda"), ("gloo", "cpu"), ("xccl", "xpu"), ("fake", "cpu"), ("fake", "cuda")})  # 2.11, 2.13
 
 
-def group_called(name: str) -> Any:
+def group_by_name(name: str) -> Any:
     """Return the process group with this name (2.11, 2.13)."""
     resolve: Any = torch._C._distributed_c10d._resolve_process_group
     return resolve(name)
 
 
-def takes_several(group: str, device: torch.device) -> bool:
+def supports_coalescing(group: str, device: torch.device) -> bool:
     """Return whether a group can gather and reduce several tensors of a device in one call (2.11, 2.13)."""
-    return (group_called(group)._get_backend(device).name(), device.type) in COALESCING
+    return (group_by_name(group)._get_backend(device).name(), device.type) in COALESCING
 
 
 def ranks_in(group: Any) -> int:
     """Return the number of ranks in a group, passed by name or as an object (2.11, 2.13)."""
-    return dist.get_world_size(group_called(group) if isinstance(group, str) else group)
+    return dist.get_world_size(group_by_name(group) if isinstance(group, str) else group)
 
 
 def members_of(group: Any) -> tuple[int, ...]:
     """Return the ranks of a group in order, passed by name or as an object; empty if it no longer exists (2.11, 2.13)."""
     try:
-        process_group = group_called(group) if isinstance(group, str) else group
+        process_group = group_by_name(group) if isinstance(group, str) else group
         return tuple(sorted(dist.get_process_group_ranks(process_group)))
     except (RuntimeError, ValueError, KeyError):
         return ()
 
 
 @contextmanager
-def imagined_ranks(world: int, rank: int = 0) -> Iterator[None]:
+def simulated_ranks(world: int, rank: int = 0) -> Iterator[None]:
     """Simulate a world of ranks of which only this one exists: collectives return results of the right sizes (2.11, 2.13)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # 2.11, 2.13: also defines the backend
 

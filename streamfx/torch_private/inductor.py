@@ -20,11 +20,11 @@ BODY_SETTINGS = {  # override the user's settings; all other settings of the use
     # A replay of a CUDA graph overwrites the results of the last replay: another chunk's, which a loop still needs.
     "triton.cudagraphs": False,
     # `standalone_compile` turns this on. It then allocates full-size example arguments for all kernels at once, in memory
-    # that no plan counts. Without it, a kernel with several configurations is timed on its own arguments at its first
-    # call.
+    # that no plan counts. Without it, a kernel with several configurations is timed at its first call, on the arguments of
+    # that call.
     "triton.autotune_at_compile_time": None,
 }
-# Nothing compiled here reads this, but it is part of Inductor's cache key: kernels without barriers are not reused.
+# No code reads this setting, but it is part of Inductor's cache key, so that cached kernels without barriers are not used.
 WITH_BARRIERS = {"aot_inductor.metadata": {"streamfx": "a barrier between the loops of a kernel"}}
 
 
@@ -55,8 +55,8 @@ class InductorMemoryError(InductorFailedError):
 
 
 @contextmanager
-def inductor_runs() -> Iterator[None]:
-    """Report an error inside the block as a failure of Inductor.
+def inductor_errors_wrapped() -> Iterator[None]:
+    """Raise an error inside the block as `InductorFailedError`, or as `InductorMemoryError` if memory ran out.
 
     Torch's own use of its deprecated interfaces is not a failure, even if the user turns warnings into errors (2.13:
     TorchScript).
@@ -103,10 +103,13 @@ def barriers() -> Iterator[None]:
         yield
 
 
-def compile_whole(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+def compile_dynamo_graph(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Compile a Dynamo graph, including gradients, as `torch.compile(...)` does; call the result as f(*inputs) (2.11, 2.13)."""
     copied = dynamo_copy(module)[0]  # compile_fx modifies its argument
-    with inductor_runs(), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # fail now, not in the backward
+    with (
+        inductor_errors_wrapped(),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+    ):  # fail now, not in the backward
         from torch._inductor.compile_fx import compile_fx
 
         with barriers():
@@ -129,7 +132,7 @@ def compile_for_sizes(
 
 def _compile_body(dynamic_shapes: str, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Compile a graph without gradients, with `BODY_SETTINGS` (2.11, 2.13)."""
-    with inductor_runs():
+    with inductor_errors_wrapped():
         from torch._inductor import standalone_compile
 
         options = {"config_patches": {**BODY_SETTINGS, **WITH_BARRIERS}}

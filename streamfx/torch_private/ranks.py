@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from streamfx.torch_private.groups import group_called
+from streamfx.torch_private.groups import group_by_name
 
-LIMIT = timedelta(minutes=10)  # for the other ranks to compile, too
-SHORT, LONG = 0.002, 0.2  # seconds between two polls of the store
-NOTHING = "nothing"  # in place of a withdrawn text
+WAIT_LIMIT = timedelta(minutes=10)  # includes the compilation on the other ranks
+MIN_PAUSE, MAX_PAUSE = 0.002, 0.2  # seconds between two polls of the store
+WITHDRAWN = "nothing"  # stored in place of a withdrawn text
 
 
 class RanksMissingError(Exception):
@@ -26,7 +26,7 @@ def ranks_of(group: str) -> Sequence[int]:
     """Return the ranks of a group by its name, in order; empty if there is no other process (2.11, 2.13)."""
     if not dist.is_available() or not dist.is_initialized():
         return ()
-    process_group = group_called(group)
+    process_group = group_by_name(group)
     return (
         ()
         if dist.get_backend(process_group) == "fake" or dist.get_world_size(process_group) == 1
@@ -38,14 +38,18 @@ class RankChangedError(Exception):
     """A rank would write a text that differs from the agreed one; the error holds the agreed text."""
 
 
-def written_by_all(text: str, group: str, subject: str = "", waits: bool = True, about: str | None = None) -> list[str]:
-    """Return the texts of all ranks of a group, in order: the n-th text of one rank goes with the n-th of the others.
+def exchange_texts(text: str, group: str, subject: str = "", waits: bool = True, about: str | None = None) -> list[str]:
+    """Write a text, and return the texts of all ranks of a group, in order (2.11, 2.13).
 
-    `subject` is the topic of the text, as far as a rank knows it before any analysis. A rank that does not wait gets no
-    texts of the others; its text is only for ranks that write about the same subject.
+    The n-th text of a rank is exchanged for the n-th texts of the others. Texts go through the store of the rendezvous;
+    devices send nothing. `subject` names the graph, as far as a rank knows it before its analysis. If not `waits`, the rank
+    leaves its text for the ranks that write about the same subject, and returns without theirs.
 
-    Once all ranks have written the same text `about` a topic, it is no longer exchanged, and a different text raises an
-    error. Texts go through the store of the rendezvous; nothing is sent between devices (2.11, 2.13).
+    After all ranks have written the same text `about` a topic, that text is no longer exchanged.
+
+    Raises:
+        RankChangedError: if the text differs from the one on which all ranks have agreed `about` the topic.
+        RanksMissingError: if a rank does not write within the time limit.
     """
     from torch.distributed.distributed_c10d import _get_default_store  # 2.11, 2.13
 
@@ -75,7 +79,7 @@ def _hash(text: str) -> str:
 
 
 class _Text(NamedTuple):
-    """A rank's text about a subject, and the number of texts about it that the rank had started by then."""
+    """A rank's text about a subject; `attempt` counts the texts of this rank about the subject."""
 
     subject: str
     attempt: int
@@ -95,10 +99,10 @@ class _Text(NamedTuple):
 
 @dataclass(frozen=True)
 class _Board:
-    """The board on which the ranks of a group write texts for each other: by number and rank, in a store that all can reach.
+    """The texts that the ranks of a group exchange, keyed by index and rank, in a store that all ranks can reach.
 
-    A rank that failed leaves a text without a number: ranks that do not compile that graph never see it. A rank that does
-    compile it withdraws its own text, so that the numbers of both go on as if there had been none.
+    A rank that failed leaves a text without an index, so that ranks that do not compile this graph never read it. A rank
+    that compiles it withdraws its own text, so that the indices of both ranks stay equal.
     """
 
     store: Any
@@ -108,28 +112,28 @@ class _Board:
     subject: str
 
     def exchanged(self, text: str) -> list[str]:
-        """Write a text; wait for the matching texts of the others, or for a text that a failed rank has left."""
+        """Write a text, and wait for the texts of the others with the same index, or for one that a failed rank has left."""
         number, own_text = self.store.add(self._counter, 1), self._new_text(text)
         self._store_text(self._slot(number, self.rank), own_text)
-        deadline, pause = time.monotonic() + LIMIT.total_seconds(), SHORT
+        deadline, pause = time.monotonic() + WAIT_LIMIT.total_seconds(), MIN_PAUSE
         texts: dict[int, _Text] = {}
         while True:
             self._read_texts(number, texts)
-            # checked last: a rank leaves a text before it writes its next one
+            # left texts are read after the others, because a rank leaves a text before it writes its next one
             answered_ranks = {rank for rank, item in texts.items() if item.subject == self.subject}
             left_texts = {rank: item for rank, item in self._left_instead_of(own_text).items() if rank not in answered_ranks}
             if left_texts:
-                self.store.set(self._slot(number, self.rank), NOTHING)
+                self.store.set(self._slot(number, self.rank), WITHDRAWN)
                 self.store.add(self._counter, -1)
                 return [left_texts.get(rank, text) for rank in self.ranks]
             if len(texts) == len(self.ranks):
                 return [texts[rank].text for rank in self.ranks]
             if time.monotonic() > deadline:
                 raise RanksMissingError(
-                    f"nothing from rank {self._missing_ranks(number)} within {LIMIT.total_seconds():.0f} seconds"
+                    f"nothing from rank {self._missing_ranks(number)} within {WAIT_LIMIT.total_seconds():.0f} seconds"
                 )
             time.sleep(pause)
-            pause = min(LONG, 1.2 * pause)
+            pause = min(MAX_PAUSE, 1.2 * pause)
 
     def leave(self, text: str) -> None:
         """Write a text for ranks that compile the same graph, without waiting."""
@@ -150,7 +154,7 @@ class _Board:
         return _Text(self.subject, int(self.store.add(f"{self.name}/begun/{self.subject}/{self.rank}", 1)), text)
 
     def _read_texts(self, number: int, texts: dict[int, _Text]) -> None:
-        """Fill in the texts with a number, once all ranks have written: one check covers hundreds of ranks."""
+        """Add the texts with an index to `texts`, if all ranks have written: one check covers hundreds of ranks."""
         absent = [rank for rank in self.ranks if rank not in texts]
         if self.store.check([self._slot(number, rank) for rank in absent]):
             new_texts = {rank: item for rank in absent if (item := self._load_text(self._slot(number, rank))) is not None}
@@ -163,7 +167,7 @@ class _Board:
         return ", ".join(str(rank) for rank in self.ranks if rank not in present_ranks)
 
     def _left_instead_of(self, text: _Text) -> dict[int, str]:
-        """Return, by rank, the texts that were left instead of the one that matches `text`."""
+        """Return, by rank, the texts that failed ranks have left instead of an answer to `text`."""
         if not self.store.check([self._left_flag(text.subject)]):
             return {}
         left_texts = {rank: self._load_text(self._left_key(rank, text.subject)) for rank in self.ranks}
@@ -182,15 +186,15 @@ class _Board:
 
     def _load_text(self, key: str) -> _Text | None:
         """Return the text stored under a key; None if there is none, or if it is withdrawn."""
-        stored = self.store.get(key).decode() if self.store.check([key]) else NOTHING
-        return None if stored == NOTHING else _Text.read(stored)
+        stored = self.store.get(key).decode() if self.store.check([key]) else WITHDRAWN
+        return None if stored == WITHDRAWN else _Text.read(stored)
 
     def _store_text(self, key: str, text: _Text) -> None:
         """Store a text under a key."""
         self.store.set(key, text.written())
 
     def _slot(self, number: int, rank: int) -> str:
-        """Return the key of the text with a number of a rank."""
+        """Return the key of a rank's text with an index."""
         return f"{self.name}/{number}/{rank}"
 
     def _left_key(self, rank: int, subject: str) -> str:
@@ -198,7 +202,7 @@ class _Board:
         return f"{self.name}/left/{subject}/{rank}"
 
     def _left_flag(self, subject: str) -> str:
-        """Return the key that is set once any rank has left a text about a subject."""
+        """Return the key that is set if any rank has left a text about a subject."""
         return f"{self.name}/left/{subject}"
 
     def _agreed_key(self, about: str) -> str:

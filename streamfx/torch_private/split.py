@@ -22,15 +22,15 @@ class GraphPart:
     """Some operators of a graph as a separate graph, with its input nodes and its result nodes, in order."""
 
     module: fx.GraphModule
-    given: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
 
 
-def places_to_split(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield operators, except the first, before which no context is open and grad mode is as at the start (2.11, 2.13).
+def split_points(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the operators before which a graph may be split, except the first (2.11, 2.13).
 
-    A call without a value may open a context, so no operator after it is yielded. A write to a tensor has no value
-    either, but opens no context.
+    There, no context is open, and the grad mode is that of the start. A call without a value may open a context, unless it
+    writes to a tensor; after such a call, no operator is yielded.
     """
     open_contexts, is_grad_on, is_first = 0, True, True
     for node in graph.nodes:
@@ -54,15 +54,18 @@ def writes(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", node.target) in ("setitem", "__setitem__")
 
 
-def split_in_front_of(module: fx.GraphModule, first_of_second: fx.Node) -> tuple[GraphPart, GraphPart]:
-    """Split a graph before an operator. The results of the first part are the inputs that the second part needs from it."""
+def split_before(module: fx.GraphModule, first_of_second: fx.Node) -> tuple[GraphPart, GraphPart]:
+    """Split a graph before an operator, which is the first of the second part.
+
+    The results of the first part are the values that the second part, or the caller, needs.
+    """
     nodes = list(module.graph.nodes)
     first, second = nodes[: nodes.index(first_of_second)], nodes[nodes.index(first_of_second) :]
     return _extract_part(module, first), _extract_part(module, second)
 
 
 def _extract_part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> GraphPart:
-    """Copy some operators into a graph of their own; its inputs are the values that they read from outside."""
+    """Copy some operators into a new graph; its inputs are the values that they read and do not compute."""
     operators = {node for node in nodes if node.op in COMPUTES}
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     outside_values = [node for node in module.graph.nodes if node not in operators and not operators.isdisjoint(node.users)]
@@ -88,19 +91,19 @@ def _with_symbols(graph: fx.Graph, inputs: Sequence[fx.Node]) -> list[fx.Node]:
     return [*sizes, *(node for node in inputs if node not in sizes)]
 
 
-def stand_in(node: fx.Node) -> Any:
-    """Return the example input for tracing a part, for a value that the other part computes."""
+def example_input_of(node: fx.Node) -> Any:
+    """Return an example value, to trace a part, for an input that the other part computes."""
     value = node.meta[EXAMPLE_VALUE]
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def asks_gradient(node: fx.Node) -> bool:
+def requires_gradient(node: fx.Node) -> bool:
     """Return whether a value in a Dynamo graph requires a gradient (2.11, 2.13)."""
     value = node.meta.get(EXAMPLE_VALUE)
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def is_handed_on(node: fx.Node) -> bool:
+def can_be_input(node: fx.Node) -> bool:
     """Return whether a value can be a graph input: a plain tensor or a number, with sizes known before the graph runs."""
     value = node.meta.get(EXAMPLE_VALUE)
     if isinstance(value, Tensor):

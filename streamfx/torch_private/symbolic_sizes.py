@@ -18,17 +18,17 @@ from torch.overrides import TorchFunctionMode
 from streamfx.node_meta import VALUE
 from streamfx.torch_private import Compiler, no_modes
 
-_supposed: ContextVar[Mapping[Any, int] | None] = ContextVar("streamfx_supposed", default=None)
+_assumed_sizes: ContextVar[Mapping[Any, int] | None] = ContextVar("streamfx_assumed_sizes", default=None)
 
 
 @contextmanager
-def supposing(numbers: Mapping[Any, int]) -> Iterator[None]:
-    """Within this context, `size_hint` uses these numbers for symbols instead of the traced ones."""
-    token = _supposed.set(numbers)
+def assuming_sizes(numbers: Mapping[Any, int]) -> Iterator[None]:
+    """Inside this context, `size_hint` uses these values of symbols instead of those of the trace."""
+    token = _assumed_sizes.set(numbers)
     try:
         yield
     finally:
-        _supposed.reset(token)
+        _assumed_sizes.reset(token)
 
 
 def is_negative(number: Any) -> bool | None:
@@ -75,10 +75,10 @@ class FirstProxyOfSymbol(TorchFunctionMode):
 
 
 def pair_dimensions(graph: fx.Graph) -> None:
-    """Guard inputs to have equal sizes, if a guard has equal element counts and sizes are equal now (2.11, 2.13).
+    """Guard two inputs to have equal shapes, if a guard says that their numbers of elements are equal (2.11, 2.13).
 
-    These are ids and labels, for example, of which torch knows only that `b * t == c * u`. A call with other sizes is
-    traced again.
+    Their traced shapes must be equal, too. For example, torch knows of ids [b t] and labels [c u] only that
+    `b * t == c * u`. A call with other shapes is retraced.
     """
     tensors = [node.meta[VALUE] for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(VALUE), torch.Tensor)]
     dynamic_shapes = [value.shape for value in tensors if any(isinstance(size, torch.SymInt) for size in value.shape)]
@@ -116,14 +116,14 @@ def size_hint(size: Any) -> int:
     """Return the value of a symbolic size at trace time; 1 if it is unknown (2.11, 2.13)."""
     if not isinstance(size, torch.SymInt):
         return int(size)
-    supposed = _supposed.get()
-    if supposed and size.node.expr.free_symbols <= set(supposed):
-        return int(size.node.expr.subs(supposed))
+    assumed = _assumed_sizes.get()
+    if assumed and size.node.expr.free_symbols <= set(assumed):
+        return int(size.node.expr.subs(assumed))
     hint = size.node.hint
     return int(hint) if hint is not None else 1
 
 
-def largest(size: torch.SymInt) -> int | None:
+def upper_bound(size: torch.SymInt) -> int | None:
     """Return the largest value of a symbolic size that the guards of its graph allow; None if unknown (2.11, 2.13)."""
     value_range = size.node.shape_env.var_to_range.get(size.node.expr)
     return (

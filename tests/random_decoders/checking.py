@@ -110,7 +110,7 @@ def small_and_interpreted() -> Iterator[None]:
     """
     with (
         mock.patch.object(mask_tiles, "MIN_TILE_ROWS", 2),
-        mock.patch.multiple(steps, LEAST=8, SMALL=2),
+        mock.patch.multiple(steps, MIN_NUMEL=8, SMALL_RATIO=2),
         mock.patch.object(streamed, "_versions", {}),
         interpreted(),
     ):

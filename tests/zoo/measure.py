@@ -21,7 +21,7 @@ from streamfx.options import Options, resolve_options
 from streamfx.tools.inspect.tracing import distinct_breaks
 from streamfx.tools.report.fallback_reasons import SINGLE_ROW
 from streamfx.tools.report.stage_table import stage_reports
-from streamfx.torch_private.dynamo import noted_graph_breaks
+from streamfx.torch_private.dynamo import record_graph_breaks
 from tests.support.exactness import Outcome, errors, outcome
 from tests.support.precision import default_dtype
 from tests.zoo.models import CHUNK, built, dtype_of, inputs
@@ -98,7 +98,7 @@ def compared(model: nn.Module, given: dict[str, Any], truth: Outcome) -> Row:
     torch._dynamo.reset()
     options = resolve_options({"outputs": "dense", "chunk_size": CHUNK, "loss_chunk_size": CHUNK})
     backend, own = Keeper(options), copy.deepcopy(model)
-    with noted_graph_breaks() as breaks:
+    with record_graph_breaks() as breaks:
         found = errors(outcome(torch.compile(own, backend=backend), own, given), truth)
     apart = [] if max(found.values()) <= BOUND else differs_alone(model, given, truth)
     name, worst = max(((name, error) for name, error in found.items() if name not in apart), key=lambda item: item[1])

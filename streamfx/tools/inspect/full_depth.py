@@ -31,7 +31,7 @@ from streamfx.tools.inspect.layer_segments import (
     results_of,
 )
 from streamfx.torch_private import FakeTensor
-from streamfx.torch_private.aot_joint import describe_plain, fake_twin, is_plain
+from streamfx.torch_private.aot_joint import copy_fake_tensor, has_default_descriptors, set_default_descriptors
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,11 @@ def of_all_layers(
 def graph_of_all_layers(graph: fx.Graph, num_primals: int, num_outputs: int, few: LayerSubset) -> ExpandedGraph:
     """Build the graph of all layers from that of a few. Raises `LayersDifferError`."""
     placeholders = graph.find_nodes(op="placeholder")
-    if has_collectives(graph) or not is_plain(graph, num_primals) or any(_is_symbolic(node) for node in placeholders):
+    if (
+        has_collectives(graph)
+        or not has_default_descriptors(graph, num_primals)
+        or any(_is_symbolic(node) for node in placeholders)
+    ):
         raise LayersDifferError("inputs or results that are no plain tensors")
     if len(results_of(graph)) != num_outputs + num_primals:
         raise LayersDifferError("gradients that are none of inputs")
@@ -199,7 +203,7 @@ class _LayerExpander:
             return value
         twins = self.twins[number]
         if id(value) not in twins:
-            twins[id(value)] = fake_twin(value)
+            twins[id(value)] = copy_fake_tensor(value)
         return twins[id(value)]
 
     def _operand(self, source: fx.Node, number: int) -> fx.Node:
@@ -254,7 +258,7 @@ class _LayerExpander:
         ]
         output = self.expanded.output((*outputs, *gradients))
         output.meta = dict(self.graph.output_node().meta)
-        describe_plain(self.expanded, self._num_primals_of_all, self.num_outputs)
+        set_default_descriptors(self.expanded, self._num_primals_of_all, self.num_outputs)
 
     def _gradients_of_copies(self, gradients: dict[fx.Node, Any]) -> list[Any]:
         """Return the gradients of the primals of all copies, given those of the short graph."""

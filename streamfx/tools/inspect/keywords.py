@@ -12,7 +12,7 @@ from streamfx.errors import OptionError
 from streamfx.frontend.backend import streambp
 from streamfx.options import NAMES, merge_options, refuse_positional, validate_options
 from streamfx.tools.inspect.side_effect_guard import ENABLED, modules_of, original
-from streamfx.torch_private.dynamo import backend_of, inside_of_compiled
+from streamfx.torch_private.dynamo import backend_of, unwrap_compiled
 
 NEAR, NEARLY = 0.6, 0.8  # similarity above which a keyword is a misspelled option: for a model without **kwargs, and with
 MISSPELT = "if the model is to have it, bind it: functools.partial(model, name=value)"
@@ -45,7 +45,7 @@ def compiled_options(model: Callable[..., Any]) -> dict[str, Any]:
 
     For several compiled submodules, these are the options common to all.
     """
-    if inside_of_compiled(model) is not None:
+    if unwrap_compiled(model) is not None:
         return _options_of(model) or {}
     enabled = [
         options
@@ -69,7 +69,7 @@ def _options_of(call: Any) -> dict[str, Any] | None:
     enabled = getattr(getattr(call, ENABLED, None), "enabled", None)
     if enabled is not None:
         return dict(enabled.options)
-    if inside_of_compiled(call) is None:
+    if unwrap_compiled(call) is None:
         return None
     function, keywords = backend_of(call)
     if isinstance(function, functools.partial):

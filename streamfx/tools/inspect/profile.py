@@ -23,7 +23,7 @@ from streamfx.tools.report.perfetto import trace_of
 from streamfx.tools.report.profile_text import MeasuredStep, as_plain, measured, table_of
 from streamfx.tools.report.timeline import Timeline
 from streamfx.torch_private.allocations import allocations, is_profiled
-from streamfx.torch_private.dynamo import noted_compilations
+from streamfx.torch_private.dynamo import record_compilations
 
 _profiler_lock = threading.Lock()  # held during a measurement
 
@@ -80,7 +80,7 @@ class Profile(Unpicklable):
         _acquire_profiler()
         try:
             watch = _Watch()
-            with noted_compilations() as compiled, allocations() as allocated:
+            with record_compilations() as compiled, allocations() as allocated:
                 measurement.probe, begin = watch, watch.now()
                 try:
                     yield

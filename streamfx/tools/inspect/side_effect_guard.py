@@ -21,11 +21,11 @@ from streamfx.torch_private import (
     fake_copies,
     is_traceable_wrapper_subclass,
     real_values,
-    rewrapped,
+    rewrap,
     tree_iter,
     tree_map,
 )
-from streamfx.torch_private.dynamo import inside_of_compiled
+from streamfx.torch_private.dynamo import unwrap_compiled
 
 WRAPPED = (FunctionType, MethodType, functools.partial)
 ENABLED = "_is_of_streamfx"  # attribute of the wrapper that `enable` sets as a module's forward
@@ -33,7 +33,7 @@ ENABLED = "_is_of_streamfx"  # attribute of the wrapper that `enable` sets as a 
 
 def original(model: Callable[..., Any]) -> Callable[..., Any]:
     """Return the module or function inside of all `torch.compile` wrappers."""
-    while (unwrapped := inside_of_compiled(model)) is not None:
+    while (unwrapped := unwrap_compiled(model)) is not None:
         model = unwrapped
     return model
 
@@ -241,7 +241,7 @@ class FakeConverter:
         are fake.
         """
         if is_traceable_wrapper_subclass(tensor):
-            return rewrapped(tensor.detach(), self._on_device)
+            return rewrap(tensor.detach(), self._on_device)
         with self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 

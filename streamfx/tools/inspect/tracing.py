@@ -39,19 +39,19 @@ from streamfx.tools.inspect.repeated_analysis import facts_of_all_layers
 from streamfx.tools.inspect.side_effect_guard import FakeConverter, modules_of, original, parameters_of, without_side_effects
 from streamfx.tools.report.dump import show_product
 from streamfx.tools.report.fallback_reasons import advice_on_break
-from streamfx.torch_private import default_partition, mutated_inputs, real_values, while_traced
+from streamfx.torch_private import default_partition, mutated_inputs, real_values, with_tracing_context
 from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import (
     SWITCH_ON,
     SWITCHED_OFF,
-    cause_of,
     cause_of_break,
-    compiled_apart,
-    decided_by_data,
     is_switched_off,
-    noted_graph_breaks,
+    isolated_compilation,
+    line_reading_data,
     quiet_tracer,
-    raised_as_itself,
+    record_graph_breaks,
+    unwrapped_errors,
+    user_error_of,
 )
 
 DATA_DECIDE = (
@@ -206,19 +206,19 @@ def _trace(
     """Fill in the graphs of a call in the active fake mode. With `few`, trace only these layers and expand the graph to all."""
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        with real_values(), raised_as_itself(module.graph):
+        with real_values(), unwrapped_errors(module.graph):
             return (_RecordingCompilation(module, call) if few is None else _SubsetCompilation(module, call, few)).compile(inputs)
 
-    with without_side_effects(model), noted_graph_breaks() as breaks, compiled_apart(backend) as keywords:
+    with without_side_effects(model), record_graph_breaks() as breaks, isolated_compilation(backend) as keywords:
         faker.replace(modules_of(model), buffers=False)  # buffers stay real: the compiler reads masks from them
         args, kwargs = faker.inputs((tuple(args), dict(kwargs)))
         try:
             torch.compile(model, backend=backend, **keywords)(*args, **kwargs)
         except Exception as error:
-            cause = cause_of(error) or error
+            cause = user_error_of(error) or error
             if isinstance(cause, (OverBudgetError, LayersDifferError)):
                 raise cause from None
-            line = decided_by_data(error)
+            line = line_reading_data(error)
             call.stopped = f"{describe_error(cause)}{f' ({line})' if line else ''}"
             if not call.graphs:
                 raise _not_traced(call.stopped, DATA_DECIDE if line else advice_on((args, kwargs))) from error
@@ -278,7 +278,9 @@ class _RecordingCompilation(QuietCompilation):
         halves = super().partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
         if len(self.facts) > count_before:
             facts = self.facts[-1]
-            default = while_traced(lambda: default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others))
+            default = with_tracing_context(
+                lambda: default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
+            )
             plain = (lambda: halves) if facts.program is None else default
             self.call.graphs.append(TracedGraph(self.original, facts, plain, num_fwd_outputs, self.chain))
         return halves

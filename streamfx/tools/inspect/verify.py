@@ -25,7 +25,7 @@ from streamfx.tools.inspect.lock import serialized
 from streamfx.tools.inspect.side_effect_guard import original, parameters_of, restored_randomness, without_side_effects
 from streamfx.tools.report.notices import Record, record_of
 from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
-from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF, compiled_apart, is_switched_off, raised_as_itself
+from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF, is_switched_off, isolated_compilation, unwrapped_errors
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 SHOWN = 8
@@ -78,7 +78,7 @@ def verify(
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile a graph with several chunks per loop, and record its compilation."""
         compilations.append(ChunkedCompilation(module, backend_options))
-        with raised_as_itself(module.graph):
+        with unwrapped_errors(module.graph):
             return compilations[-1].compile(inputs)
 
     def run(function: Callable[..., Any]) -> Run:
@@ -89,7 +89,7 @@ def verify(
     with failing_in_eager((args, kwargs)):
         eager = run(model)
     _check_not_random(eager)
-    with compiled_apart(backend) as keywords:
+    with isolated_compilation(backend) as keywords:
         streamed = run(torch.compile(model, backend=backend, **keywords))
     _check_arrived(compilations)
     precision, not_cut = lowest_precision(compilations, sources.values()), why_not_chunked(compilations)

@@ -24,7 +24,7 @@ from streamfx.argument_checks import choices_hint
 from streamfx.errors import PlanError
 from streamfx.tools.planner.context import context_parallel_attention
 from streamfx.tools.planner.tensors import tensor_parallel_layers
-from streamfx.torch_private.groups import has_ranks, imagined_ranks
+from streamfx.torch_private.groups import has_ranks, simulated_ranks
 
 DDP, ZERO1, ZERO2, ZERO3 = SHARDS = "ddp", "zero1", "zero2", "zero3"
 
@@ -84,7 +84,7 @@ class Sharding:
             )
         from torch.distributed.device_mesh import init_device_mesh
 
-        with imagined_ranks(self.world), ExitStack() as contexts:
+        with simulated_ranks(self.world), ExitStack() as contexts:
             mesh = init_device_mesh("cpu", (self.world // self.tensor, self.tensor), mesh_dim_names=("alike", "tensor"))
             if self.tensor > 1:
                 contexts.enter_context(tensor_parallel_layers(model, mesh["tensor"]))

@@ -26,7 +26,7 @@ from streamfx.tools.report.fallback_reasons import why_no_stages
 from streamfx.tools.report.notices import predicted
 from streamfx.tools.report.stage_table import source_lines
 from streamfx.tools.report.stage_titles import unnumbered
-from streamfx.torch_private.dynamo import lost_writes
+from streamfx.torch_private.dynamo import dropped_writes
 from streamfx.torch_private.versions import untested
 
 MIN_FLOPS = 10**11  # FLOPs of a graph: below this, a missed optimization does not matter
@@ -56,7 +56,7 @@ def warn_if_torch_untested() -> None:
 
 def warn_about_lost_writes(graph: fx.Graph) -> None:
     """Warn about source lines whose writes AOTAutograd does not write back."""
-    for line in lost_writes(graph):
+    for line in dropped_writes(graph):
         _warn_once((LOST_WRITE, line), LOST_WRITE.format(line=line or "a write in place"))
 
 
