@@ -162,7 +162,7 @@ class TransposedOutputError(StreamFXError, RuntimeError):
         ...     part.mul_(0.5)
         ... except streamfx.TransposedOutputError as error:
         ...     print(error.do)
-        use a copy (`transpose`, `squeeze`) instead, or compile with outputs="dense"
+        use `transpose` or `squeeze` out of place, or compile with outputs="dense"
     """
 
 

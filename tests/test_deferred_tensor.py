@@ -206,7 +206,7 @@ def test_writing_after_an_in_place_transpose_raises(compiled: Compiled, turn: Ca
     logits = compiled.deferred()
     part = logits[:, 1:]
     turn(logits)
-    with pytest.raises(streamfx.TransposedOutputError, match="turned in place"):
+    with pytest.raises(streamfx.TransposedOutputError, match="shape was changed in place"):
         (part if writes_to_view else logits).mul_(0.5)
     (logits * 2.0).sum().backward()
 

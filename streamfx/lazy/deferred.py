@@ -356,7 +356,7 @@ def _run_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 
 def _refuse_transposed(tensor: DeferredTensor, func: Any) -> None:
-    """Raise an error if autograd cannot record a write to a tensor, because it was transposed in place after views were taken.
+    """Raise an error if autograd cannot record a write to a tensor, because its shape was changed in place after views were taken.
 
     Autograd records a write to a view of a wrapper by viewing the base again, and the base has other strides now.
     """
@@ -364,8 +364,8 @@ def _refuse_transposed(tensor: DeferredTensor, func: Any) -> None:
     if torch.is_grad_enabled() and any(isinstance(item, DeferredTensor) and item._is_transposed for item in (tensor, base)):
         raise TransposedOutputError(
             f"{func} writes to a lazy output, which is computed when it is first used",
-            found="the output was transposed in place before, after views of it had been taken",
-            do='use a copy (`transpose`, `squeeze`) instead, or compile with outputs="dense"',
+            found="its shape was changed in place before, after views of it had been taken",
+            do='use `transpose` or `squeeze` out of place, or compile with outputs="dense"',
         )
 
 
