@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each process takes files one after the other, and what is left at the end: what a file sets up is set up once."""
+    """Each process runs whole files, then helps others, so that a file is set up once."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
@@ -62,7 +62,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_old_objects() -> None:
-    """What was imported before the tests of a file is not looked through for garbage again and again."""
+    """The garbage collector skips objects that were imported before the tests of a file."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 1000)
@@ -70,8 +70,7 @@ def freeze_old_objects() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def propagate_our_logger() -> None:
-    """Where torch's logging was set up in this process, our logger has a handler of its own, and pytest would hear nothing;
-    import-linter sets up logging, too, and switches off all loggers that are there."""
+    """Torch's logging gives our logger a handler, and import-linter disables existing loggers: pytest would see no records."""
     ours = logging.getLogger("streamfx")
     ours.propagate, ours.disabled = True, False
 
@@ -113,7 +112,7 @@ def fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def split_small_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks of a few rows are taken apart as those of long chunks are."""
+    """Masks of a few rows are split into tiles like those of long chunks."""
     monkeypatch.setattr(mask_tiles, "MIN_TILE_ROWS", 2)
 
 

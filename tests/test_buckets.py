@@ -1,4 +1,4 @@
-"""Collectives run as one where they are of one kind and nobody needs the first before the last begins: with the same numbers."""
+"""Collectives of one kind are coalesced if no result is used before the last one begins; results stay equal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def of_run(node: fx.Node, run: int) -> fx.Node:
     return node
 
 
-CASES: dict[str, tuple[Callable[..., list[fx.Node]], list[str]]] = {  # what is waited for in the end, and what runs
+CASES: dict[str, tuple[Callable[..., list[fx.Node]], list[str]]] = {  # the results, and the collectives that run
     "one kind": (lambda call, a, b, c: [reduced(call, a), reduced(call, b), reduced(call, b)], [ONE]),
     "other operators, reductions, types": (
         lambda call, a, b, c: [reduced(call, a), reduced(call, a, "max"), reduced(call, c), call(gather, a, 1, "0")],

@@ -1,4 +1,4 @@
-"""Where collectives on weights run, without other processes: a process group that only says what the shapes would be."""
+"""Where collectives on weights run, in a fake process group that only computes shapes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
-    """A mesh of so many ranks, of which this process is the first or the one that is asked for."""
+    """A mesh of `world` ranks; this process is rank 0 or the requested one."""
     world, rank = getattr(request, "param", (2, 0))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     yield init_device_mesh("cpu", (world,))
@@ -57,7 +57,7 @@ class Two(nn.Module):
 
 
 def texts_of(model: nn.Module, length: int = 12, **options: Any) -> dict[str, str]:
-    """What each pass finds in a step of a model."""
+    """Return the text of each pass's facts for a step of a model."""
     found: dict[str, str] = {}
 
     def noted(step: Any, facts: Facts) -> None:
@@ -71,7 +71,7 @@ def texts_of(model: nn.Module, length: int = 12, **options: Any) -> dict[str, st
 
 
 def halves(texts: dict[str, str]) -> list[list[str]]:
-    """What each half runs, in order: loops by name, and collectives with what they are for."""
+    """Return the loops and collectives of the forward and of the backward, in order."""
     collectives = r"all_gather\w+|reduce_scatter\w+|wait\w+"
     pattern = rf"= (?:_c10d_functional\.)?(\w+_(?:forward|backward|again)\w*|{collectives})\("
     return [re.findall(pattern, half) for half in texts["reinsert_collectives"].split("\nbackward(")]
@@ -127,7 +127,7 @@ CHANGES: list[Callable[[Tensor], Tensor]] = [
 
 @pytest.mark.parametrize("change", spread(CHANGES, 3))
 def test_a_mask_that_is_gathered_is_not_that_of_its_shard(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
-    """What was seen of a buffer says nothing of what other ranks add to it, nor of what is made of it before."""
+    """The known values of a buffer say nothing about the shards of other ranks."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = GathersMask(change).double()
@@ -142,7 +142,7 @@ def test_a_mask_that_is_gathered_is_not_that_of_its_shard(change: Callable[[Tens
 
 @pytest.mark.long
 def test_when_weights_are_regathered(ranks: DeviceMesh) -> None:
-    """By `reshard`, which by default is what the code says, and no budget: another rank may see one otherwise."""
+    """`reshard` decides, and by default the code; a budget does not, because ranks may have different ones."""
     model = sharded(Two(), ranks)
     auto, always, never = (halves(texts_of(model, reshard=value)) for value in ("auto", True, False))
     assert [backward.count(GATHER) for _, backward in (auto, always, never)] == [2, 3, 0]
@@ -171,7 +171,7 @@ def test_a_frozen_weight_has_no_gradient(ranks: DeviceMesh) -> None:
 
 @pytest.mark.long
 def test_outputs_are_plain(ranks: DeviceMesh) -> None:
-    """Whoever touches a deferred output would gather its weights, and wait for ranks that do not."""
+    """A use of a deferred output would gather its weights, and wait for ranks that do not use it."""
 
     class Logits(Two):
         def forward(self, ids: Tensor, labels: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Engines on two to five ranks: exact against one process, with reductions beside the loops, and no more memory than eager.
+"""Engines on two to five ranks: exact, with reductions during the loops, and at most the memory of eager.
 
 Three and five divide no width, no vocabulary and no number of heads of the models here but where layers are cut by heads. Each
 rank has data and a tangent of its own (those that share a sequence have it in common). Eager has checkpointed layers.
@@ -69,7 +69,7 @@ def mean_of(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 def around_ddp(model: nn.Module, cut: bool) -> Any:
-    """DDP is compiled, rather than what it wraps; `cut`: the graph is cut at buckets, as Dynamo has it by default."""
+    """DDP is compiled, not the module inside; `cut`: Dynamo cuts the graph at buckets, its default."""
     torch._dynamo.config.optimize_ddp = cut
     return compiled(DDP(model, bucket_cap_mb=25 if cut else 1e-6))
 
@@ -99,7 +99,7 @@ def by_hooks(model: Any, streamed: bool = True, mesh: DeviceMesh | None = None) 
 
 
 def by_accumulators(model: nn.Module) -> nn.Module:
-    """By hooks on the nodes that accumulate gradients, which live as long as somebody holds them."""
+    """By hooks on the nodes that accumulate gradients; a reference keeps these nodes alive."""
     for parameter in model.parameters():
         held.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
         held[-1].register_hook(lambda *_, own=parameter: (dist.all_reduce(own.grad), own.grad.div_(dist.get_world_size())))
@@ -197,7 +197,7 @@ def test_each_engine_is_exact(case: str) -> None:
     assert not wrong and all(found)
 
 
-# -- beside the loops, and memory
+# -- overlap and memory
 
 
 LAYERS = 3
@@ -212,7 +212,7 @@ REDUCTIONS = {
     for kind in ("allreduce_", "allreduce_coalesced_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
 }
 ENGINES: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module, bool], Any], float]] = {
-    # the share of reductions that may begin behind the last product: those of the first layer and the embedding
+    # the share of reductions that may begin after the last matmul: those of the first layer and the embedding
     "DDP": (Decoder, partial(ddp, bucket_cap_mb=1e-6), 10 / BY_GRADIENT),
     "by hooks": (Decoder, by_hooks, 10 / BY_GRADIENT),
     "SimpleFSDP": (Decoder, simple_fsdp, 1 / STAGES),
@@ -225,7 +225,7 @@ ENGINES: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module, bool], A
 
 @dataclass(frozen=True)
 class Taken:
-    """The error of a step, what it allocates beyond what was there before, and the calls of both halves of it."""
+    """A step's error, its allocations, and the calls of forward and backward."""
 
     error: float
     memory: Allocations
@@ -236,14 +236,14 @@ class Taken:
         return Counter(name for name in self.names[half] if name.startswith("c10d::"))
 
     def share_of_late(self) -> float:
-        """Of the reductions of the backward half, those behind its last product."""
+        """The share of the backward's reductions that begin after its last matmul."""
         last = max(place for place, name in enumerate(self.names[1]) if name in PRODUCTS)
         late = [place > last for place, name in enumerate(self.names[1]) if name in REDUCTIONS]
         return sum(late) / len(late)
 
 
 def taken(rank: int, name: str, size: str, streamed: bool) -> Taken:
-    """The second step's memory, the third's calls: the first compiles, and DDP makes new buckets behind it."""
+    """Measure the memory of the second step and the calls of the third: the first compiles, and then DDP rebuilds its buckets."""
     torch._dynamo.config.optimize_ddp = False
     make, engine, _ = ENGINES[name]
     length, sizes = SIZES[size]["length"], {key: value for key, value in SIZES[size].items() if key != "length"}
@@ -276,7 +276,7 @@ DEFAULT = [("DDP", FIRST), ("SimpleFSDP", FIRST), ("FSDP2", LAST)]
 
 @pytest.mark.parametrize(("name", "size"), only(DEFAULT, [(name, size) for name in ENGINES for size in SIZES]))
 def test_a_step_takes_at_most_eager_memory_and_overlaps_reductions(name: str, size: str) -> None:
-    """Nor more collectives, but where layers are cut; no logits of all rows are made, but by a head that FSDP2 has by itself."""
+    """It also runs at most as many collectives, except if layers are cut, and has no logits of all rows, except by stage."""
     logits = 8 * SIZES[size]["length"] * SIZES[size]["vocabulary"] // (2 if name == "tensor parallel" else 1)
     for own, eager in on_ranks(both, name, size):
         assert own.error < TOLERANCE and own.share_of_late() <= ENGINES[name][2]

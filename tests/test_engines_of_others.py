@@ -39,7 +39,7 @@ def launched(rank: int) -> None:
 
 
 def fsdp1(rank: int, own_parameters: bool, before: bool, **options: Any) -> None:
-    """Against the same engine in eager, whose shards lie as its own do."""
+    """Compare with the same engine in eager, whose shards have the same layout."""
     model, eager = twins()
     done = enabled(model) if before else None
     by_layer: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({Layer}), "device_id": torch.device("cpu")}
@@ -94,7 +94,7 @@ def batch(rank: int) -> dict[str, Tensor]:
 
 
 def accelerated(rank: int, before: bool) -> None:
-    """`Accelerator.prepare`. It knows FSDP on GPUs alone: its state is told that it is there, the rest is its own code."""
+    """`Accelerator.prepare`, which enables FSDP on GPUs only: its state is patched."""
     launched(rank)
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState

@@ -54,7 +54,7 @@ def enabled(model: Any) -> EnabledModules:
 
 
 def labels_outside(rank: int, reshard: bool | None) -> float:
-    """A loss on logits that the model has returned, which are made at once if weights are freed."""
+    """A loss on returned logits, which are not deferred if weights are freed."""
     model, truth = twins()
     enabled(wrapped(model, reshard_after_forward=reshard))
     found = []
@@ -190,7 +190,7 @@ WAYS: dict[str, Callable[[int], float]] = {
 
 
 def some_ways(rank: int, names: list[str]) -> dict[str, float]:
-    steps.LEAST = 1  # small logits would be made at once where a loss is no part of their graph
+    steps.LEAST = 1  # else small logits are not deferred if the loss is outside their graph
     return {name: WAYS[name](rank) for name in names}
 
 
@@ -236,7 +236,7 @@ def test_a_tensor_goes_through_parallel_wrappers() -> None:
 
 
 def test_a_budget_is_recommended_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks are small by default, whatever is free. On a CPU nothing is said."""
+    """Default chunks are small. There is no such advice on a CPU."""
     with enable(nn.Linear(2, 2)) as done:
         assert "recommended" not in str(done)
         monkeypatch.setattr(nn.Module, "parameters", lambda self: iter([SimpleNamespace(device=torch.device("cuda"))]))

@@ -1,4 +1,4 @@
-"""Behind which operator of a backward half gradients are handed over: never before all that reads them, or their parameters."""
+"""The operator after which a gradient is released: never before all that read it, or its parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_VIEWS: Sequence[Sequence[int]] = ((), (), ())
 
 
 def stretches(build: Build, saved: Sequence[Sequence[int]] = NO_VIEWS) -> list[tuple[list[str], list[int]]]:
-    """Operators and places of gradients, by stretch, of a graph of square matrices; `saved`: in which inputs' memory they lie."""
+    """Return operators and positions of gradients, by release, in a graph of square matrices; `saved`: aliased inputs."""
     graph = fx.Graph()
     given = [graph.placeholder(name) for name in ("one", "two", "three", "tangent")]
     graph.output(tuple(build(lambda target, *args: graph.call_function(target, args), *given)))
@@ -72,7 +72,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @pytest.mark.parametrize("target", [aten.bernoulli.p, WAIT])
 def test_random_draws_and_collectives_stay_in_order(target: Any) -> None:
-    """Random draws are in order, and so are collectives, and what waits for them."""
+    """Random draws, collectives, and their waits stay in order."""
     more = () if target is WAIT else (0.5,)
     ((operators, places),) = stretches(lambda call, a, b, c, g: [call(mm, b, g), call(target, a, *more)])
     assert operators[0].startswith("mm") and places == [0, 1]

@@ -1,4 +1,4 @@
-"""The list of faults that tests have to see is about the code as it stands. `python -m tests.mutations` puts them in."""
+"""The list of known faults fits the code. `python -m tests.mutations` inserts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits on the host while a CPU trains waits in files, not in the process's memory."""
+"""On a CPU, offloaded values are in files, not in the process's memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_limit_on_files(folder: Path) -> None:
-    """The system refuses, and what was begun is gone."""
+    """The system refuses the file, and no part of it remains."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))

@@ -53,7 +53,7 @@ def test_attention_runs_once_and_its_results_wait_on_the_host(traced: Traced, sa
 
 
 def test_each_run_fetches_the_values_that_it_reads(traced: Traced) -> None:
-    """With every third input, results of attention are read by two runs, between which others lie."""
+    """With `keep_every=3`, two loops that are not consecutive read results of attention."""
     graph = known(known(traced.facts(offload="attention", keep_every=3).program).backward).graph
     fetched = graph.find_nodes(op="call_function", target=wait_for_copy)
     held = [node.all_input_nodes[0].all_input_nodes[0] for node in fetched]

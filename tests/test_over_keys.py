@@ -1,4 +1,4 @@
-"""Values made of positions alone that are made over all keys, of which a mask shows some afterwards."""
+"""Position-dependent values that an operator computes over all keys before a mask hides some."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_operators_over_keys_read_all_keys(name: str) -> None:
 
 
 def test_elementwise_values_cover_the_keys_of_their_consumer() -> None:
-    """A decay of distances is not made for keys that nobody sees."""
+    """A decay by distance is not computed for hidden keys."""
     facts = compared(lambda c, d: torch.exp(-c * d))
     assert "causal" in facts.key_spans.span_kinds.values()
     assert {node.name for node in facts.key_spans.recomputed_per_consumer} >= {"exp", "tril"}

@@ -1,4 +1,4 @@
-"""Pinned memory of the host: blocks of pages, used again, given back, and told of if there are none."""
+"""Pinned host memory: blocks of pages are reused and freed; errors explain failures."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_blocks_that_were_not_used_lately_are_given_back(device: Device, monkeyp
 
 
 def test_memory_is_given_back_when_copies_are_done(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`CudaRuntime` refuses to unregister what a task may touch that the host has not waited for."""
+    """`CudaRuntime` refuses to unregister memory that a pending task may use."""
     device.install(monkeypatch)
     with device.watching():
         for pages in (1, 2, 4, 8):
@@ -112,7 +112,7 @@ def test_memory_is_given_back_when_copies_are_done(device: Device, monkeypatch: 
 def test_torch_pins_memory_that_cannot_be_registered(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning says what that wastes; the error that CUDA keeps is not raised by the next launch."""
+    """One warning states the wasted bytes; the next launch does not raise CUDA's pending error."""
     device.install(monkeypatch)
     device.runtime.limit = 4 * PAGE
     monkeypatch.setattr(pinned, "pinned_by_torch", lambda size: torch.empty(size, dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""What is reduced over ranks inside of loops, without other processes: where, how often, in which order."""
+"""Reductions over ranks inside loops, without other processes: where, how often, in which order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def rows_and_weight(trained: bool = True) -> list[Tensor]:
 
 
 class CutEmbedding(nn.Module):
-    """Words are cut over ranks: what the first layer gets is a sum over them."""
+    """The vocabulary is cut over ranks: the input of the first layer is a sum over them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def behind_the_embedding() -> tuple[Function, list[Tensor]]:
 
 
 def asked_for_twice(x: Tensor, weight: Tensor) -> Tensor:
-    """Keys and values of all rows, and what lies under them, are made in a loop before the one that goes back."""
+    """Keys and values of all rows are recomputed in a loop before the backward loop."""
     k = Summed.apply(causal(x @ weight, x, x).sin())
     return causal(k.sin(), k.exp(), k.cos()).square().sum()
 
@@ -111,9 +111,9 @@ def equal(x: Tensor, weight: Tensor) -> Tensor:
 DECODER = [2, 2, 0, 0, 3, 0, 3]  # reductions by loop
 PLACES: dict[str, tuple[Callable[[], tuple[Function, Sequence[Tensor]]], dict[str, Any], list[int] | int, int | None]] = {
     "the input of the first layer is saved": (lambda: (CutEmbedding(), data_of(0, 12)), {}, [3, 0, 0, 3], None),
-    # the result of a rank's own heads is smaller than the sum over all: behind it, a layer would be reduced once more
+    # a stage that saved the smaller operand of the sum would reduce once more per layer
     "stages end at saved reductions": (behind_the_embedding, {}, DECODER, None),
-    # an input has all of its rows: in chunks it would be reduced for each of them, and again for the backward half
+    # in chunks, an input would be reduced once per chunk, and again in the backward
     "a reduction of an input": (lambda: (lambda x, w: causal(reduced(x) @ w, x, x).sum(), rows_and_weight()), {}, 0, 1),
     "a reduction that two loops read": (lambda: (asked_for_twice, rows_and_weight()), {"save": "inputs"}, 1, None),
     "sums": (lambda: (sums, rows_and_weight(False)), {}, 1, None),
@@ -138,7 +138,7 @@ def test_how_often_loops_reduce(ranks: None, name: str) -> None:
 
 
 def product_of(node: fx.Node) -> fx.Node:
-    """What is reduced, behind views."""
+    """Return the operand of a reduction, through views."""
     node = node_argument(node)
     while is_moved_elements(node):
         node = node_argument(node)
@@ -218,7 +218,7 @@ def some_rows(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def step_by_step(x: Tensor, weight: Tensor) -> Tensor:
-    """A recurrence makes steps again, in chunks: of what it runs, ranks would not know the order."""
+    """A recurrence recomputes steps in chunks, in an order that other ranks do not know."""
     x = causal(x)[0]
     state, rows = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
@@ -251,7 +251,7 @@ def test_reduced_rows_equal_eager(alone: None, name: str) -> None:
 
 
 def test_a_reduction_with_a_factor_is_unchanged() -> None:
-    """Whatever is not known to go element by element runs whole."""
+    """A reduction that is not known to be elementwise falls back."""
     reduce, wait = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
     known_op, other = (Case(lambda x, op=op: wait(reduce(x, op, "0")), (torch.randn(4, 3),)) for op in ("sum", "premul_sum"))
     assert [ALL_REDUCE in targets(graphs(case)[1]) for case in (known_op, other)] == [True, False]

@@ -1,4 +1,4 @@
-"""Ranks that reduce rows compare what they will run, and decide alike."""
+"""Ranks that reduce rows compare their programs and make the same decision."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def rows(length: int = 12) -> list[Tensor]:
 
 
 def sums_of_a_sharded_weight() -> Function:
-    """Rows that are reduced over all ranks, made with a weight that some of them share."""
+    """Rows that all ranks reduce, computed with a weight that some ranks share."""
     weight = distribute_tensor(torch.randn(4, 4), DeviceMesh.from_group(dist.new_group([0, 1]), "cpu"), [Shard(0)])
     weight.requires_grad_()
     return lambda x: all_reduce(causal(x, x @ whole(weight)), "sum", everybody()).exp().sum()  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def sums_of_a_sharded_weight() -> Function:
     ids=["the same", "other chunks", "another order, too"],
 )
 def test_decisions_of_ranks(say: tuple[str, ...], in_loops: int | None, reasons: list[str]) -> None:
-    """To reduce in loops, between them, or to run the graph as it stands."""
+    """Reduce in loops, reduce between loops, or run the original graph."""
     others = Others(*say)
     facts = of_decoder(others)
     assert facts.reasons() == reasons and not others.say
@@ -119,7 +119,7 @@ def test_a_failing_rank_reports_it() -> None:
     ((text, *how),) = others.heard
     assert text.startswith(f"{FAILED}ValueError: no\nplease report this") and how == [everybody().group_name, False]
     of_decoder(heard, 13)
-    assert heard.subjects == others.subjects  # whatever the length, and before anything is known of the graph
+    assert heard.subjects == others.subjects  # the same for all lengths, because the graph is not analyzed yet
 
 
 @pytest.mark.long
@@ -137,7 +137,7 @@ def test_a_refusal_reaches_all_ranks_with_its_remedy(options: dict[str, Any], do
 
 
 def test_ranks_of_several_groups_reduce_between_loops() -> None:
-    """No group could agree for all of them; each compares the order of its own."""
+    """No group can agree for all groups; each compares its own order."""
     half = dist.new_group([0, 1])
 
     def function(x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def test_messages_contain_chunks_and_order() -> None:
 
 
 def test_names_of_other_groups_are_not_compared() -> None:
-    """Ranks that hold parts of the same layers are in groups of their own for everything else."""
+    """Ranks with parts of the same layers may be in different groups otherwise."""
 
     def text() -> str:
         half = dist.new_group([0, 1])
@@ -198,11 +198,11 @@ def test_messages_about_weights_depend_on_no_length() -> None:
     assert "all_gather" in weights and "reduce_scatter" in weights
 
 
-# -- what is known already
+# -- earlier agreements
 
 
 def known_of(model: Function, length: int, **options: Any) -> list[str | None]:
-    """Notes under what a rank knows what was agreed on."""
+    """Return the keys under which a rank keeps agreements."""
     others = Others()
     facts_of(model, data_of(0, length), others, **options)
     assert others.about and all(others.about)
@@ -215,7 +215,7 @@ def gathered_decoder() -> nn.Module:
 
 
 def test_an_agreement_holds_for_all_lengths_and_chunks() -> None:
-    """So no rank waits for others that do not compile again."""
+    """Otherwise a rank would wait for ranks that do not recompile."""
     model = gathered_decoder()
     first = known_of(model, 12)
     assert known_of(model, 13) == known_of(model, 1) == first
@@ -227,7 +227,7 @@ def test_an_agreement_holds_for_all_lengths_and_chunks() -> None:
 
 
 def test_two_models_have_different_keys() -> None:
-    """What they send is the same, and so are the lines that send it: the order need not be."""
+    """They send the same values from the same lines, possibly in another order."""
     first, second = gathered_decoder(), gathered_decoder()
     assert known_of(first, 12) != known_of(second, 12)
     assert len(set(weight_ids([*first.parameters(), *second.parameters()]))) == 2 * len(list(first.parameters()))

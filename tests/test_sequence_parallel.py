@@ -110,7 +110,7 @@ def error_of(rank: int, make: Callable[[], Decoder], kind: type[Layer], keys: in
 
 
 def test_ranks_with_different_lengths_repeat_exchanges() -> None:
-    """What is exchanged is made again in the backward half, where the parts are of other sizes, too."""
+    """The backward repeats the exchange, with parts of different sizes."""
     assert max(on_ranks(error_of, decoder, Swapped, 0, UNEVEN)) < 1e-12
 
 

@@ -41,7 +41,7 @@ def order_of(staged: Staged, step: Callable[[], Any]) -> tuple[list[str], list[s
 
 
 def runs_left() -> int:
-    """Backward passes that somebody holds values of."""
+    """Count backward runs that are still referenced."""
     return sum(type(item) is stagewise._Run for item in gc.get_objects())
 
 
@@ -71,7 +71,7 @@ def test_only_requested_gradients_are_computed(staged: Staged) -> None:
     assert not runs_left()
 
 
-# -- nothing else is different: steps, given what to call and its weights
+# -- everything else is as in eager: steps, given a callable and its module
 
 
 def twice_retained(call: Any, model: nn.Module) -> None:
@@ -81,7 +81,7 @@ def twice_retained(call: Any, model: nn.Module) -> None:
 
 
 def saved_by_hooks(call: Any, model: nn.Module) -> None:
-    """Whatever packs and unpacks saved tensors sees all of ours, each once."""
+    """Hooks of saved tensors see each of ours once."""
     packed, unpacked = list[Tensor](), list[Tensor]()
     hooks = (lambda item: packed.append(item) or item.clone(), lambda item: unpacked.append(item) or item)  # type: ignore[func-returns-value]
     with torch.autograd.graph.saved_tensors_hooks(*hooks):
@@ -91,7 +91,7 @@ def saved_by_hooks(call: Any, model: nn.Module) -> None:
 
 
 def decided_otherwise(call: Any, model: nn.Module) -> None:
-    """What was saved comes from a second forward run: whether that was chained does not say where gradients go."""
+    """Saved values come from a second forward; its chaining does not decide where gradients go."""
     one, chain = torch.ones((), dtype=torch.float64, requires_grad=True), getattr(call, "chain", None)
     loss: Tensor = checkpoint(lambda x: x * call(*batch(1)), one, use_reentrant=False)  # type: ignore[no-untyped-call]
     if chain is not None:
@@ -100,7 +100,7 @@ def decided_otherwise(call: Any, model: nn.Module) -> None:
 
 
 def with_hooks(call: Any, model: nn.Module) -> None:
-    """Each hook of a parameter is called once, and its gradient is what the hook makes of it."""
+    """Each hook of a parameter is called once, and its result is the gradient."""
     seen: list[Tensor] = []
     handles = [p.register_hook(lambda gradient, p=p: seen.append(p) or 2 * gradient) for p in model.parameters()]  # type: ignore[misc,func-returns-value]
     with hooked(list(model.parameters()), seen.append):
@@ -138,7 +138,7 @@ def test_second_derivatives_are_refused(staged: Staged) -> None:
 
 
 def test_errors_of_hooks_release_everything(staged: Staged) -> None:
-    """Also that of a hook that writes to what a later stage needs, which is an error in eager, too."""
+    """This includes a hook that writes to an input of a later stage, an error in eager, too."""
 
     def fail(parameter: Tensor) -> None:
         raise ValueError("on purpose")

@@ -1,4 +1,4 @@
-"""The sequence of a recurrent model lies on several ranks: states go from rank to rank, and their gradients back. Exact."""
+"""A recurrent model's sequence is divided over ranks: states move from rank to rank, and their gradients back. Exact."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
 
 class Linear(Layer):
-    """h_t = a_t h_(t-1) + x_t: all ranks begin with nothing, and add afterwards what the ranks before them have left."""
+    """h_t = a_t h_(t-1) + x_t: all ranks begin with zeros, and then add the states of earlier ranks."""
 
     def mix(self, x: Tensor) -> Tensor:
         def step(state: tuple[Tensor, Tensor], row: tuple[Tensor, Tensor]) -> Any:
@@ -77,7 +77,7 @@ class Detached(Linear):
 
 
 class ReadByFew(Linear):
-    """A mistake: the first rank does not read what it gathers, so that it has no part in the backward half of that."""
+    """A mistake: the first rank does not read the gathered states, so it does not take part in their backward."""
 
     def before(self, product: Tensor, last: Tensor) -> Tensor:
         state = self.first[0].expand_as(last)
@@ -98,14 +98,14 @@ class InTurn(Layer):
         for turn in range(last):
             if turn == rank:
                 made, state = self.rows(x, state)
-            state = gathered(state)[turn]  # each sends what it was sent before: there is one order for all that is sent
+            state = gathered(state)[turn]  # each rank sends its received state, which fixes the order
         return self.rows(x, state)[0] if rank == last else made + 0 * state.flatten()[0]
 
     def begin(self, first: Tensor, x: Tensor) -> Tensor:
         return first[0].expand(len(x), -1)
 
     def unread(self, x: Tensor, state: Tensor) -> Tensor:
-        """What a rank sends first, which nobody reads: like a state, and made of data, as states are."""
+        """The first value that a rank sends, which no rank reads: shaped like a state, and computed from data."""
         return x.mean(1).expand_as(state)
 
     def rows(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ class Operator(InTurn):
 
 
 class Weights(InTurn):
-    """A mistake: what nobody reads is made of a weight."""
+    """A mistake: the unread value is computed from a weight."""
 
     def unread(self, x: Tensor, state: Tensor) -> Tensor:
         return state
@@ -210,7 +210,7 @@ def ranks() -> Iterator[None]:
 @with_states_of_constants
 @pytest.mark.parametrize(("kind", "rows"), [(Linear, 3), (InTurn, ROWS), (Operator, 3)])
 def test_gradients_of_states_from_other_ranks_are_not_truncated(ranks: None, kind: type[Layer], rows: int) -> None:
-    """They have been through all rows of another rank, also where there are no more rows here than are asked for."""
+    """Such gradients passed through all rows of another rank, even if this rank has no more rows than `adjoints`."""
     with pytest.raises(OptionError, match=f"adjoints={rows} .*\n.*reduce_scatter.*\n.*gathered.*\n.*detach"):
         facts_of(Decoder(kind, False, 1), data_of(0, ROWS), adjoints=rows)
 

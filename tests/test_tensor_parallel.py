@@ -52,7 +52,7 @@ def causal(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def of_a_sum(x: Tensor, weight: Tensor) -> Tensor:
-    """Sums over rows, reduced over ranks in ways in which no sum of parts can be, beside rows that are."""
+    """Sums over rows, reduced over ranks by operations that partial sums do not commute with, and reduced rows."""
     h = causal(x, weight.detach())
     most, least = (all_reduce(part, op, ALL) for part, op in ((h.sum(-2), "max"), (h.square().sum(-2), "min")))
     seen = all_reduce(h, "max", ALL).sum() + (h * most[..., None, :] + least[..., None, :]).sum()
@@ -60,7 +60,7 @@ def of_a_sum(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def by_expert(x: Tensor, weight: Tensor) -> Tensor:
-    """Rows in an order of their own on each rank, which are reduced there, and put back."""
+    """Rows that each rank sorts differently, reduces, and restores."""
     rows = causal(x, weight).flatten(0, -2)
     order = (rows[:, 0] > 0).long().argsort(stable=True)
     return (rows + all_reduce(rows[order] @ weight, "sum", ALL)[order.argsort()]).square().sum()
@@ -88,7 +88,7 @@ def of_own_rows(rank: int, function: Callable[[Tensor, Tensor], Tensor]) -> floa
 
 
 def failure(rank: int) -> str:
-    """What a rank says where rank 1 cannot analyse a graph."""
+    """Return a rank's error if rank 1 cannot analyze a graph."""
     torch._dynamo.reset()
     fault = (
         mock.patch("streamfx.frontend.backend.run_pipeline", side_effect=ValueError("no such axis")) if rank else nullcontext()
@@ -116,12 +116,12 @@ def test_ranks_may_have_parts_of_different_sizes(found: list[dict[str, Any]]) ->
     """Chunks that follow from sizes would differ: rows are then reduced between loops, once for all chunks."""
     (error, calls), (auto_error, auto_calls) = found[0]["other sizes"]
     assert error < TOLERANCE and auto_error < TOLERANCE
-    assert calls == 4 * 5 and auto_calls <= 5  # of a layer: two forward, one again, two backward
+    assert calls == 4 * 5 and auto_calls <= 5  # per layer: two forward, one recomputed, two backward
 
 
 @pytest.mark.parametrize("name", [function.__name__ for function in FUNCTIONS])
 def test_rows_are_reduced_with_rows_at_the_same_position(found: list[dict[str, Any]], name: str) -> None:
-    """Not those that they would meet in another order; and they meet, whoever reads the result."""
+    """The order of rows stays the same, and all ranks reduce even if one of them does not read the result."""
     assert max(own["own rows"][name] for own in found) < TOLERANCE
 
 
@@ -135,7 +135,7 @@ def test_a_failing_rank_notifies_the_others(found: list[dict[str, Any]]) -> None
 
 
 def by_sequence(rank: int) -> float:
-    """Norms on rows of each rank's own: what is between them is gathered, and scattered again."""
+    """Norms on each rank's rows; values between norms are gathered and scattered."""
     model, truth = twins(partial(Decoder, layers=2))
     own: dict[str, Any] = {"norm": SequenceParallel(use_local_output=True)}
     own |= {name: ColwiseParallel(input_layouts=Shard(1)) for name in COLUMNS}
@@ -150,7 +150,7 @@ def by_sequence(rank: int) -> float:
 
 
 def at_random(rank: int, seed: int) -> float:
-    """Some layers' products are cut, each pair of them or not; the model is whatever the seed says."""
+    """Random models with randomly cut matmuls."""
     worst_of_all, draw = 0.0, torch.Generator().manual_seed(seed)
 
     def chance(most: int) -> int:
@@ -220,7 +220,7 @@ def of_several_lengths(rank: int, folder: str | None) -> list[tuple[float, int]]
 def test_gradients_of_several_lengths(library: str | None, tmp_path: Path) -> None:
     """DTensor takes `sym_max(length, 1)` for a gradient, whose symbol is the length's: tracing ended in a RecursionError.
 
-    The third length is not compiled again.
+    The third length does not recompile.
     """
     if library:
         transformers = pytest.importorskip("transformers")

@@ -28,7 +28,7 @@ def main() -> int:
 
 
 def tried(copy: Copy, rows: list[Mutation], log: Path | None) -> list[Outcome]:
-    """What became of each row; said as it is known."""
+    """Run each row, and print each outcome."""
     found = []
     for number, row in enumerate(rows, 1):
         outcome = copy.outcome(row)

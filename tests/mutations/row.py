@@ -1,4 +1,4 @@
-"""A row of the list: a fault, put back into the code by hand, and the tests that have to see it.
+"""A row of the list: a known fault, and the tests that have to catch it.
 
 The rows are in `rows/`, one text per subject:
 
@@ -7,7 +7,7 @@ The rows are in `rows/`, one text per subject:
     - begin < part.end
     + True
 
-A head names a file, a kind, and the tests of the rows that follow. A row has words, what it replaces, and what with.
+A head names a file, a kind, and tests for the rows that follow. A row has words, a fragment of code, and its replacement.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent / "rows"
 
 @dataclass(frozen=True)
 class Mutation:
-    """`before` stands once in a file of the repository; with `after` in its place one of the tests has to fail.
+    """`before` occurs once in a file of the repository; if `after` replaces it, one of the tests has to fail.
 
     `kind` is a key of `KINDS`, `file` counts from the root of the repository. The tests are node ids of default tests, without
     their folder.

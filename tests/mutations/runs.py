@@ -24,7 +24,7 @@ CAUGHT, NOT_CAUGHT, NO_PLACE, NO_RUN = "caught", "NOT caught", "place not found"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a row; `test` is the first test that failed, `output` the end of what pytest said."""
+    """The outcome of a row; `test` is the first test that failed, `output` the end of pytest's output."""
 
     row: Mutation
     found: str
@@ -38,7 +38,7 @@ class Outcome:
 
 
 class Copy:
-    """The packages and their tests in a folder of their own: the working tree is never changed."""
+    """A copy of the packages and their tests: the working tree is never changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,9 +61,9 @@ class Copy:
             path.write_text(text)
 
     def pytest(self, node_ids: Sequence[str], limit: float = LIMIT) -> tuple[int, str]:
-        """The exit status, and what was said; stops at the first failure."""
+        """Return the exit status and the output; stop at the first failure."""
         log = self.folder / "output"
-        log.write_text("")  # what the last row left there is no answer
+        log.write_text("")  # remove the output of the last row
         process = _server().Process(target=_pytest, args=(self.folder, log, list(node_ids)))
         process.start()
         process.join(limit)
@@ -86,14 +86,14 @@ class Copy:
 
 
 def _server() -> ForkServerContext:
-    """Begins processes that have imported already what takes long, and nothing of this repository."""
+    """Start processes that have imported slow packages, and nothing of this repository."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "torch._inductor.compile_fx", "pytest", "hypothesis", "sympy"])
     return context
 
 
 def _pytest(folder: Path, log: Path, node_ids: list[str]) -> None:
-    """In a process of its own: pytest on the copy in a folder, which is found before the working tree."""
+    """Run pytest on the copy, which precedes the working tree on the path; called in a new process."""
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

@@ -1,1 +1,1 @@
-"""Decoders of packages other than transformers: real code that nobody wrote with streamfx in mind."""
+"""Decoders of packages other than transformers: real code, written independently of streamfx."""

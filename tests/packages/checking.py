@@ -39,11 +39,11 @@ def tokens_and_labels() -> dict[str, Any]:
 
 
 def check(build: Builder, attention: set[str] | None = None, all_streams: bool = True, **options: Any) -> None:
-    """Compare with eager, and ask `explain` what runs whole; `attention` are the verdicts that have to be found."""
+    """Compare with eager, and assert that every stage streams; `attention` are the expected verdicts."""
     with default_dtype(torch.float64):
         model, inputs = build()
         model.double()
-        with torch.no_grad():  # moved off their initial values: a gate that begins at zero would hide all that is behind it
+        with torch.no_grad():  # away from initial values: a gate of zero would hide everything after it
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
         compare(model, inputs, attention=attention, tolerance=BOUND, **options)

@@ -13,7 +13,7 @@ from tests.packages.checking import HEADS, LENGTH, ROWS, VOCABULARY, WIDTH, Buil
 class Model(nn.Module):
     """Token and position embeddings, a stack of torch's layers, a head.
 
-    `causal` is what the stack is told of its mask; without that it compares the mask with a causal one and breaks the graph.
+    `causal` is the stack's `is_causal`; if it is None, the stack compares the mask with a causal one and breaks the graph.
     """
 
     def __init__(self, layers: nn.Module, mask: str | None = "bool", causal: bool | None = False) -> None:

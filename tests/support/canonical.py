@@ -56,7 +56,7 @@ def cases(table: Table, changes: bool = True, bits: bool = True) -> dict[str, Ca
 
 
 def graphs(case: Case) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The traced graph, and the same after canonicalization. What is an output itself may not be replaced: times one it may."""
+    """Return the traced graph, and the canonicalized one. Outputs are multiplied by one, else they are not replaced."""
 
     def function(*tensors: Tensor) -> list[Tensor]:
         made = case.function(*tensors)
@@ -76,7 +76,7 @@ def same(actual: Tensor, truth: Tensor, bits: bool) -> None:
 
 
 def targets(module: fx.GraphModule) -> set[Any]:
-    """Which operators there are; how often is not asked, since equal ones are merged."""
+    """Return the set of operators; counts differ because equal operators are merged."""
     return {node.target for node in module.graph.nodes if node.op == "call_function"} - {operator.getitem}
 
 

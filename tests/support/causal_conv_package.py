@@ -1,4 +1,4 @@
-"""The causal-conv1d package, or where it is not installed a stand-in for it."""
+"""The causal-conv1d package, or a stand-in if it is not installed."""
 
 from __future__ import annotations
 

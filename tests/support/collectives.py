@@ -1,4 +1,4 @@
-"""What a step of a sharded model runs on the wire, as the profiler sees it, and how far its gradients are from one process's."""
+"""The collectives of a sharded model's step, from the profiler, and the error of its gradients against one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddb
 
 @dataclass(frozen=True)
 class Wire:
-    """Calls and bytes handed over, by collective, of one half; `early` is the share of reductions before the last product.
+    """Calls and bytes of one half, by collective; `early` is the share of reductions before the last matmul.
 
     `begun` are the calls that engines make without a graph.
     """
@@ -52,7 +52,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did: its loss, the largest error of a gradient, and both halves."""
+    """One step: the error of its loss, the largest error of a gradient, and both halves."""
 
     loss_error: float
     error: float

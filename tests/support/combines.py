@@ -11,7 +11,7 @@ from streamfx.torch_private.vmapped import traced_on_rows
 
 
 def number_of(function: Callable[..., tuple[Tensor, ...]], *rows: Tensor, given: int = 1) -> int:
-    """The number of a function, traced on rows like these, and on what all are given."""
+    """Return the number of a function, traced on such rows and shared operands."""
     return register_combine_graph(traced_on_rows(function, list(rows)).graph, given)
 
 

@@ -1,4 +1,4 @@
-"""A small decoder whose rows see blocks of rows, each made one: beside their own keys, or by themselves."""
+"""A small decoder whose queries see compressed blocks of rows, with or without a window of keys."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def weighted(m: Compressed, values: Tensor, gates: Tensor) -> Tensor:
 
 
 def overlapping(m: Compressed, values: Tensor, gates: Tensor) -> Tensor:
-    """A block is made of its own rows and of those of the block before it."""
+    """A block compresses its rows and those of the previous block."""
     values, gates = values.unflatten(1, (-1, BLOCK)), gates.unflatten(1, (-1, BLOCK)) + m.bias
     both = [part.new_full((*part.shape[:2], 2 * BLOCK, WIDTH), fill) for part, fill in ((values, 0.0), (gates, -INF))]
     for made, part in zip(both, (values, gates), strict=True):
@@ -115,7 +115,7 @@ def doubled(mask: Tensor, times: int) -> Tensor:
     return mask if not times else doubled(mask + mask, times - 1)
 
 
-# by how much, and whether beside it the logarithm of a count is kept
+# the amount, and whether the logarithm of a count survives next to it
 HIDDEN: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "at once": (lambda seen: bias(seen, -1e30), False),
     "by a million": (lambda seen: bias(seen, -1e6), False),
@@ -146,7 +146,7 @@ def spelled(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> T
 
 
 def the_best(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
-    """Two blocks of those that a row may see, chosen by scores of their own."""
+    """Two of the blocks that a row may see, chosen by separate scores."""
     length = x.shape[1]
     seen = m.blocks_seen(length)
     scores = (m.best_queries(x) @ m.best_keys(blocks).mT).relu().masked_fill(~seen, -INF)
@@ -157,13 +157,13 @@ def the_best(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> 
 
 
 def alone(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
-    """Blocks without rows beside them; each row sees the first."""
+    """Blocks without a window of keys; each row sees the first block."""
     seen = m.blocks_seen(x.shape[1]) | (torch.arange(x.shape[1] // BLOCK) == 0)
     return (q @ heads(blocks).mT).masked_fill(~seen, -INF).softmax(-1) @ heads(blocks)
 
 
 def asking(_: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
-    """Blocks are the queries, and rows see what they found, a block's rows each the same."""
+    """Blocks are the queries; all rows of a block see its result."""
     found = (heads(blocks) @ k.mT).softmax(-1) @ k
     spread = found.repeat_interleave(BLOCK, 2)
     return q * F.pad(spread, (0, 0, 0, x.shape[1] - spread.shape[2]))

@@ -19,12 +19,12 @@ MOST = 256  # the widest head
 
 
 def checked_ends(q: Tensor, k: Tensor, ends_q: Tensor, ends_k: Tensor, most_rows: int, most_keys: int) -> tuple[Ends, Ends]:
-    """What the kernel reads at the pointers of the ends, of which it trusts all but type, shape and layout."""
+    """Return the ends that the kernel reads; it checks only type, shape and layout."""
     for ends, most, heads in ((ends_q, most_rows, q), (ends_k, most_keys, k)):
         assert ends.dtype == torch.int32 and ends.is_contiguous() and ends.dim() == 1 and ends.device == q.device
         own = ends.tolist()
         assert own[0] == 0 and own[-1] == len(heads), "rows of no sequence are neither computed nor zeroed"
-        # mha_varlen_fwd: no block is begun behind the greatest length
+        # mha_varlen_fwd: no block begins after the greatest length
         assert all(0 <= stop - start <= most for start, stop in pairwise(own))
     assert ends_q.shape == ends_k.shape and len(ends_q) > 1, "batch size must be positive"
     assert most_rows > 0 and most_keys > 0
@@ -36,7 +36,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None, left: int, righ
     check_heads(_heads(q), _heads(k), _heads(v), HALF, 8)
     assert q.shape[2] == v.shape[2] <= MOST and q.shape[1] % k.shape[1] == 0 and (scale is None or scale > 0)
     assert right in (0, -1), "other windows are not asked for"
-    assert right == 0 or left == -1  # set_params_fprop: else a row sees all behind it
+    assert right == 0 or left == -1  # set_params_fprop: else a row sees all later keys
     return right == 0, left
 
 
@@ -44,7 +44,7 @@ def flash(
     q: Tensor, k: Tensor, v: Tensor, rows: Ends, keys: Ends, scale: float | None, left: int, right: int
 ) -> tuple[Tensor, ...]:
     causal, left = _check(q, k, v, scale, left, right)
-    # mha_varlen_fwd: seqlenq_ngroups_swapped: grouped heads of single rows lie otherwise, unless there is a right end
+    # mha_varlen_fwd: seqlenq_ngroups_swapped: grouped heads of single rows have another layout, unless there is a right end
     assert right == 0 or max(stop - start for start, stop in pairwise(rows)) > 1
     out = torch.full_like(q, float("nan"))  # empty_like(q)
     lse = q.new_full((q.shape[1], len(q)), float("nan"), dtype=lse_type(q))  # unpadded: [heads, total_q]

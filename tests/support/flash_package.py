@@ -1,4 +1,4 @@
-"""The flash-attn package, or where it is not installed a stand-in for it, which also counts as installed to other packages.
+"""The flash-attn package, or a stand-in if it is not installed, which other packages can import, too.
 
 `for_transformers()`: transformers asks for a GPU before it takes the package, and remembers the answer.
 """
@@ -28,7 +28,7 @@ flash_attn_func, flash_attn_varlen_func = _package.flash_attn_func, _package.fla
 
 @contextmanager
 def for_transformers() -> Iterator[None]:
-    """Models with `attn_implementation="flash_attention_2"` can be made in here and called in here, on the CPU too."""
+    """A context in which models with `attn_implementation="flash_attention_2"` can be built and called, even on the CPU."""
     from transformers.utils import import_utils
 
     names = ("is_torch_cuda_available", "is_flash_attn_2_available", "_package_distribution_mapping")  # 5.17 has no such mapping

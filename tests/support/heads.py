@@ -1,4 +1,4 @@
-"""One attention layer and what may follow it: the ways in which models make their logits."""
+"""One attention layer, and heads that compute logits in different ways."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def doubled_before(logits: Tensor) -> Tensor:
     return doubled
 
 
-# norms that read other rows: none of these rows can be made alone
+# norms that read other rows: no row can be computed alone
 MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "less the mean over time": lambda x: x - x.mean(1, keepdim=True),
     "less the mean of all": lambda x: x - x.exp().mean(),

@@ -47,7 +47,7 @@ def loaded_by_transformers() -> Iterator[str]:
         yield "kernels-community/flash-attn2"
 
 
-# -- flash-attn3: the first of its arguments, and what becomes of them
+# -- flash-attn3, with the first of its arguments
 
 FA3 = f"_flash_attn3_{BUILD}"
 

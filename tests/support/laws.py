@@ -1,7 +1,7 @@
 """The law of a rule: an operator on the rows of a chunk, with the operands it demands, gives the chunk of its results.
 
-A graph of one operator goes through the compiler's own passes with any of its axes taken for the sequence, so that the rule
-is read as the compiler reads it: letters, axes, access roles, sizes of a chunk, sums over chunks.
+A graph of one operator goes through the compiler's own passes with any of its axes as the sequence, so that the rule
+is used as the compiler uses it: axis labels, axes, access roles, chunk sizes, sums over chunks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Call:
     def results(self) -> tuple[Tensor, ...]:
         made = self.target(*self.args, **self.kwargs)
         made = tuple(made) if isinstance(made, (tuple, list)) else (made,)
-        return tuple(item for item in made if isinstance(item, Tensor))  # None: a gradient not asked for
+        return tuple(item for item in made if isinstance(item, Tensor))  # None: a gradient that was not requested
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def atoms(one: Traced) -> list[Atom]:
 
 
 def is_whole(one: Traced, atom: Atom) -> bool:
-    """Whether the rule asks for all rows of an axis, or of one cut out of it."""
+    """Whether the rule needs all rows of an axis, or of a slice of it."""
     signature, letters = one.axes.signatures[one.node], one.axes.letters[one.node]
     with_atom = {letter for letter, dim in letters.items() if atom in one.axes.table.resolve(dim)}
     shifted = {window.source for letter, window in signature.windows.items() if letter in with_atom}
@@ -104,7 +104,7 @@ def is_whole(one: Traced, atom: Atom) -> bool:
 
 
 def streamed(one: Traced, atom: Atom, chunk_size: int) -> tuple[list[Tensor], tuple[StorageClass, ...]]:
-    """The results of the call, made in chunks along an axis; and in which form."""
+    """Return the results of the call, computed in chunks along an axis, and their storage classes."""
     axes = one.axes
     sequence = SequenceAxis(atom, axes.table.size(atom), *find_derived_axes(atom, axes))
     facts = replace(one.facts, found_axes=replace(axes, sequence=sequence))

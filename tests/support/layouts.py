@@ -54,7 +54,7 @@ def documents(length: int) -> Tensor:
 
 
 def packed_by_positions(ids: Tensor) -> Batch:
-    """Positions begin again at each document; the model is expected to separate them."""
+    """Positions restart at each document; the model has to separate documents."""
     document = documents(ids.shape[1])
     first = torch.searchsorted(document, document)
     positions = (torch.arange(ids.shape[1]) - first).expand_as(ids).contiguous()

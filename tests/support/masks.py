@@ -1,4 +1,4 @@
-"""Attention under a mask that a test brings, and ways to hide by what rows see."""
+"""Attention with a given mask, and ways to apply a boolean mask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LENGTH, HEAD = 9, 4
 INF = float("inf")
 MIN = torch.finfo(torch.float64).min
 Mask: TypeAlias = "Callable[..., Tensor]"  # scores [B, H, T, T], and data that it depends on, to scores
-Seen: TypeAlias = "Callable[..., Tensor]"  # numbers of rows [T, 1] and of columns [1, T], and data, to what is seen
+Seen: TypeAlias = "Callable[..., Tensor]"  # indices of rows [T, 1] and of columns [1, T], and data, to a boolean mask
 
 HIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "masked_fill": lambda s, seen: s.masked_fill(~seen, -INF),
@@ -36,7 +36,7 @@ FUSED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def attention(mask: Mask) -> Callable[..., Tensor]:
-    """Spelled-out attention of q, k, v [B, H, T, D], to a number."""
+    """Unfused attention of q, k, v [B, H, T, D], to a number."""
 
     def function(inputs: Tensor, *data: Tensor) -> Tensor:
         q, k, v = inputs.unbind()
@@ -48,7 +48,7 @@ def attention(mask: Mask) -> Callable[..., Tensor]:
 
 
 def fused(mask: Callable[..., Tensor | None], **more: Any) -> Callable[..., Tensor]:
-    """SDPA with the mask made for `length` rows."""
+    """SDPA with a mask for `length` rows."""
 
     def function(inputs: Tensor, *data: Tensor) -> Tensor:
         q, k, v = inputs.unbind()
@@ -59,7 +59,7 @@ def fused(mask: Callable[..., Tensor | None], **more: Any) -> Callable[..., Tens
 
 
 def under(way: str, seen: Seen) -> Callable[..., Tensor]:
-    """Attention that hides all but what rows see, in one of the ways."""
+    """Attention that hides the other keys in one of the ways."""
     if way in FUSED:
         return fused(lambda t, *data: FUSED[way](seen(rows(t), columns(t), *data)))
     return attention(lambda s, *data: HIDE[way](s, seen(rows(s.shape[-1]), columns(s.shape[-1]), *data)))

@@ -17,7 +17,7 @@ from tests.support import hf
 Batch: TypeAlias = "dict[str, Tensor]"
 Objective: TypeAlias = "Callable[[Models, Batch], Tensor]"
 
-VOCABULARY, ROWS, SEQUENCES = 2053, 29, 4  # many classes: what is small is made at once for all rows
+VOCABULARY, ROWS, SEQUENCES = 2053, 29, 4  # many classes: small results are not chunked
 IGNORED = -100
 BETA, TEMPERATURE = 0.1, 2.0
 SHIFTS = {"old_logps": 7.9, "reference_logps": 7.8, "advantages_per_token": 0.0, "old_values": 0.0}
@@ -145,7 +145,7 @@ def of_pairs(loss: Callable[[Tensor, Tensor], Tensor], by_length: bool = False, 
 
 
 def dpo_two_calls(m: Models, b: Batch) -> Tensor:
-    """Preferred and rejected sequences in calls of their own."""
+    """Preferred and rejected sequences in separate calls."""
     parts = [dict(zip(("ids", "mask"), rows, strict=True)) for rows in zip(b["ids"].chunk(2), b["mask"].chunk(2), strict=True)]
     chosen, rejected = (sequence_logps(m.logits(part), part) - sequence_logps(m.reference_logits(part), part) for part in parts)
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
@@ -160,7 +160,7 @@ def dpo_with_sft(m: Models, b: Batch) -> Tensor:
 
 
 def orpo(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Odds ratio beside the likelihood of what is preferred."""
+    """The odds ratio, and the likelihood of the preferred sequence."""
     odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
     return -chosen - 0.1 * F.logsigmoid(odds)
 
@@ -207,7 +207,7 @@ def divergence(logps: Tensor, reference: Tensor) -> Tensor:
 
 
 def of_tokens(loss: Callable[[Tensor, Tensor, Batch], Tensor]) -> Objective:
-    """A loss of each token's log-probability and its ratio to what sampled it."""
+    """A loss of each token's log-probability and its ratio to the sampling policy's."""
 
     def objective(m: Models, b: Batch) -> Tensor:
         logps = token_logps(m.logits(b), b["ids"])
@@ -272,7 +272,7 @@ def reward_of_pairs(m: Models, b: Batch) -> Tensor:
 
 
 def scores_then_last(m: Models, b: Batch) -> Tensor:
-    """The same as transformers' sequence classification: scores of all tokens, of which one per sequence is taken."""
+    """As in transformers' sequence classification: scores of all tokens, of which one per sequence is used."""
     scores = m.score_head(m.hidden(b))
     return F.mse_loss(scores[torch.arange(len(scores)), b["last"]], b["scores"])
 
@@ -291,7 +291,7 @@ OF_HIDDEN: dict[str, Objective] = {
 }
 
 
-# -- distillation: a teacher's distribution beside the policy's, both T x V if anybody made them whole
+# -- distillation: distributions of teacher and policy, both T x V if computed in full
 
 
 def of_teacher(loss: Callable[[Tensor, Tensor], Tensor]) -> Objective:
@@ -314,7 +314,7 @@ def top_k_of_teacher(m: Models, b: Batch) -> Tensor:
 
 
 def hidden_states_too(m: Models, b: Batch) -> Tensor:
-    """Hidden states are matched beside the distributions."""
+    """Match hidden states and distributions."""
     hidden = m.hidden(b)
     with torch.no_grad():
         target = m.reference.model(input_ids=b["ids"]).last_hidden_state

@@ -26,7 +26,7 @@ Exchange = Callable[..., list[str]]
 
 @contextmanager
 def one_of_many(world: int = WORLD) -> Iterator[None]:
-    """Eight ranks, or as many as are asked for, of which this process is the first; the others only exist."""
+    """A fake process group of `world` ranks; this process is the first."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         yield
@@ -39,7 +39,7 @@ def everybody() -> Any:
 
 
 def facts_of(call: Callable[..., Tensor], inputs: Sequence[Tensor], exchange: Exchange | None = None, **options: Any) -> Facts:
-    """What is known of a compiled function in the end."""
+    """Return the final facts of a compiled function."""
     torch._dynamo.reset()
     given = resolve_options({"chunk_size": 4, "loss_chunk_size": 4, "check_passes": True, **options})
     seen: list[Facts] = []
@@ -65,5 +65,5 @@ def reductions(facts: Facts) -> list[int]:
 
 
 def text_of_ranks(facts: Facts) -> str:
-    """What this rank tells the others."""
+    """Return this rank's message to the others."""
     return describe_order_with_chunks(facts, everybody().group_name)

@@ -65,7 +65,7 @@ class OperatorByOperator(fx.Interpreter):
 
 
 class RealMeter(Meter):
-    """Looks into deferred tensors: what is made when they are touched counts, and not the wrappers, which have no memory."""
+    """Count the tensors that a use of deferred tensors allocates, not the wrappers, which have no memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(issubclass(kind, DeferredTensor) for kind in types):

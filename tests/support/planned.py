@@ -19,7 +19,7 @@ OPTIONS: dict[str, Any] = {"outputs": "dense", "chunk_size": 5, "loss_chunk_size
 
 
 class Traced:
-    """A decoder's graph, traced once, and what plans make of it; options are those of `OPTIONS` unless they are given."""
+    """A decoder's graph, traced once, for many plans; options default to `OPTIONS`."""
 
     def __init__(self, model: Layers) -> None:
         (self.recorded,) = compare(model.double(), batch(), chunk_size=5).recorder.compilations
@@ -43,7 +43,7 @@ class Traced:
         assert_small(value_errors(actual, self.truth, self.outputs), TOLERANCE, str(options))
 
     def forward(self) -> list[Any]:
-        """What the forward half saves, as the backward half takes it."""
+        """Run the forward; return its saved values in the backward's order."""
         results = list(HostProgramRunner(self.program().forward)(list(known(self.recorded.primals))))
         return sorted(results[self.outputs :], key=lambda value: isinstance(value, Tensor))
 

@@ -27,7 +27,7 @@ LEFT_ALONE = (
     "transformers.utils",
     "transformers.modeling_utils",
     "transformers.conversion",
-    "transformers.modeling_flash_attention_utils",  # these two ask whether heads are float32, to make them something else
+    "transformers.modeling_flash_attention_utils",  # these two cast heads if they are float32
     "transformers.integrations.flash_attention",
 )
 

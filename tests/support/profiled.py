@@ -1,4 +1,4 @@
-"""What a call runs, as the profiler records it: without the trees that torch makes of records, which take longer than a step."""
+"""The profiler's records of a call, without torch's trees of records, which take longer than a step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs a function on several processes that talk by gloo, with a time limit.
 
 The processes are forked from one that has imported torch and compiled a model (`ranks_begin.py`), and that lives as long as the
-process that runs the tests: so a call does not pay for that again, and no call finds what another one has left behind.
+process that runs the tests: calls share this cost, and no call sees the state of another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-BEGIN = "tests.support.ranks_begin"  # what the process has imported that all ranks are forked from
+BEGIN = "tests.support.ranks_begin"  # imported by the process that all ranks are forked from
 LIMIT = 60.0  # seconds that a rank waits for others
 ALL = 240.0  # seconds, on a machine that does other things
 
@@ -52,7 +52,7 @@ def _run(rank: int, world: int, folder: str, function: Callable[..., Any], argum
     address = f"file://{folder}/store"  # no port, which another process might take
     wait = timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=wait)
-    dist.barrier()  # a rank that ends at once would close what another is about to connect to
+    dist.barrier()  # a rank that ends at once would close a connection that another rank opens
     try:
         torch.save(function(rank, *arguments), f"{folder}/{rank}.pt")
     except Exception:

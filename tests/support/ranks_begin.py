@@ -1,4 +1,4 @@
-"""What each rank would do first: import what tests of ranks need, and compile a model, so that torch's tables are there.
+"""Import the packages that tests of ranks need, and compile a model, which fills torch's caches.
 
 Imported once, by the process that ranks are forked from (`ranks.py`). Where torch has an accelerator nothing is compiled:
 autograd would start a thread for each device, and those are not there in a forked process.

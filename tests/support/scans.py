@@ -16,6 +16,6 @@ with_states_of_constants = pytest.mark.skipif(not ALONG, reason="2.11 loses grad
 
 
 def scan(step: Callable[..., Any], states: Any, rows: Any, *, dim: int = 0, reverse: bool = False) -> tuple[Any, Any]:
-    """The states behind the last row, and what each row makes, along `dim` in all versions."""
+    """Return the final states, and the results of all rows along `dim`, in all versions."""
     last, made = torch_scan(step, states, rows, dim=dim, reverse=reverse)
     return last, made if ALONG else tree_map(lambda result: result.movedim(0, dim), made)

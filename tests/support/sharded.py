@@ -18,10 +18,10 @@ def sharded(
     placements: Sequence[Placement] | None = None,
     policy: CheckpointPolicy | None = None,
 ) -> nn.Module:
-    """The model, in place: each parameter is a shard of its rows, and whoever reads it gets the whole.
+    """Shard each parameter by rows, in place; reading a parameter gathers it.
 
     Gradients are means over the ranks. With other `placements` a dimension of the mesh holds copies; a `policy` says whether
-    whole weights are saved or gathered again.
+    gathered weights are saved or gathered again.
     """
     read = whole if policy is None else _with_policy(policy)
     held = placements or [Shard(0)] * mesh.ndim
@@ -85,7 +85,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder whose vocabulary no even number of ranks divides; where it is told so, layers are checkpointed."""
+    """A decoder whose vocabulary no even number of ranks divides; with `is_checkpointed`, layers are checkpointed."""
 
     def __init__(self, layers: int = 3, width: int = 8, vocabulary: int = 17, tied: bool = False) -> None:
         super().__init__()

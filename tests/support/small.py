@@ -35,7 +35,7 @@ class Causal(nn.Module):
 
 
 class Padded(nn.Module):
-    """Layers of fused attention that is causal and leaves out what a padding mask hides: [B, T, D] and [B, T]."""
+    """Layers of fused causal attention with a padding mask: [B, T, D] and [B, T]."""
 
     def __init__(self, layers: int = 2, width: int = WIDTH) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Padded(nn.Module):
 
 
 class Streams(nn.Module):
-    """Two streams that feed each other through two attentions over a window of three, spelled out, unbatched: [T, D]."""
+    """Two streams that feed each other through two unfused attentions over a window of three, unbatched: [T, D]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,13 +88,13 @@ class Example:
     chunk_size: int
 
     def facts(self) -> Facts:
-        """What the passes find in it."""
+        """Return the facts of its graph."""
         model, options = self.model(), {"chunk_size": self.chunk_size, "loss_chunk_size": self.chunk_size, "outputs": "dense"}
         (graph,) = traced(model, self.arguments(), {}, options).graphs
         return graph.facts
 
     def texts(self) -> dict[str, str]:
-        """What each pass has found in it, as it stood when the pass had run."""
+        """Return the text of the facts after each pass."""
         found: dict[str, str] = {}
 
         def noted(step: Any, facts: Facts) -> None:

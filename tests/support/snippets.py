@@ -16,7 +16,7 @@ def has_snippets(page: Path) -> bool:
 
 
 def ran(page: Path, folder: Path) -> dict[str, Any]:
-    """What the snippets of a page leave behind. Each is a file in a folder: Dynamo reads the file of what it compiles."""
+    """Return the namespace after the snippets of a page. Each becomes a file, because Dynamo reads source files."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     text, namespace = page.read_text(), dict[str, Any]()

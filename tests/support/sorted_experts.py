@@ -17,7 +17,7 @@ EXPERTS, CHOSEN = 4, 2
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way of writing each step; every function takes and returns what its field says."""
+    """One way to write each step; comments give arguments and results."""
 
     order: Callable[[Tensor], Tensor] = lambda ids: torch.sort(ids)[1]  # group [s] -> order [s]
     token: Callable[[Tensor, int], Tensor] = lambda order, n: order // CHOSEN  # order [s], tokens -> token of each row [s]
@@ -88,7 +88,7 @@ class SortedExperts(nn.Module):
         return self.spelling.back(y, order, len(x)).view_as(inputs)
 
     def between(self, rows: Tensor, order: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
-        """What happens to rows [s d] in the order of their experts."""
+        """The experts' computation on sorted rows [s d]."""
         product = torch.ops.transformers.grouped_mm_fallback
         y = product(rows, self.up, ends)
         if self.bias is not None:

@@ -1,4 +1,4 @@
-"""Splits graphs in two at a chosen place, whatever that saves."""
+"""Split graphs in two at a chosen node, regardless of the gain."""
 
 from __future__ import annotations
 

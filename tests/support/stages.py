@@ -92,7 +92,7 @@ class Staged:
             self.chain.always = True
 
     def both(self, step: Callable[[Callable[..., Any], nn.Module], Any]) -> None:
-        """What a step, which is given what to call and its weights, does to gradients is the same with the compiled graph."""
+        """Assert that a step, given a callable and its module, has eager's gradients."""
         step(self, self.model)
         step(self.eager, self.eager)
         same_gradients(self.model, self.eager)

@@ -1,4 +1,4 @@
-"""A device that does its work later than the host asks for it, in any order that streams and events allow.
+"""A device that executes work later than the host submits it, in any order that streams and events allow.
 
 Operators run at once, on a CPU. For each the device notes a task: which blocks of memory it reads and writes, and on which
 stream. After the program has ended `check` executes the tasks in several orders, and raises `Race` if a task reads a block that
@@ -37,13 +37,13 @@ from streamfx.runtime import offload
 from tests.support.cuda_runtime import CudaRuntime
 
 GIVEN = 0  # the content of memory that was there before the program
-UNWRITTEN = -1  # the content of a new tensor; whoever reads it means nothing by it
+UNWRITTEN = -1  # the content of a new tensor, which has no meaning
 COPY = torch.ops.aten.copy_.default
 FACTORIES = ("aten::empty", "aten::new_empty")  # they write nothing
 
 
 class Race(AssertionError):
-    """A task has read what the program did not mean, or can never run."""
+    """A task has read other content than the program meant, or can never run."""
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class Block:
     size: int = 0
     stream: Queue | None = None
     is_recorded: bool = False  # by `record_stream`
-    touched: list[tuple[Mark, Task]] = field(default_factory=list)  # since it was taken
+    touched: list[tuple[Mark, Task]] = field(default_factory=list)  # since its allocation
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Event:
 
 @dataclass
 class Life:
-    """When a tensor's memory was taken and given back, by the host's clock."""
+    """When a tensor's memory was allocated and freed, by the host's clock."""
 
     block: Block
     begin: int
@@ -120,7 +120,7 @@ class Life:
 
 
 class Device:
-    """What `torch.cuda` is to `streamfx.runtime.offload`: streams, events, and the CUDA runtime.
+    """A replacement for `torch.cuda` in `streamfx.runtime.offload`: streams, events, and the CUDA runtime.
 
     `overlaps`: for each event that a stream has waited for, the stream's own tasks since the event was recorded.
     """
@@ -132,11 +132,11 @@ class Device:
         self.lives: dict[int, Life] = {}  # by storage
         self.ended: list[Life] = []
         self.runtime = CudaRuntime(self)
-        self.too_early: list[str] = []  # what was freed
+        self.too_early: list[str] = []  # blocks that were freed
         self._free: dict[tuple[Queue | None, int], list[Block]] = {}
         self._on_host: dict[int, Block] = {}  # by address
         self._content: dict[Block, int] = {}  # as the program means it by now
-        self._known: tuple[Mark, ...] = ()  # what the host has waited for
+        self._known: tuple[Mark, ...] = ()  # marks that the host has waited for
         self._numbers, self._clock, self._lock = count(1), count(1), threading.RLock()
         self._current = threading.local()
 
@@ -167,7 +167,7 @@ class Device:
         if life := self.lives.get(tensor.untyped_storage()._cdata):
             life.block.is_recorded = True
 
-    # -- what the program asks for
+    # -- work that the program submits
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let streamfx copy tensors of the CPU as it copies those of a CUDA device."""
@@ -194,7 +194,7 @@ class Device:
             self._known = (*self._known, mark)
 
     def operator(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """An operator was called: `written` are arguments that it writes to, `made` its results in memory of their own."""
+        """Note a call of an operator: `written` are arguments that it writes to, `made` its results in new memory."""
         with self._lock:
             new = [self._take(tensor) for tensor in made]
             blocks = dict.fromkeys(map(self.block_of, (*read, *written)))
@@ -239,13 +239,13 @@ class Device:
                 self._free.setdefault((life.block.stream, life.block.size), []).append(life.block)
 
     def _check_free(self, block: Block) -> None:
-        """Whatever the block's stream is asked for next, it comes after all that other streams do with the block."""
+        """Check that the block's stream has waited for all other streams that use the block."""
         assert block.stream is not None
         for place, task in block.touched:
             if place.stream is not block.stream and block.stream.waited_for.get(place.stream, 0) < place.position:
                 self.too_early.append(f"block {block.number} was freed before {task.name} on {place.stream.name} had to be done")
 
-    # -- what becomes of it
+    # -- results
 
     def most_alive(self) -> int:
         """How many offloaded values had memory on the device at once, at most."""
@@ -293,7 +293,7 @@ class Device:
 
 
 class _Watch(TorchDispatchMode):
-    """Tells a device of the operators of a thread. Copies to and from the host are seen by what they consist of."""
+    """Report the operators of a thread to a device; copies to and from the host by their operators."""
 
     supports_higher_order_operators = True
 

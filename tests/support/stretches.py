@@ -1,7 +1,4 @@
-"""What holds Inductor's contract in its place: it reads numbers as memory has them, and as those lie that it compiled for.
-
-What Inductor would compile in seconds each runs at once, by an interpreter.
-"""
+"""A replacement for Inductor with its contract: inputs have the strides and types of compilation, and no lazy conj or neg."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from streamfx.torch_private.symbolic_sizes import Shapes
 
 
 def for_one_size(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
-    """Stands for `compile_for_one_size`: the code is for inputs that lie as `tensors` do."""
+    """Replace `compile_for_one_size`: inputs must have the layout of `tensors`."""
     lie = [(tensor.dtype, _strides(tensor.shape, tensor.stride())) for tensor in tensors]
 
     def run(*given: Tensor) -> Any:
@@ -30,7 +27,7 @@ def for_one_size(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[.
 
 
 def for_sizes(graph: fx.GraphModule, like: int, shapes: Shapes) -> tuple[Callable[..., Any], Callable[[int], bool]]:
-    """Stands for `compile_for_sizes`: the code is for inputs that lie as `shapes` says for the number that comes first."""
+    """Replace `compile_for_sizes`: inputs must have the layout that `shapes` gives for the first argument."""
 
     def run(number: int, *given: Tensor) -> Any:
         _checked(given, [(like.dtype, _strides(size, stride)) for size, stride, like in shapes(number)])

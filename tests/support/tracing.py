@@ -26,7 +26,7 @@ from tests.support.exactness import (
 def traced(
     function: Callable[..., Tensor], tensors: Sequence[Tensor], scale: float = 1.0, **options: Any
 ) -> tuple[Recorded, Tensor]:
-    """Run `function`, forward and backward, through the backend; returns what was recorded and the result.
+    """Run `function`, forward and backward, through the backend; return the recording and the result.
 
     `scale` is what the result is multiplied by before its backward.
     """

@@ -1,4 +1,4 @@
-"""Encoders with decoders, and decoders that are called in turn: what works on more than one sequence."""
+"""Models with more than one sequence: encoder-decoders, and decoders that are called in turn."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def batch(source: int = 24, target: int = 9) -> tuple[Tensor, Tensor]:
 
 
 class Unread(Translator):
-    """The decoder reads what the encoder computes without its gradient: the encoder's parameters have none, not zeros."""
+    """The decoder reads the encoder's result without a gradient: the encoder's parameters have no gradients, not zeros."""
 
     def __init__(self, way: str) -> None:
         super().__init__(1)
@@ -100,7 +100,7 @@ class Unread(Translator):
 
 
 class Segments(Translator):
-    """Segments that hand on a memory, each with a loss of its own."""
+    """Segments that pass on a memory, each with a loss."""
 
     rows = 24
 

@@ -1,4 +1,4 @@
-"""What can be seen of Triton's kernels without a GPU: `python -m tests.support.triton_programs interpreted`, or `compiled`.
+"""Tests of Triton kernels without a GPU: `python -m tests.support.triton_programs interpreted`, or `compiled`.
 
 Interpreted they run on the CPU, in a process that asks for it before Triton is imported; the interpreter has no products in
 bfloat16, so types are others. Compiled they are machine code for cards that are not there.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CARDS = {90: "wgmma.mma_async", 80: "mma.sync"}  # capability, and what its tensor cores are asked by
+CARDS = {90: "wgmma.mma_async", 80: "mma.sync"}  # capability, and its tensor core instruction
 
 
 def interpreted() -> None:

@@ -1,4 +1,4 @@
-"""A decoder that is compiled beside its copy that is not, the batches for both, and whether their gradients agree."""
+"""A compiled decoder and its eager copy, batches for both, and a comparison of their gradients."""
 
 from __future__ import annotations
 

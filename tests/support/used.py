@@ -1,4 +1,4 @@
-"""Decoders whose hidden rows are used, or whose attention is made, in some way: what tables of ways are tried on."""
+"""Decoders with a given use of hidden rows, or a given attention, for tables of variants."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ class Attending(Heads):
 
 
 def attending(mixed: Callable[..., Any], layers: int = 2) -> nn.Module:
-    """A decoder with attention of its own: a function, or a type of modules."""
+    """A decoder with the given attention: a function, or a type of modules."""
     return made(lambda: type("Own", (Decoder,), {"attention": lambda self: Attending(mixed)})(layers))

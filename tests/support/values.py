@@ -1,4 +1,4 @@
-"""Calls and programs on numbers that hurt, and what the analysis of values claims of them."""
+"""Calls and programs on difficult numbers, and the value ranges that the analysis claims."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BELOW = [1.0, 7.0, 3e4, 1e30, 3e38, INF]
 HURTING = [0.0, -0.0, 0.5, 3.0, 200.0, 300.0, 1e4, 70000.0, *BELOW, *(-number for number in BELOW), float("nan")]
 LARGE = [2e6, -1e9, 1e19, -1e30, INF, float("nan")]
 MILD = [0.0, 1.0, -1.0, 0.5, 2.0, -3.0]
-PRODUCTS = {  # what these make of large numbers is assumed, not proven
+PRODUCTS = {  # their results for large numbers are assumed, not proven
     *(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.addmm.default, aten.baddbmm.default),
     *(aten.convolution.default, aten._cdist_forward.default, GROUPED_MM, GROUPED_OUTER, ATTENTION),
 }
@@ -165,7 +165,7 @@ class _Recorder(fx.Interpreter):
 
 
 def traced_values(function: Callable[..., Any], inputs: list[Tensor]) -> Iterator[tuple[fx.Node, Range, Tensor]]:
-    """Each value of a traced function: its node, what is claimed of it, and what it is."""
+    """Yield each value of a traced function: its node, its claimed range, and the value."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
     recorder = _Recorder(module)
     recorder.run(*inputs)

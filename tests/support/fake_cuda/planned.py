@@ -1,4 +1,4 @@
-"""What a plan says of a step that `report.py` traces, as a program that is given what to plan."""
+"""The plan of a step that `report.py` traces, as a program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.fake_cuda.report import model_of
 
 
 def planned(model: str, length: int, device: str, layers: int = 2) -> dict[str, Any]:
-    """Rows per chunk, and figures beside parameters and inputs."""
+    """Return rows per chunk, and figures without parameters and inputs."""
     traced = model_of(model, layers, None)
     found = streamfx.plan(traced.config, seq=length, device=device, baselines=False).prediction
     own = weight_bytes(traced) + found.peak_by_term["inputs"]

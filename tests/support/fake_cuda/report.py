@@ -1,4 +1,4 @@
-"""What the backend makes of a step on a CUDA device: `python -m tests.support.fake_cuda.report '{"model": "Qwen3-8B", ...}'`."""
+"""The backend's result for a step on a CUDA device: `python -m tests.support.fake_cuda.report '{"model": "Qwen3-8B", ...}'`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _ends() -> Tensor:
 
 
 def known_numbers(given: str) -> AbstractContextManager[Any]:
-    """What transformers asks of a mask's numbers, which here it has not: that it hides something."""
+    """Answer transformers' question whether a mask hides something: fake tensors have no values."""
     from transformers import masking_utils
 
     return patch.object(masking_utils, "fast_all", lambda mask: False) if given == "mask" else nullcontext()
@@ -106,7 +106,7 @@ def report(
     dtype: str = "bfloat16",
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What of a call streams, which kernels eager would have called (`chosen`), and which the loops call (`kernels`)."""
+    """Return the streamed share of a call, the kernels that eager would call (`chosen`), and those of the loops (`kernels`)."""
     card = Device(device)
     card.install()
     with for_transformers(), known_numbers(given):

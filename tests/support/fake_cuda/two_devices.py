@@ -1,5 +1,4 @@
-"""A decoder whose first layers lie on one CUDA device and whose last on another, as a program that is given options, and the kind
-of its layers."""
+"""A decoder on two CUDA devices, as a program; its arguments are options and the kind of layers."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ class Decoder(nn.Module):
 
 
 def report(options: dict[str, Any], kind: str = "attention", length: int = 2048) -> dict[str, Any]:
-    """What streams, and where what loops make lies."""
+    """Return the streamed share, and the devices of the loops' results."""
     Device("h100").install()
     with FakeTensorMode():
         model, ids = Decoder(kind), torch.zeros(1, length, dtype=torch.int64, device=DEVICES[0])

@@ -21,7 +21,7 @@ def averaged(k: Tensor, v: Tensor, decay: Tensor, over: Tensor, under: Tensor) -
 
 
 def started(k: Tensor, top: Tensor | None, bottom: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The kernel is told of a state how far sequences are apart, and reads each without gaps."""
+    """The kernel gets only the batch stride of a state, and reads each sequence without gaps."""
     assert top is None or top.stride(-1) == 1
     over = torch.zeros_like(k[:, 0]) if top is None else top.as_strided(top.shape, (top.stride(0), 1))
     return over, torch.zeros_like(over) if bottom is None else bottom
@@ -50,7 +50,7 @@ def averages_backward(
     y: Tensor,
     unders: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What was saved has to be that of the same rows."""
+    """Saved values have to belong to the same rows."""
     assert count == k.shape[1] == dy.shape[1]
     made, pull = torch.func.vjp(averaged, k, v, decay, *started(k, top, bottom))
     torch.testing.assert_close((y, unders), (made[0], made[3]), rtol=1e-3, atol=1e-3)

@@ -1,5 +1,5 @@
-"""Attention with a decay, whose state is a matrix. It takes rows in blocks: what a row leaves depends on its place in one, states
-at the beginning of each block are saved for the backward, and a flag asks for the last state.
+"""Attention with a decay, whose state is a matrix. It takes rows in blocks: a row's state depends on its position in one, states
+at the beginning of each block are saved for the backward, and a flag requests the last state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = 4
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The rows of one block, and the state behind them."""
+    """Return the rows of one block, and the state after them."""
     rows = []
     for t in range(q.shape[1]):
         state = (g[:, t] / (1 + t)).exp()[..., None, None] * state + k[:, t, :, :, None] * v[:, t, :, None]
@@ -42,7 +42,7 @@ def blocks(
 def blocks_backward(
     dy: Tensor, dlast: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, saved: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Only what was saved tells the states."""
+    """The states are known only from the saved values."""
     carried, rows = torch.zeros_like(saved[:, 0]) if dlast is None else dlast, []
     for *own, after, state in reversed(
         [*zip(*(item.split(BLOCK, 1) for item in (q, k, v, g, dy)), saved.unbind(1), strict=True)]

@@ -19,7 +19,7 @@ def scanned(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, f
 
 
 def filled(x: Tensor, a: Tensor, d: Tensor | None, first: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What is left out is zeros."""
+    """Omitted tensors are zeros."""
     state = x.new_zeros(x.shape[0], *a.shape) if first is None else first
     return x.new_zeros(x.shape[2]) if d is None else d, state
 
@@ -63,7 +63,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor, dlast: Tensor) -> Any:
-    saved = ctx.saved_tensors  # which may be asked for once
+    saved = ctx.saved_tensors  # may be read once
     *made, dd, dfirst = selective_backward(dy, dlast, *saved)
     d, first = saved[5:]
     return (*made, None if d is None else dd, None if first is None else dfirst)

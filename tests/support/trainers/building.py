@@ -10,7 +10,7 @@ from tests.support.trainers import tiny
 from tests.support.trainers.running import common
 
 SAMPLED = {"num_generations": 2, "max_completion_length": 8}
-TRL: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {  # data, and arguments of its own
+TRL: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {  # prefix, data, arguments
     "sft": ("SFT", tiny.texts, {}),
     "dpo": ("DPO", tiny.pairs, {}),
     "kto": ("KTO", tiny.liked, {}),
@@ -61,7 +61,7 @@ def distinct_words(completions: list[str], **others: Any) -> list[float]:
 
 
 def _saved(folder: Path) -> Any:
-    """A model with a folder of its own: trainers load the reference from there."""
+    """A model from a new folder, from which trainers load the reference."""
     from transformers import AutoModelForCausalLM
 
     path = folder / "model"

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from streamfx.integrations import EnabledModules, enable
 
-OF_TIME = ("runtime", "per_second", "flos", "time", "num_tokens")  # what two equal runs differ in
+OF_TIME = ("runtime", "per_second", "flos", "time", "num_tokens")  # in which two equal runs differ
 CHUNK = 7
 
 
 def common(folder: Path, **more: Any) -> dict[str, Any]:
-    """Arguments of all trainers. SGD: Adam's first steps are signs, which tell 1e-8 and -1e-8 apart."""
+    """Arguments of all trainers. SGD, because Adam's first steps are signs, which differ for 1e-8 and -1e-8."""
     own = {
         "output_dir": str(folder),
         "report_to": "none",
@@ -42,7 +42,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def history(trainer: Any) -> list[dict[str, float]]:
-    """What was logged, without what two equal runs differ in."""
+    """Return the log without entries in which two equal runs differ."""
     return [
         {name: value for name, value in entry.items() if not any(part in name for part in OF_TIME)}
         for entry in trainer.state.log_history

@@ -1,5 +1,5 @@
-"""The package's operators (`causal_conv1d/cpp_functions.py`): they write what they make into tensors that they are given, and add
-to the gradients of weights. States are taken with channels side by side only.
+"""The package's operators (`causal_conv1d/cpp_functions.py`): they write results into given tensors, and add
+to the gradients of weights. Channels of states have to be contiguous.
 """
 
 from __future__ import annotations
