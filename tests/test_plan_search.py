@@ -1,4 +1,4 @@
-"""The longest length or largest batch, and what a plan begins with: whether it pays, from where on, how far other ways reach."""
+"""The longest length or largest batch, and the first line of a plan: its gain, from which length on, and other ways' lengths."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from streamfx.tools.planner.predict import Prediction
 from streamfx.tools.planner.scaling import growth_of
 from streamfx.tools.planner.search import Limits, SearchedSize, largest
 from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, IN_CHUNKS, MIN_GAIN, times
+from tests.test_plan import TINY
 
 pytest.importorskip("transformers")
 
@@ -35,7 +36,7 @@ def prediction(length: int, peak: int) -> Prediction:
 
 
 class Predicting:
-    """Predicts steps of a peak, and notes what was traced."""
+    """Predicts steps with given peaks, and records the traced lengths."""
 
     def __init__(self, peak: Callable[[int], int]) -> None:
         self.peak = peak
@@ -51,7 +52,7 @@ class Predicting:
 
 @pytest.mark.parametrize("first", [10_000, 65_536, 150_000])
 def test_the_longest_length_was_traced_and_fits(first: int) -> None:
-    predict = Predicting(lambda length: 1000 + 3 * length + (length > 60_000) * length)  # steeper from some length on
+    predict = Predicting(lambda length: 1000 + 3 * length + (length > 60_000) * length)  # steeper beyond 60,000
     best = largest(predict, Limits(400_000), {"keep_every": 1}, first, LENGTH, 9)
     assert best is not None and best[0] == best[1].length
     assert (1, 512) in [(own["keep_every"], own["chunk_size"]) for length, own in predict.traced if length == best[0]]
@@ -60,23 +61,22 @@ def test_the_longest_length_was_traced_and_fits(first: int) -> None:
     assert (predict.traced[-1][1]["keep_every"], predict.traced[-1][1]["chunk_size"]) == (3, 7)
 
 
-def test_a_search_ends_where_no_more_is_to_be_had() -> None:
-    """Not in the middle between what fits, just so, and what did not; and at once where no length fits."""
+def test_a_search_ends_if_no_longer_length_fits() -> None:
+    """Without bisection; at once if no length fits."""
     predict = Predicting(lambda length: 1000 + 3 * length + (length > 180_000) * 50_000)
     best = largest(predict, Limits(400_000), {}, 190_000, LENGTH, 9)
     assert best is not None and best[1].peak_bytes > 0.99 * 400_000 and len(predict.traced) <= 3
     assert largest(Predicting(lambda length: 10**9), Limits(1000), {}, 65_536, LENGTH, 9) is None
 
 
-def test_models_of_few_layers_say_where_to_begin() -> None:
-    """What grows with layers, with the size, with both, and with neither."""
+def test_few_layers_predict_the_first_guess() -> None:
     guess = guessed(lambda size: (5_400 + 15 * size, 5_500 + 17 * size), 36, 1000, 10**6)  # of 4 layers, and of 5
     assert guess is not None
     assert guess.size == (10**6 - 8_600) // 79 and guess.base == pytest.approx(8_600)
 
 
 class Stepped(Predicting):
-    """A step whose gradients are all there at its end, and in whose middle inputs of stages are; a chunk's work grows by 2."""
+    """All gradients are alive at the end of a step, all stage inputs in its middle; a chunk's work grows by 2 per row."""
 
     def __init__(self) -> None:
         super().__init__(lambda length: length)
@@ -89,26 +89,22 @@ class Stepped(Predicting):
         return replace(prediction(length, sum(terms.values())), peak_by_term=terms, curves={OURS: (curve, 0)})
 
 
-def test_each_moment_is_asked_where_it_would_reach_the_limit() -> None:
-    """The peak of a short sequence is at the end of a step, that of the longest one in its middle."""
+@pytest.mark.parametrize("few_layers", [False, True])
+def test_each_moment_is_extrapolated_to_the_limit(few_layers: bool) -> None:
+    """The peak of a short sequence is at the end of a step, that of the longest in its middle.
+
+    A step of few layers shows how the work on a chunk grows, which saves a trace.
+    """
     step = Stepped()
     assert step.at(1000, 4).peak_by_term.get("gradients")
-    best = largest(step, Limits(500_000), {}, 1000, LENGTH, 9)
+    growth = (lambda size, found, far: growth_of(size, found, far, step.at(far, 1)),) if few_layers else ()
+    best = largest(step, Limits(500_000), {}, 1000, LENGTH, 9, *growth)
     assert best is not None and 0.99 * 449_000 / 6 < best[0] <= 449_000 / 6
-    assert len(step.traced) == 3
-
-
-def test_few_layers_show_how_the_work_on_a_chunk_grows() -> None:
-    step = Stepped()
-    best = largest(
-        step, Limits(500_000), {}, 1000, LENGTH, 9, lambda size, found, far: growth_of(size, found, far, step.at(far, 1))
-    )
-    assert best is not None and 0.99 * 449_000 / 6 < best[0] <= 449_000 / 6
-    assert len(step.traced) == 2
+    assert len(step.traced) == (2 if few_layers else 3)
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_what_waits_on_the_host_is_limited(offload: str) -> None:
+def test_host_memory_is_a_limit(offload: str) -> None:
     def predict(length: int, options: Any) -> Prediction:
         assert (options["keep_every"], options["save"], options["offload"]) == (1, offload, offload)
         return replace(prediction(length, 1000 + length), host_bytes=10 * length)
@@ -119,20 +115,16 @@ def test_what_waits_on_the_host_is_limited(offload: str) -> None:
 
 
 @pytest.mark.parametrize("first", [1, 40])
-def test_the_largest_batch(first: int) -> None:
-    """In chunks of as many tokens, whatever the batch is."""
+def test_the_largest_batch_fits(first: int) -> None:
+    """A chunk has the same number of tokens for each batch."""
     predict = Predicting(lambda batch: 1000 + 130 * batch)
     best = largest(predict, Limits(4000), {}, first, SearchedSize(1, lambda size: 3 * size), 9)
     assert best is not None and best[0] == 23
     assert dict(predict.traced)[23]["chunk_size"] == 1024 // 69
 
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
-TINY = {"model_type": "llama", **SIZES, "max_position_embeddings": 4096}
-
-
 class Layered(nn.Module):
-    """A decoder of somebody's own, too wide to gain anything at few rows."""
+    """A custom decoder, too wide to gain anything at few rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +151,7 @@ def peaks_of(report: Any) -> tuple[int, int]:
 
 
 @pytest.mark.compiled
-def test_a_plan_begins_with_how_much_less_memory_it_takes() -> None:
+def test_a_plan_begins_with_its_gain() -> None:
     report = streamfx.plan(TINY, seq=2048, chunk_size=64, loss_chunk_size=64, save="inputs")
     (ours, other), found = peaks_of(report), report.prediction
     share = found.flops / found.ways[CHECKPOINTING].flops
@@ -171,8 +163,8 @@ def test_a_plan_begins_with_how_much_less_memory_it_takes() -> None:
 
 
 @pytest.mark.compiled
-def test_a_plan_names_the_same_length_whatever_was_asked_for() -> None:
-    """From there on it gains; and none is named where inputs of one's own know no longer ones."""
+def test_the_length_from_which_a_plan_gains_does_not_depend_on_the_planned_length() -> None:
+    """No length is named if custom inputs refuse longer ones."""
     small = {"chunk_size": 16, "loss_chunk_size": 16, "save": "inputs"}
     short, other = (streamfx.plan(Layered(), seq=length, inputs=own_inputs(), options=small) for length in (2, 17))
     found = short.gains_from
@@ -186,8 +178,8 @@ def test_a_plan_names_the_same_length_whatever_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 3, 64])
-def test_from_where_on_there_is_a_gain_does_not_depend_on_the_length_that_was_asked_for(multiple: int) -> None:
-    """It is named of the same lengths for all; what was asked for is only where the looking begins. The length was traced."""
+def test_the_search_for_a_gain_finds_the_same_length_from_each_start(multiple: int) -> None:
+    """The length was traced."""
     for bend in (20, 300, 5000, 17_000, 100_000):
         traced: list[int] = []
 
@@ -208,24 +200,24 @@ def test_from_where_on_there_is_a_gain_does_not_depend_on_the_length_that_was_as
 
 
 @pytest.mark.compiled
-def test_within_a_budget_the_verdict_is_what_fits() -> None:
+def test_within_a_budget_the_verdict_says_whether_it_fits() -> None:
     wide = streamfx.plan(TINY, seq=512, memory="1G")
     tight = streamfx.plan(TINY, seq=512, memory=peaks_of(wide)[1] - 1)
     assert tight.verdict.startswith("fits into ") and f"{CHECKPOINTING} takes" in tight.verdict
-    assert wide.verdict.startswith("fits into 1.0 GiB: nothing streams, because everything fits")
+    assert wide.verdict.startswith("fits into 1.0 GiB: nothing streams, because the unchunked graph fits")
     waiting = replace(wide, limits=Limits(1 << 30, host=1), prediction=replace(wide.prediction, host_bytes=2))
     assert not waiting.summary()["fits"] and "do not fit into 1 bytes of host memory" in waiting.verdict
 
 
 @pytest.mark.long
-def test_the_longest_lengths_of_other_ways_were_traced_and_fit() -> None:
+def test_the_longest_lengths_of_other_ways_fit() -> None:
     budget = 24 << 20
     report = streamfx.plan(TINY, memory=budget, max_length=True, seq=256)
     assert list(report.lengths) == [CHECKPOINTING, IN_CHUNKS, f"{IN_CHUNKS}, {ON_HOST}"]
     lengths = list(report.lengths.values())
     assert 0 < lengths[0] < lengths[1] <= lengths[2] and report.max_length is not None
-    told = f"{times(report.max_length / lengths[0])} the length of {CHECKPOINTING}"
-    assert report.verdict == f"{told}: {report.max_length:,} tokens for {lengths[0]:,}"
+    share = f"{times(report.max_length / lengths[0])} the length of {CHECKPOINTING}"
+    assert report.verdict == f"{share}: {report.max_length:,} tokens for {lengths[0]:,}"
     assert report.summary()["fits"] and report.summary()["max_length"] == report.max_length
     peak = peaks_of(streamfx.plan(TINY, seq=lengths[0], memory="1G"))[1]
     assert 0.9 * budget < peak <= budget

@@ -1,4 +1,4 @@
-"""`streamfx plan`: what each of many devices holds, sends and waits for, traced without any; optimizers in the backward half."""
+"""`streamfx plan` for many devices: memory, communication and waiting per device; optimizers in the backward half."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from streamfx.tools.planner.models import built
 from streamfx.tools.planner.overlap import OverlapInterval, Seconds, waited
 from tests.support.collectives import data_of
 from tests.support.sharded import Decoder
+from tests.support.spread import only
 from tests.support.stages import descend, hooked
 from tests.test_collectives import ranks  # noqa: F401  (a fixture)
 from tests.test_plan import TINY
@@ -38,11 +39,6 @@ def plan_of(world: int = 8, shard: str = "ddp", **arguments: Any) -> dict[str, A
 
 
 @pytest.fixture(scope="module")
-def plans() -> dict[str, dict[str, Any]]:
-    return {shard: plan_of(shard=shard) for shard in ("ddp", "zero1", "zero2", "zero3")}
-
-
-@pytest.fixture(scope="module")
 def model() -> nn.Module:
     return built(DEEPER)
 
@@ -51,13 +47,17 @@ def numbers(model: nn.Module, within: str = "") -> int:
     return sum(parameter.nbytes for name, parameter in model.named_parameters() if within in name)
 
 
-@pytest.mark.parametrize(("shard", "parameters", "state"), [("ddp", 1, 1), ("zero1", 1, 8), ("zero2", 8, 8), ("zero3", 8, 8)])
-def test_what_is_divided_and_sent(shard: str, parameters: int, state: int, plans: Any, model: nn.Module) -> None:
-    """Each gradient is reduced once; each weight is gathered once, and but for the last stage's once more in zero3.
+SHARDS = [("ddp", 1, 1), ("zero1", 1, 8), ("zero2", 8, 8), ("zero3", 8, 8)]
 
-    Whole weights are all until their last use, which the embedding has in the forward half; or those of two stages and an end.
+
+@pytest.mark.parametrize(("shard", "parameters", "state"), only([SHARDS[1], SHARDS[3]], SHARDS))
+def test_parameters_and_optimizer_states_are_sharded(shard: str, parameters: int, state: int, model: nn.Module) -> None:
+    """Each gradient is reduced once. Each weight is gathered once, and in zero3 again, except for the last stage's.
+
+    Gathered weights stay alive until their last use: all of them, because the embedding's is in the forward half; or those of two
+    stages and an end.
     """
-    found, whole, layer = plans[shard], numbers(model), numbers(model, ".layers.0.")
+    found, whole, layer = plan_of(shard=shard), numbers(model), numbers(model, ".layers.0.")
     terms, wire, ends = found["peak_by_term"], found["wire"], whole - LAYERS * layer
     assert terms["parameters"] == pytest.approx(whole / parameters, rel=0.01)
     assert terms["optimizer"] == pytest.approx(2 * whole / state, rel=0.01)
@@ -80,8 +80,8 @@ def context_plan(context: int, seq: int, **options: Any) -> dict[str, Any]:
     return streamfx.plan(SMALL, seq=seq, world=8, context=context, shard="zero3", baselines=False, options=given).summary()
 
 
-def test_what_lies_between_loops_has_terms_of_its_own() -> None:
-    """At the peak of a long sequence, in the gradient of attention: it, its result, and what ranks have swapped."""
+def test_values_between_loops_have_their_own_categories() -> None:
+    """The peak of a long sequence is in the gradient of attention."""
     seq, devices, tables = 1 << 17, 8, 2
     found = context_plan(devices, seq, chunk_size=64, loss_chunk_size=64, offload="inputs", keep_every=1)
     rows = seq // devices * 8 * 8 * 2  # of all heads: queries, and as many bytes of keys and of values, which are repeated
@@ -97,7 +97,7 @@ def test_what_lies_between_loops_has_terms_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("ranks", [(64, 0), (64, 63)], indirect=True)
-def test_which_groups_lie_inside_of_a_machine(ranks: DeviceMesh) -> None:  # noqa: F811
+def test_traffic_spans_machines_if_its_group_does(ranks: DeviceMesh) -> None:  # noqa: F811
     world = dist.get_world_size()
     for size, apart, spans_machines in ((8, 1, 0), (4, 1, 0), (4, 2, 0), (4, 4, 1), (8, 8, 1), (2, 32, 1), (64, 1, 1)):
         own = dist.get_rank() // (size * apart) * size * apart + dist.get_rank() % apart
@@ -108,7 +108,7 @@ def test_which_groups_lie_inside_of_a_machine(ranks: DeviceMesh) -> None:  # noq
         assert sent is not None and (sent.ranks, sent.spans_machines) == (size, bool(spans_machines))
 
 
-# -- what computes meanwhile
+# -- communication overlaps with loops
 
 TEN = Work(flops=10)
 
@@ -118,11 +118,11 @@ def of(size: int) -> Traffic:
 
 
 def in_seconds(sent: float = 1.0) -> Seconds:
-    """Of a FLOP in loops, of a byte to others, of a byte to the host and back."""
+    """Seconds of a FLOP in loops, of a byte to other ranks, of a byte to the host and back."""
     return Seconds(lambda part: float(part.work.flops), lambda traffic: traffic.bytes * sent, float)
 
 
-def test_a_stage_takes_the_longer_of_loops_and_wire() -> None:
+def test_a_stage_takes_the_longer_of_loops_and_communication() -> None:
     """Stages of 10 seconds; 1 byte takes a second."""
     forward = [OverlapInterval("forward", TEN, gathered=of(size)) for size in (3, 8, 14)]
     assert waited(forward, in_seconds()) == (3 + 4, 0)
@@ -134,8 +134,8 @@ def test_a_stage_takes_the_longer_of_loops_and_wire() -> None:
     assert waited([], in_seconds()) == (0, 0)
 
 
-def test_copies_take_what_loops_and_wire_leave_over() -> None:
-    """Inputs of stages go to the host while the next stage runs, and come back while the one after them runs."""
+def test_copies_to_the_host_wait_for_the_rest_of_a_stage() -> None:
+    """Stage inputs go to the host during the next stage, and return during the backward half of that stage."""
     forward = [OverlapInterval("forward", TEN, copies=Copies(left=size)) for size in (12, 8, 3)]
     assert waited(forward, in_seconds()) == (0, 2 + 3)
     backward = [OverlapInterval("backward", TEN, copies=Copies(fetched=size)) for size in (4, 17, 9)]
@@ -161,7 +161,7 @@ def inputs(batch: int, length: int) -> dict[str, Tensor]:
 
 
 def planned(inside: bool) -> int:
-    """The peak, but for what is there before the step."""
+    """The peak beyond the memory before the step."""
     with torch.device("meta"):
         model = decoder()
     arguments: dict[str, Any] = {"seq": LENGTH, "optimizer": "sgd", "device": "here", "baselines": False, "options": OPTIONS}
@@ -170,7 +170,7 @@ def planned(inside: bool) -> int:
 
 
 def measured(model: nn.Module) -> list[int]:
-    """The peak of a step with an optimizer that takes no memory of its own inside of the backward pass, and with none."""
+    """Peaks of a step with an optimizer without states inside of the backward half, and with none."""
     torch._dynamo.reset()
     data = data_of(0, LENGTH, VOCABULARY)
     run, peaks = torch.compile(model, backend="streambp", options=OPTIONS), []
@@ -185,8 +185,8 @@ def measured(model: nn.Module) -> list[int]:
     return peaks
 
 
-def test_the_peak_is_that_of_a_run() -> None:
-    inside, behind = measured(decoder())
+def test_the_predicted_peak_with_an_optimizer_in_backward_is_that_of_a_run() -> None:
+    inside, after = measured(decoder())
     assert planned(True) == pytest.approx(inside, rel=TOLERANCE)
-    assert planned(False) == pytest.approx(behind, rel=TOLERANCE)
-    assert inside < 0.6 * behind  # two stages' gradients of seven
+    assert planned(False) == pytest.approx(after, rel=TOLERANCE)
+    assert inside < 0.6 * after  # two stages' gradients of seven

@@ -1,4 +1,4 @@
-"""explain, verify, plan, the logged line and a step say the same of a model: they tell from one record."""
+"""explain, verify, plan, profile and the log agree about a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Mix = Callable[[Tensor], Tensor]
 
 
 class Of(Causal):
-    """A decoder whose rows are mixed in some other way, too."""
+    """A decoder with another function of all rows."""
 
     def __init__(self, mix: Mix) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Of(Causal):
 
 CASES: dict[str, tuple[Mix, dict[str, Any]]] = {
     "causal": (torch.tanh, GIVEN),
-    "made again": (torch.tanh, {"chunk_size": 16, "loss_chunk_size": 24, "save": "inputs"}),
+    "recomputed": (torch.tanh, {"chunk_size": 16, "loss_chunk_size": 24, "save": "inputs"}),
     "every second": (torch.tanh, {**GIVEN, "keep_every": 2}),
     "dense": (torch.tanh, {**GIVEN, "outputs": "dense", "gradients": "stagewise"}),
     "within a budget": (torch.tanh, {"memory_budget": "1G"}),
@@ -48,8 +48,8 @@ def inputs(batch: int, length: int) -> dict[str, Tensor]:
     return {"ids": torch.empty(batch, length, dtype=torch.int64, device="meta")}
 
 
-@pytest.mark.parametrize("name", only(["made again", "sorted"], CASES))
-def test_five_reports_say_the_same(name: str) -> None:
+@pytest.mark.parametrize("name", only(["recomputed", "sorted"], CASES))
+def test_five_reports_agree(name: str) -> None:
     mix, given = CASES[name]
     model, ids, options = Of(mix), tokens(2, ROWS), {**given, "bodies": "eager"}
     explained = streamfx.explain(model, ids, options=options)

@@ -1,4 +1,4 @@
-"""What an operator does with rows that a chunk cannot, in a user's words, with what to write in its place."""
+"""Reasons of fallbacks, in the words of a user, with a replacement to write."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.compiled
 
 
 class Mixed(Decoder):
-    """Attention, and behind it something that is done with all rows of x [b t d]."""
+    """Attention, and then a function of all rows of x [b t d]."""
 
     attention = Heads
 
@@ -52,7 +52,7 @@ def order(x: Tensor) -> Tensor:
 
 
 def of_all(summary: Tensor, x: Tensor) -> Tensor:
-    """What was made of a few rows, for each row."""
+    """Give each row the mean of a few."""
     return summary.mean(1, keepdim=True).expand_as(x)
 
 
@@ -67,7 +67,7 @@ def parts(x: Tensor) -> Tensor:
 
 
 def joined(x: Tensor) -> Tensor:
-    """Scores over rows and the sums of blocks of rows, spelled out."""
+    """Unfused attention over rows and the sums of blocks of rows."""
     keys = torch.cat([x, x[:, :18].unflatten(1, (6, 3)).sum(2)], 1)
     return (x @ keys.mT).softmax(-1) @ keys
 
@@ -90,15 +90,15 @@ WHYS: list[tuple[Callable[[Tensor], Tensor], str, str]] = [
 
 
 @pytest.mark.parametrize(("mix", "found", "do"), spread(WHYS, 3), ids=[found for _, found, _ in WHYS])
-def test_why(mix: Callable[[Tensor], Tensor], found: str, do: str) -> None:
+def test_a_fallback_has_a_reason_and_advice(mix: Callable[[Tensor], Tensor], found: str, do: str) -> None:
     ids = torch.randint(0, VOCABULARY, (2, 19))
     (graph,) = traced(Mixed(mix), (ids, ids), {}, {}).graphs
-    told = [(item.found, item.do) for item in obstacles(graph.facts).values()]
-    assert any(found in text and advice == do for text, advice in told), told
+    reasons = [(item.found, item.do) for item in obstacles(graph.facts).values()]
+    assert any(found in text and advice == do for text, advice in reasons), reasons
 
 
-def test_numbers_that_reach_python() -> None:
-    """Counts of rows that the host reads break the graph: the break says what to do instead."""
+def test_a_graph_break_has_advice() -> None:
+    """The host reads counts of rows."""
 
     def function(x: Tensor) -> Tensor:
         counts = (x[..., 0] > 0).sum(0).tolist()
@@ -111,15 +111,15 @@ def test_numbers_that_reach_python() -> None:
 
 
 class InOwnOrder(Ulysses):
-    """What has arrived is put in an order of the rank's own rows, which is no matter of other ranks."""
+    """Sorts received rows by data of this rank alone."""
 
     def forward(self, x: Tensor) -> Tensor:
         arrived = self.by_rows(self.by_heads(x.unflatten(-1, (-1, 4))))
         return x.scatter_add(1, x.detach().sum(-1, keepdim=True).argsort(1).expand_as(arrived), arrived)
 
 
-def test_what_ranks_exchange_is_told_from_what_could_be_written_otherwise() -> None:
-    """Attention between two exchanges is one, in as many groups of heads as there are, and there is nothing to change."""
+def test_rows_exchanged_by_ranks_have_their_own_reason() -> None:
+    """Attention between two exchanges runs once for each group of heads: there is nothing to change."""
     model = ByRanks(layers=2, width=32)
     for layer, kind in zip(model.layers, (Ulysses, InOwnOrder), strict=True):
         layer.__class__ = kind
@@ -127,9 +127,9 @@ def test_what_ranks_exchange_is_told_from_what_could_be_written_otherwise() -> N
         found = streamfx.explain(model, *data_of(0, 64), options={"chunk_size": 16, "loss_chunk_size": 16})
         stages, text = found.stages, str(found)
     assert stages[0].attention == ("all ranks' rows",)
-    told = {item.operator: (item.found, item.do) for stage in stages for item in stage.obstacles}
+    reasons = {item.operator: (item.found, item.do) for stage in stages for item in stage.obstacles}
     for name in ("attention", "attention_backward"):
-        why, do = told[f"streamfx.{name}.default"]
+        why, do = reasons[f"streamfx.{name}.default"]
         assert "rows that ranks exchange" in why and do == RANKS
-    assert told["aten.scatter_add.default"][1] == BY_INDEX
+    assert reasons["aten.scatter_add.default"][1] == BY_INDEX
     assert "these operators fall back and run between loops, the rest streams:" in text

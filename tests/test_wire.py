@@ -1,4 +1,4 @@
-"""What a step sends to other ranks, as `explain` counts it without them: by kind and stage, in loops and between them."""
+"""`explain` counts the communication of a step without other ranks: by kind and stage, in loops and between them."""
 
 from __future__ import annotations
 
@@ -69,19 +69,19 @@ def test_bytes_of_a_call(ranks: DeviceMesh, target: Any, args: tuple[Any, ...], 
 
 
 @pytest.mark.parametrize("ranks", [(2, 0), pytest.param((8, 0), marks=pytest.mark.long)], indirect=True, ids=["2", "8"])
-def test_wire(ranks: DeviceMesh, golden: Callable[[str], None]) -> None:  # noqa: F811
+def test_communication(ranks: DeviceMesh, golden: Callable[[str], None]) -> None:  # noqa: F811
     golden(f"{explained(sharded(Two(4), ranks))}\n")
 
 
-def test_nothing_is_said_where_nothing_is_sent() -> None:
+def test_no_communication_is_not_shown() -> None:
     found = explained(Two())
     assert "wire" not in str(found) and found.summary()["wire"] is None
     assert all(stage["wire"] is None for stage in found.summary()["stages"])
 
 
 @pytest.mark.parametrize("reshard", only(["auto"], ["auto", False]))
-def test_all_that_is_sent_is_some_stage_s(ranks: DeviceMesh, reshard: Any) -> None:  # noqa: F811
-    """The outer graphs, read node by node, say the same as the operators that run. Weights of two layers are alive at once."""
+def test_the_communication_of_a_step_is_the_sum_over_stages(ranks: DeviceMesh, reshard: Any) -> None:  # noqa: F811
+    """Counted by node in the outer graphs, and by operator as they run. Weights of two layers are alive at once."""
     model = Decoder(3)
     layer, rest = sum(own.nbytes for own in model.layers[0].parameters()), model.embed.weight.nbytes + model.head.weight.nbytes
     found = explained(sharded(model, ranks), reshard=reshard)
@@ -94,12 +94,12 @@ def test_all_that_is_sent_is_some_stage_s(ranks: DeviceMesh, reshard: Any) -> No
     assert not reshard or layer < wire["whole_weights_bytes"] <= 2 * layer + rest
 
 
-def test_a_graph_that_runs_as_it_stands_is_counted(ranks: DeviceMesh) -> None:  # noqa: F811
-    """Without a sequence there are no loops; what is sent is that of AOTAutograd's halves."""
+def test_the_communication_of_an_unchunked_graph_is_counted(ranks: DeviceMesh) -> None:  # noqa: F811
+    """Without a sequence, AOTAutograd's halves run."""
 
     def step(x: Tensor, weight: Tensor) -> Tensor:
-        everybody: Any = dist.group.WORLD
-        return (x * c10d.wait_tensor(c10d.all_reduce(weight, "sum", everybody.group_name))).sum()
+        world: Any = dist.group.WORLD
+        return (x * c10d.wait_tensor(c10d.all_reduce(weight, "sum", world.group_name))).sum()
 
     wire = streamfx.explain(step, torch.ones(4, requires_grad=True), torch.ones(4)).summary()["wire"]
     assert wire["forward"]["reductions"] == {"calls": 1, "bytes": 16} == wire["eager"]["forward"]["reductions"]
@@ -110,7 +110,7 @@ def test_a_graph_that_runs_as_it_stands_is_counted(ranks: DeviceMesh) -> None:  
 
 
 def counted(rank: int) -> list[tuple[Step, dict[str, Any], Step]]:
-    """A step as the profiler sees it, what `explain` says of it, and eager's with checkpointing."""
+    """A step in the profiler, its communication in `explain`, and eager's step with checkpointing."""
     found = []
     for engine, groups in ((sharded, None), (cut_layers, 1)):
         plain, truth = twins(partial(Decoder, layers=LAYERS))
@@ -128,8 +128,8 @@ def steps() -> list[tuple[Step, dict[str, Any], Step]]:
     return on_ranks(counted)[0]  # type: ignore[no-any-return]
 
 
-def test_explain_says_what_the_profiler_sees(steps: list[tuple[Step, dict[str, Any], Step]]) -> None:
-    """Of two ranks: gathers of half of what is handed over twice, reductions of half of it, all-reduces of all of it."""
+def test_explain_agrees_with_the_profiler(steps: list[tuple[Step, dict[str, Any], Step]]) -> None:
+    """On two ranks: half of a gather's bytes twice, half of a reduce-scatter's, all of an all-reduce's."""
     for own, wire, eager in steps:
         for said, seen in ((wire, own), (wire["eager"], eager)):
             for half, real in (("forward", seen.forward), ("backward", seen.backward)):
@@ -141,8 +141,8 @@ def test_explain_says_what_the_profiler_sees(steps: list[tuple[Step, dict[str, A
 
 
 def test_collectives_are_at_most_those_of_eager_with_checkpointing(steps: list[tuple[Step, dict[str, Any], Step]]) -> None:
-    """In bytes; in calls there is one per stage: the embedding's weights are gathered with those of the first layer, and reduced
-    with them. All other reductions begin while stages compute.
+    """In bytes; in calls, one per stage: the embedding is gathered and reduced with the first layer. All reductions but the last
+    begin while stages compute.
     """
     own, _, eager = steps[0]
     assert max(own.loss_error, own.error) < TOLERANCE
@@ -156,7 +156,7 @@ def test_collectives_are_at_most_those_of_eager_with_checkpointing(steps: list[t
 
 
 def test_cut_layers_reduce_no_more_bytes_than_in_eager(steps: list[tuple[Step, dict[str, Any], Step]]) -> None:
-    """Of the gradients that come from queries, keys and values the sum alone: in two layers, four reductions less."""
+    """The gradients from queries, keys and values are summed before one reduction: four fewer in two layers."""
     own, _, eager = steps[1]
     assert max(own.loss_error, own.error) < TOLERANCE
     assert own.forward.bytes[REDUCE] == eager.forward.bytes[REDUCE]
