@@ -20,7 +20,7 @@ from streamfx.ir.stage_plan import CHUNK_COUNT_RATIOS, MIN_ROWS, MIN_WORKING_SET
 from streamfx.options import resolve_options
 from streamfx.passes.ops.traits import is_expensive
 from streamfx.passes.partition import loop_distribution
-from streamfx.passes.partition.chunk_sizes import OVERHEAD, worthwhile_rows
+from streamfx.passes.partition.chunk_sizes import MAX_OVERHEAD, worthwhile_rows
 from tests.support import hf
 from tests.support.exactness import compare
 from tests.support.hf import LossOf, deep
@@ -107,13 +107,13 @@ def test_chunks_amortize_the_traffic_of_sums(trained: Facts) -> None:
     flops = sum(flops_of_call(node.target, node.args, node.kwargs, node) for node in nodes if is_expensive(node))
     for rates in (CPU, CUDA):
         rows = worthwhile_rows(stage, trained, rates)
-        assert 0 < rates.seconds(moved=moved) <= OVERHEAD * rates.seconds(flops=flops) * rows / LENGTH
+        assert 0 < rates.seconds(moved=moved) <= MAX_OVERHEAD * rates.seconds(flops=flops) * rows / LENGTH
         idle = replace(rates, launch=0)  # which dominates for so small a layer
         assert worthwhile_rows(layer(frozen), frozen, idle) < worthwhile_rows(stage, trained, idle)
     assert worthwhile_rows(stage, trained, CPU) < worthwhile_rows(stage, trained, CUDA)
 
 
-FOUND_ONCE = [getattr(loop_distribution, name) for name in ("earliest_loops", "latest_loops", "fill_loops", "cheapest_placement")]
+FOUND_ONCE = [getattr(loop_distribution, name) for name in ("earliest_loops", "latest_loops", "choose_stored_values", "cheapest_placement")]
 
 
 def placed(layers: int) -> tuple[int, list[int]]:

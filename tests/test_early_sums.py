@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import streamfx
-from streamfx.passes.partition.hoisted_reductions import early_sums
+from streamfx.passes.partition.hoisted_reductions import hoisted_reductions
 from tests.support import decoders, layouts
 from tests.support.exactness import compare
 from tests.support.recurrent import BATCH, VOCABULARY, xlstm
@@ -77,6 +77,6 @@ def test_each_layer_is_a_stage_if_the_loss_has_a_running_sum(scaled: bool) -> No
     compare(model, {"ids": ids, "labels": ids}, chunk_size=8, also=(1, 5))
     explained = streamfx.explain(model, ids, ids, chunk_size=8)
     (facts,) = (graph.facts for graph in explained.call.graphs)
-    assert not any(early_sums(number, facts) for number in range(len(facts.stages)))
+    assert not any(hoisted_reductions(number, facts) for number in range(len(facts.stages)))
     loops = [stage["loops"] for stage in explained.summary()["stages"]]
     assert len(loops) > LAYERS + 1 and max(loops) <= 5, loops

@@ -244,7 +244,7 @@ def test_an_explicit_budget_is_refused_if_planning_fails(
     budget: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a plan, an explicit amount raises; "auto" falls back."""
-    monkeypatch.setattr("streamfx.frontend.backend.may_fit_whole", lambda joint, budget: False)
+    monkeypatch.setattr("streamfx.frontend.backend.may_fit_unchunked", lambda joint, budget: False)
     monkeypatch.setattr("streamfx.frontend.backend.find_fitting_lengths", lambda graph, inputs, budget: None)
     monkeypatch.setattr("streamfx.frontend.backend.run_pipeline", mock.Mock(side_effect=ValueError("no such axis")))
     model, ids = SparseDecoder(SwiGLU), torch.randint(0, VOCABULARY, (2, LENGTH))

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 import streamfx
 from streamfx.ir.joint import joint_graph
 from streamfx.lazy import defer_outputs, rewrite
-from streamfx.passes.partition.unchunked import bytes_at_least
+from streamfx.passes.partition.unchunked import min_live_bytes
 from tests.never_more import of_random_decoder
 from tests.random_decoders.found import FOUND
 from tests.support.exactness import gradient_errors, outcome, recorder
-from tests.support.peaks import TOLERATED, RealMeter, however_small, peak, peaks
+from tests.support.peaks import TOLERANCE, RealMeter, however_small, peak, peaks
 from tests.support.spread import only, spread
 from tests.test_deferral import dynamo_graph
 
@@ -108,13 +108,13 @@ PROGRAMS: dict[str, Callable[[], Step]] = {
 
 @pytest.mark.parametrize("name", only(["no_sequence", "experts"], PROGRAMS))
 def test_a_step_takes_no_more_memory_than_without_streamfx(name: str) -> None:
-    assert peaks(*PROGRAMS[name]()).ratio <= TOLERATED
+    assert peaks(*PROGRAMS[name]()).ratio <= TOLERANCE
 
 
 @pytest.mark.parametrize("place", spread(range(len(FOUND["recomputed"])), len(FOUND["recomputed"])))
 def test_a_step_takes_no_more_memory_than_with_checkpoints(place: int) -> None:
     """A partitioner saves states of random numbers for them, with operators that are given the kernel."""
-    assert of_random_decoder(FOUND["recomputed"][place]).ratio <= TOLERATED
+    assert of_random_decoder(FOUND["recomputed"][place]).ratio <= TOLERANCE
 
 
 def test_requested_chunks_are_used() -> None:
@@ -183,7 +183,7 @@ def test_small_outputs_are_deferred_only_if_other_outputs_use_them(is_read: bool
     with mock.patch.object(rewrite, "is_too_small_for_chunks", IS_TOO_SMALL):
         assert (defer_outputs(graph) is not None) == is_read
         found = peaks(scored(False), lambda model: model(torch.ones(2, 40, dtype=torch.int64)).exp().sum())
-    assert found.ratio <= TOLERATED
+    assert found.ratio <= TOLERANCE
 
 
 @torch.library.custom_op("streamfx_tests::by_columns", mutates_args=())
@@ -197,7 +197,7 @@ by_columns.register_fake(torch.empty_like)
 def test_copies_for_unexpected_strides_are_measured() -> None:
     x, model = torch.randn(10, 20), Model(lambda m, x: (m.w * by_columns(x).view(-1)).sum(), w=nn.Parameter(torch.randn(200)))
     found = peaks(model, lambda model: model(x))
-    assert min(found.others) >= 2 * x.nbytes and found.ratio <= TOLERATED
+    assert min(found.others) >= 2 * x.nbytes and found.ratio <= TOLERANCE
 
 
 def in_documents(m: Any, ids: Tensor, documents: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def test_packed_documents_take_no_more_than_predicted(lengths: list[int]) -> Non
     model = decoder(64, in_documents)
     predicted = streamfx.explain(model, ids, documents, **options).summary()["peak_bytes"]
     real = peak(model, lambda compiled: compiled(ids, documents), "streambp", options={"bodies": "eager", **options})
-    assert real <= TOLERATED * predicted
+    assert real <= TOLERANCE * predicted
 
 
 @pytest.mark.parametrize("way", ["product", "mask", "recomputed"])
@@ -240,4 +240,4 @@ def test_the_lower_bound_of_an_unchunked_run_is_its_saved_values(way: str) -> No
         dy = call(aten.mul.Tensor, dy, call(aten.gt.Scalar, y, 0) if way == "mask" else y)
     graph.output([out, None, call(aten.mm.default, call(aten.t.default, x), dy)])
     product = 4 * (50 + 20)  # an operand that is computed, and a result
-    assert bytes_at_least(joint_graph(graph, 2, 1)) == (4 * 3 * 50 if way == "product" else product)
+    assert min_live_bytes(joint_graph(graph, 2, 1)) == (4 * 3 * 50 if way == "product" else product)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from streamfx.passes.partition.code_sinking import sunk
+from streamfx.passes.partition.code_sinking import sink_operators
 from tests.support.decoders import VOCABULARY
 from tests.support.exactness import compare
 from tests.support.used import Used, batch, used
@@ -32,7 +32,7 @@ class Drawn:
 
     def order(self, *attentions: fx.Node) -> list[fx.Node]:
         starts = [self.nodes.index(node) for node in attentions]
-        return sunk(self.nodes, starts, self.bytes.__getitem__)
+        return sink_operators(self.nodes, starts, self.bytes.__getitem__)
 
 
 def test_sinking_keeps_a_valid_order() -> None:

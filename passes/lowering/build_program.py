@@ -35,8 +35,8 @@ from streamfx.passes.lowering.output_aliasing import clone_if_mutated, clone_sha
 from streamfx.passes.ops.aliasing import MemoryPlace, OtherMemory
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.ops.traits import is_expensive, is_random, producer_of, unpacks
-from streamfx.passes.partition.hoisted_reductions import early_sums
-from streamfx.passes.partition.loop_distribution import Region, place
+from streamfx.passes.partition.hoisted_reductions import hoisted_reductions
+from streamfx.passes.partition.loop_distribution import Region, distribute_over_loops
 from streamfx.runtime.offload import from_host, wait_for_copy
 from streamfx.runtime.restride import is_lazy_conj_or_neg, resolve_conj_and_neg
 from streamfx.runtime.rng import draw_seed
@@ -72,7 +72,7 @@ class _ProgramBuilder:
         forward = HostProgramBuilder(self.layout, self.order, self.facts.plan)
         self._add_inputs(forward)
         for stage in self.stages:
-            region = place(self._values_used_outside(stage), forward.has, self.layout, self.order, reverse=False)
+            region = distribute_over_loops(self._values_used_outside(stage), forward.has, self.layout, self.order, reverse=False)
             check_draws(region, stage)
             forward.run(f"{_identifier(stage.name)}_forward", region, self.chunk_size(stage))
         self._emit_assertions(forward, early=True)
@@ -87,7 +87,7 @@ class _ProgramBuilder:
                 continue
             if gradients_of_stage:
                 self._rerun_dropped_stages(stage, backward)
-            region = place(gradients_of_stage, backward.has, self.layout, self.order, reverse=True)
+            region = distribute_over_loops(gradients_of_stage, backward.has, self.layout, self.order, reverse=True)
             check_draws(region, stage)
             chunk_size = forward.chunks_of(region) or self.chunk_size(stage)
             backward.run(f"{_identifier(stage.name)}_backward", region, chunk_size)
@@ -105,7 +105,7 @@ class _ProgramBuilder:
         while first and dropped[first - 1] and not any(backward.has(node) for node in dropped[first - 1]):
             first -= 1
         for earlier, outputs in zip(self.stages[first:], dropped[first:], strict=False):
-            region = place(outputs, backward.has, self.layout, self.order, reverse=False)
+            region = distribute_over_loops(outputs, backward.has, self.layout, self.order, reverse=False)
             check_draws(region, earlier)
             backward.run(f"{_identifier(earlier.name)}_again", region, self.chunk_size(earlier))
 
@@ -157,7 +157,7 @@ class _ProgramBuilder:
         if stage.gradient_in_forward:
             values += [node for node in stage.gradients if is_tensor(node)]
         stage_index = self.stages.index(stage)
-        return list(dict.fromkeys([*values, *self.facts.plan.kept[stage_index], *early_sums(stage_index, self.facts)]))
+        return list(dict.fromkeys([*values, *self.facts.plan.kept[stage_index], *hoisted_reductions(stage_index, self.facts)]))
 
     def _results(self, forward: HostProgramBuilder) -> list[Any]:
         """Return the results with the strides, and the aliasing, of the trace.

@@ -1,8 +1,8 @@
 """Search for the fastest plan whose peak memory stays within the budget.
 
-Candidates that cost no time come first: large chunks, attention results kept. Then come those that cost a little:
-attention recomputed, stages between boundaries recomputed. Each candidate is built and its schedule simulated, so
-the simulated program is the one that runs.
+Candidates that cost no time come first: large chunks, and attention results kept. Then come those that cost some time:
+attention recomputed, and stages between boundaries recomputed. Each candidate is built and simulated, so the simulated
+program is the one that runs.
 """
 
 from __future__ import annotations
@@ -36,48 +36,51 @@ from streamfx.passes.partition.interloop_values import InterloopValues
 
 EFFICIENT_TOKENS = 512  # below this many tokens, a chunk's products are too small to keep a device busy
 KEEP_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-MOST_STEPS = 5
-MARGIN = 0.95  # share of the remaining memory that a larger chunk aims at
-WORTHWHILE = 1.25  # the search stops if chunks would grow by less than this factor
-NEAR = 1.03  # an estimate up to this factor above the budget is worth a simulation
+MAX_STEPS = 5
+MARGIN = 0.95  # share of the remaining memory that larger chunks are to use
+MIN_GROWTH = 1.25  # the search stops if chunks would grow by less than this factor
+ESTIMATE_TOLERANCE = 1.03  # an estimate up to this factor above the budget is worth a simulation
 
 
 @dataclass(frozen=True)
 class BudgetSearch:
-    """Applies the search; `rewrite` builds the program of a plan, which is then simulated."""
+    """The pass. `rewrite` builds the program of a plan, which is then simulated."""
 
     name: ClassVar[str] = "budget_search"
     options: Options
     rewrite: Callable[[Facts], Facts]
 
     def apply(self, facts: Facts) -> Facts:
-        """Search for the lengths of the inputs, with headroom if possible; raise an error if no plan fits."""
+        """Return the facts with the fastest plan that fits, for longer inputs than the call's if possible.
+
+        Raise `OverBudgetError` if no plan fits.
+        """
         budget = self.options.memory_budget
         if budget is None or facts.program is None:
             return facts
-        now, held, device = (
+        current_lengths, held, device = (
             Lengths.of_current_call(facts.joint.graph),
             held_bytes(facts.program.forward.graph),
             device_of(facts.joint.graph),
         )
         size = budget_bytes(budget, device, held, gradient_bytes(facts.joint.gradients))
-        for lengths in now.with_headroom() if now else (now,):
+        for lengths in current_lengths.with_headroom() if current_lengths else (current_lengths,):
             search = _BudgetSearch(facts, self.options, self.rewrite, size, lengths)
             try:
                 with lengths.assumed():
-                    return search.best()
+                    return search.find_plan()
             except OverBudgetError as error:
-                refused = error
+                over_budget = error
             except Exception as error:  # the graph does not support these lengths: they exceed a position table, for example
-                if lengths == now:
+                if lengths == current_lengths:
                     raise
-                log.info("it is not known what a plan for %s takes: %s", lengths, describe_error(error))
-        raise refused
+                log.info("the memory of a plan for %s is not known: %s", lengths, describe_error(error))
+        raise over_budget
 
 
-def held_bytes(graph: fx.Graph, keep: Collection[fx.Node] = ()) -> int:
-    """Return the bytes of parameters and inputs."""
-    inputs = (node for node in graph.find_nodes(op="placeholder") if node not in keep)
+def held_bytes(graph: fx.Graph, omitted: Collection[fx.Node] = ()) -> int:
+    """Return the bytes of a graph's inputs, including parameters, except those in `omitted`."""
+    inputs = (node for node in graph.find_nodes(op="placeholder") if node not in omitted)
     return sum(bytes_like(node.meta[VALUE]) for node in inputs if VALUE in node.meta)
 
 
@@ -89,7 +92,7 @@ def kept_bytes(facts: Facts) -> int:
 
 @dataclass
 class _BudgetSearch:
-    """Searches for the fastest plan within a budget, for inputs of given lengths; caches plans and costs."""
+    """Searches for the fastest plan within a budget, for inputs of these lengths; caches plans and costs."""
 
     facts: Facts
     options: Options
@@ -100,37 +103,37 @@ class _BudgetSearch:
     costs: list[tuple[tuple[Candidate, int | None], Cost]] = field(default_factory=list)
     plans: dict[Candidate, Facts] = field(default_factory=dict)
 
-    def best(self) -> Facts:
-        """Return the fastest candidate that fits with chunks of a good size, or else the first with small chunks.
+    def find_plan(self) -> Facts:
+        """Return the facts with the fastest candidate that fits with efficient chunks, or else the first with small chunks.
 
-        Each candidate keeps less than the previous one, which leaves room for larger chunks: the first one that fits
-        is chosen, unless the next one is faster.
+        Each candidate keeps less than the previous one, which leaves memory for larger chunks. So the search continues
+        after the first one that fits, while candidates are faster than the previous one.
         """
         fallback: tuple[Candidate, Facts] | None = None
         fastest: tuple[float, Facts, int | None] | None = None
         for candidate in self.candidates():
             facts = self.facts_with_program(candidate)
             program = known(facts.program)
-            least_set, good_set = self.working_sets(program)
-            cost = self.simulate(candidate, program, good_set)
+            min_set, efficient_set = self.working_sets(program)
+            cost = self.simulate(candidate, program, efficient_set)
             if cost.peak <= self.available_bytes:
-                size = self.largest_working_set(candidate, program, good_set, cost)
+                size = self.largest_working_set(candidate, program, efficient_set, cost)
                 seconds = self.seconds(self.simulate(candidate, program, size))
                 if fastest is not None and seconds >= fastest[0]:
                     break
                 fastest = seconds, facts, size
             elif fastest is not None:
                 break
-            elif good_set != least_set and fallback is None:
-                cost = self.simulate(candidate, program, least_set)
+            elif efficient_set != min_set and fallback is None:
+                cost = self.simulate(candidate, program, min_set)
                 if cost.peak <= self.available_bytes:
                     fallback = candidate, facts
         if fastest is not None:
             return self.with_chosen_plan(*fastest[1:])
         if fallback is None:
-            raise over_budget(self.budget, self.held, self.smallest)
+            raise over_budget_error(self.budget, self.held, self.smallest)
         candidate, facts = fallback
-        return self.with_chosen_plan(facts, self.largest_below_good(candidate, known(facts.program)))
+        return self.with_chosen_plan(facts, self.largest_below_efficient(candidate, known(facts.program)))
 
     def seconds(self, cost: Cost) -> float:
         """Estimate the duration of a step with fused element-wise operators."""
@@ -138,10 +141,10 @@ class _BudgetSearch:
         return rates_of(device_of(self.facts.joint.graph)).seconds(work.flops, work.moved + work.total_bytes, work.launches)
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield the combinations that the options allow, the fastest first; skip those that clearly cannot fit."""
+        """Yield the candidates that the options allow, the fastest first, except those that clearly exceed the budget."""
         count = len(self.facts.stages)
-        save = self.least_level if self.options.save == "auto" else self.options.save
-        if InterloopValues(self.facts).exchanges:  # one rank's bytes must not decide about exchanges between ranks
+        save = self.min_level if self.options.save == "auto" else self.options.save
+        if InterloopValues(self.facts).has_exchanges:  # the sizes of one rank must not decide how often ranks exchange rows
             yield Candidate(save, 1 if self.options.keep_every == "auto" else self.options.keep_every)
             return
         every = [k for k in KEEP_EVERY if k < max(count, 2)] if self.options.keep_every == "auto" else [self.options.keep_every]
@@ -151,23 +154,23 @@ class _BudgetSearch:
         several = [Candidate(save, k) for k in every[1:]]
         peaks = [self.estimate(candidate, count) for candidate in several]
         for candidate, peak in zip(several, peaks, strict=True):
-            if peak <= self.available_bytes * NEAR or peak == min(peaks):
+            if peak <= self.available_bytes * ESTIMATE_TOLERANCE or peak == min(peaks):
                 yield candidate
 
     def candidates_keeping_more(self, every: int) -> Iterator[Candidate]:
-        """Yield candidates that keep more than required and may fit, those that keep the most first."""
+        """Yield candidates that keep more values than the options require and may fit, those with the most values first."""
         program = known(self.facts.program)
-        base = self.simulate(Candidate(self.least_level, every), program, self.working_sets(program)[1])
+        base = self.simulate(Candidate(self.min_level, every), program, self.working_sets(program)[1])
         by_kept: dict[Any, Candidate] = {}
-        for level in SAVE_LEVELS[SAVE_LEVELS.index(self.least_level) + 1 :]:
+        for level in SAVE_LEVELS[SAVE_LEVELS.index(self.min_level) + 1 :]:
             candidate = Candidate(level, every)
             planned = self.facts_with_plan(candidate)
-            if base.peak + kept_bytes(planned) <= self.available_bytes * NEAR:
+            if base.peak + kept_bytes(planned) <= self.available_bytes * ESTIMATE_TOLERANCE:
                 by_kept.setdefault(planned.plan.kept, candidate)
         yield from [candidate for kept, candidate in by_kept.items() if any(kept)][::-1]
 
     def estimate(self, candidate: Candidate, count: int) -> int:
-        """Estimate the peak with fewer boundaries from the peak with all of them."""
+        """Return an estimate of the peak with fewer boundaries, from the smallest simulated peak, with all boundaries."""
         cost, k = self.smallest, candidate.keep_every
         kept_share = min(1, 1 / k + (k - 1) / max(count, 1))
         return int(cost.peak - cost.peak_terms.get(STAGE_INPUTS, 0) * (1 - kept_share))
@@ -178,7 +181,7 @@ class _BudgetSearch:
         return min((cost for _, cost in self.costs), key=lambda cost: cost.peak)
 
     @property
-    def least_level(self) -> str:
+    def min_level(self) -> str:
         return min_save_level(self.options.offload)
 
     def with_choices(self, candidate: Candidate) -> Options:
@@ -197,7 +200,7 @@ class _BudgetSearch:
         return chunk_sizes(self.facts, self.options)
 
     def facts_with_program(self, candidate: Candidate) -> Facts:
-        """Return the facts with the program of a candidate, built only if its plan differs."""
+        """Return the facts with the plan and program of a candidate; the given facts if its plan is equal."""
         planned = self.facts_with_plan(candidate)
         current_plan, new_plan = self.facts.plan, planned.plan
         return (
@@ -212,11 +215,11 @@ class _BudgetSearch:
 
     @property
     def available_bytes(self) -> int:
-        """Bytes of the budget that parameters and inputs leave."""
+        """The budget without the bytes of parameters and inputs."""
         return self.budget - self.held
 
     def working_sets(self, program: Program) -> tuple[int | None, int | None]:
-        """Return working sets in bytes for the smallest sensible and for good chunk sizes; None if sizes are fixed."""
+        """Return the working sets, in bytes, of the smallest and of efficient chunk sizes; None if chunk sizes are fixed."""
         automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
         if not automatic:
             return None, None
@@ -230,17 +233,17 @@ class _BudgetSearch:
         return sequence_length(self.facts) or 1
 
     def largest_working_set(self, candidate: Candidate, program: Program, size: int | None, cost: Cost) -> int | None:
-        """Return the largest working set that fits, starting from one that does."""
+        """Return the largest working set that fits, given a working set that fits, and its cost."""
         if size is None:
             return None
         automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
         max_working_set = max(self.lengths.evaluate(chunk.row_bytes) for chunk in automatic) * self.length
         low, high, has_failed = size, max_working_set, False
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             work = max(cost.peak_terms.get(CHUNK, 0) + cost.peak_terms.get(LOSS, 0), low // 8)
             aim = low + int(MARGIN * (self.available_bytes - cost.peak) * low / work)
             trial = aim if aim < high else math.isqrt(low * high) if has_failed else high
-            if trial < low * WORTHWHILE:
+            if trial < low * MIN_GROWTH:
                 break
             larger = self.simulate(candidate, program, trial)
             if larger.peak <= self.available_bytes:
@@ -249,8 +252,8 @@ class _BudgetSearch:
                 high, has_failed = trial, True
         return low
 
-    def largest_below_good(self, candidate: Candidate, program: Program) -> int:
-        """Return the largest working set that fits and is below the good size."""
+    def largest_below_efficient(self, candidate: Candidate, program: Program) -> int:
+        """Return the largest working set that fits, below that of efficient chunks."""
         low, high = self.working_sets(program)
         assert low is not None and high is not None
         while high > 2 * low:
@@ -278,22 +281,25 @@ class _BudgetSearch:
         return cost_of(program.forward, program.backward, len(self.facts.joint.outputs), loss_values(self.facts))
 
     def with_chosen_plan(self, facts: Facts, working_set: int | None) -> Facts:
-        """Return the facts with the chosen plan: its working set, and the lengths for which it holds."""
+        """Return the facts with the chosen plan, its working set, and the lengths for which it is valid."""
         program, plan, valid_lengths = known(facts.program), facts.plan, facts.lengths
         set_working_set(program, working_set)
         plan = replace(plan, chunk_sizes=tuple(with_working_set(size, working_set) for size in plan.chunk_sizes))
         if self.lengths:
-            furthest = self.lengths.longest_valid(lambda longer: self.still_fits(program, longer))
-            set_most_rows(program, furthest)
-            valid_lengths = furthest.intersection(facts.lengths)
+            longest = self.lengths.longest_valid(lambda longer: self.still_fits(program, longer))
+            limit_rows(program, longest)
+            valid_lengths = longest.intersection(facts.lengths)
         return replace(
             facts, found_plan=plan, lengths=valid_lengths, search_trace=SearchTrace(self.budget, tuple(self.simulated))
         )
 
     def still_fits(self, program: Program, longer: Lengths) -> bool:
-        """Return whether a program that fits also fits longer sequences, with about as many rows per chunk."""
+        """Return whether a program also fits at longer lengths, with at least half as many rows per chunk."""
         rows = zip(rows_of_chunks(program, longer), rows_of_chunks(program, self.lengths), strict=True)
-        return all(2 * then >= now for then, now in rows) and self.cost(program).peak <= self.available_bytes
+        return (
+            all(2 * longer_rows >= current_rows for longer_rows, current_rows in rows)
+            and self.cost(program).peak <= self.available_bytes
+        )
 
 
 def rows_of_chunks(program: Program, lengths: Lengths) -> list[int]:
@@ -305,8 +311,8 @@ def rows_of_chunks(program: Program, lengths: Lengths) -> list[int]:
     ]
 
 
-def set_most_rows(program: Program, lengths: Lengths) -> None:
-    """Limit chunks of shorter sequences to the chunk size for which the program was simulated."""
+def limit_rows(program: Program, lengths: Lengths) -> None:
+    """Limit automatic chunk sizes to the rows with which the program was simulated, at these lengths."""
     rows = iter(rows_of_chunks(program, lengths))
     for loop in program.loops:
         if isinstance(loop.spec.chunk_size, AutoChunk):
@@ -314,7 +320,7 @@ def set_most_rows(program: Program, lengths: Lengths) -> None:
 
 
 def with_working_set(size: Any, working_set: int | None) -> Any:
-    """Return an automatic chunk size with this working set; other chunk sizes stay as they are."""
+    """Return an automatic chunk size with this working set; return other chunk sizes unchanged."""
     return replace(size, working_set=working_set) if isinstance(size, AutoChunk) and working_set is not None else size
 
 
@@ -324,8 +330,8 @@ def set_working_set(program: Program, working_set: int | None) -> None:
         loop.spec = replace(loop.spec, chunk_size=with_working_set(loop.spec.chunk_size, working_set))
 
 
-def over_budget(budget: int, held: int, cost: Cost) -> OverBudgetError:
-    """Return the error for a budget below the smallest peak, with its largest parts and remedies."""
+def over_budget_error(budget: int, held: int, cost: Cost) -> OverBudgetError:
+    """Return the error for a budget below the smallest peak, with the largest parts of the peak and a remedy."""
     terms = {PARAMETERS: held, **cost.peak_terms}
     sorted_terms = sorted(terms.items(), key=lambda item: -item[1])
     largest_terms = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted_terms[:4] if size)
@@ -340,7 +346,7 @@ def over_budget(budget: int, held: int, cost: Cost) -> OverBudgetError:
 
 
 REMEDIES = {
-    PARAMETERS: "parameters in a smaller type, or spread over more devices",
+    PARAMETERS: "parameters in a smaller dtype, or sharded over more devices",
     "gradients": "train fewer parameters, as with adapters",
     STAGE_INPUTS: "a shorter sequence or a smaller batch",
 }

@@ -2,10 +2,10 @@
 
 Each level includes the previous ones:
 
-* inputs: only the stage's inputs, and the first layer's input if it is a sum over ranks;
+* inputs: the stage's inputs, and the first layer's input if it is a sum over ranks;
 * attention: results and log-sum-exps of fused attention, and values computed between loops (`interloop_values.py`);
-* projections: results of products before the narrowest point after attention, and the values alive there. In most
-  decoders these are the results of the query, key and value projections, and the residual stream before the MLP;
+* projections: results of products before the point after attention with the fewest live bytes, and the values alive there.
+  In most decoders these are the query, key and value projections, and the residual stream before the MLP;
 * products: results of all products, so that the backward graph recomputes element-wise operators only.
 """
 
@@ -29,17 +29,17 @@ from streamfx.passes.ops.traits import is_expensive
 def kept_values(stage: Stage, facts: Facts, level: str) -> tuple[fx.Node, ...]:
     """Return the values of a stage that are kept at a level, in addition to its outputs."""
     level_index = SAVE_LEVELS.index(level)
-    if stage.gradient_in_forward:  # the backward graph has nothing left to compute here
+    if stage.gradient_in_forward:  # its backward graph runs in the forward graph
         return ()
     values = _StageValues(stage, facts)
     kept = values.sums_before_attention() if stage is facts.stages[0] else []
     kept += values.attention_results() if level_index >= SAVE_LEVELS.index("attention") else []
     if level_index >= SAVE_LEVELS.index("projections"):
-        place, alive = values.narrowest()
-        kept += [node for node in values.recomputed_rows(kept) if node in alive]
-        last = len(stage.forward) if level == "products" else place
+        point, live_values = values.find_narrowest_point()
+        kept += [node for node in values.recomputed_rows(kept) if node in live_values]
+        last = len(stage.forward) if level == "products" else point
         early = [node for node in values.recomputed_rows(kept) if values.position[node] <= last]
-        kept += [node for node in early if is_reduced_over_ranks(node)]  # so the products before the reduction are not needed
+        kept += [node for node in early if is_reduced_over_ranks(node)]  # instead of the products before the reduction
         kept += [node for node in values.recomputed_rows(kept) if is_expensive(node) and values.position[node] <= last]
     return tuple(sorted(dict.fromkeys(kept), key=values.position.__getitem__))
 
@@ -56,7 +56,7 @@ class _StageValues:
         return is_tensor(node) and node not in self.axes.static and self.access.storage_class(node) is StorageClass.ROWS
 
     def is_rows(self, node: fx.Node) -> bool:
-        """Return whether the stage computes this value row by row, so that it can be kept that way."""
+        """Return whether a value is sequence-shaped, and computed by this stage, but not one of its outputs."""
         return node in self.position and node not in self.stage.outputs and self.has_rows(node)
 
     def is_attention(self, node: fx.Node) -> bool:
@@ -87,18 +87,21 @@ class _StageValues:
                 todo += node.all_input_nodes
         return [node for node in self.stage.forward if node in recomputed and self.is_rows(node)]
 
-    def narrowest(self) -> tuple[int, Collection[fx.Node]]:
-        """Return the point after attention and before the last product with the fewest live bytes, and these values."""
+    def find_narrowest_point(self) -> tuple[int, Collection[fx.Node]]:
+        """Return the position between attention and the last product with the fewest live bytes, and the values alive there.
+
+        If there is no such position, return -1 and no values.
+        """
         attentions = [i for node, i in self.position.items() if node in self.spans and node not in self.axes.static]
         products = [i for node, i in self.position.items() if is_expensive(node)]
         if not attentions or not products:
             return -1, ()
-        alive = self.alive()
+        live_values = self.live_values()
         places = range(max(attentions) + 1, max(products))
-        best = min(places, key=lambda i: sum(bytes_like(node.meta[VALUE]) for node in alive[i]), default=-1)
-        return best, alive[best] if best >= 0 else ()
+        best = min(places, key=lambda i: sum(bytes_like(node.meta[VALUE]) for node in live_values[i]), default=-1)
+        return best, live_values[best] if best >= 0 else ()
 
-    def alive(self) -> list[set[fx.Node]]:
+    def live_values(self) -> list[set[fx.Node]]:
         """Return, for each position, the sequence-shaped values that later operators of the stage read."""
         live = set(self.stage.outputs)
         by_position: list[set[fx.Node]] = []

@@ -19,12 +19,14 @@ from streamfx.passes.partition.checkpoint_policy import kept_values
 from streamfx.passes.partition.chunk_sizes import chunk_sizes, model_bytes
 from streamfx.passes.partition.interloop_values import InterloopValues
 
-SMALL = 0.5  # share of the bytes of the model and its gradients: without a budget, up to this much is kept for speed
+MAX_KEPT_SHARE = (
+    0.5  # of the bytes of the model and its gradients: without a budget, kept values that save time take up to this share
+)
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Compute chunk sizes, unless they are passed in: then they were computed from the same facts and options."""
+    """The pass. `chunk_sizes` may have the chunk sizes if they were computed before from the same facts and options."""
 
     name: ClassVar[str] = "chunk_plan"
     options: Options
@@ -32,21 +34,21 @@ class ChunkPlan:
 
     def apply(self, facts: Facts) -> Facts:
         """Return the facts with the plan: chunk sizes, and values to keep, drop, offload and recompute."""
-        between = InterloopValues(facts)
-        kept = self.kept(facts, between)
+        interloop = InterloopValues(facts)
+        kept = self.kept(facts, interloop)
         plan = StagePlan(
             chunk_sizes=chunk_sizes(facts, self.options) if self.chunk_sizes is None else self.chunk_sizes,
             kept=kept,
-            low_precision_sums=self.narrow(facts),
+            low_precision_sums=self.low_precision_sums(facts),
             dropped=self.dropped(facts),
-            offloaded=self.offloaded(facts, between),
-            recomputed=between.recomputed_values(facts.stages, kept),
+            offloaded=self.offloaded(facts, interloop),
+            recomputed=interloop.recomputed_values(facts.stages, kept),
         )
         lengths = self.lengths(plan.kept, facts)
         return replace(facts, found_plan=plan, lengths=lengths or facts.lengths)
 
-    def narrow(self, facts: Facts) -> frozenset[fx.Node]:
-        """Return sums to accumulate in their own dtype, if the options ask for it: gradients only.
+    def low_precision_sums(self, facts: Facts) -> frozenset[fx.Node]:
+        """Return the sums that accumulate in their own dtype, by the option `accumulate`: gradients only.
 
         Forward values are rounded once, as in eager.
         """
@@ -55,42 +57,43 @@ class ChunkPlan:
         return frozenset(facts.joint.nodes) - facts.joint.forward
 
     def lengths(self, kept: Sequence[Sequence[fx.Node]], facts: Facts) -> Lengths | None:
-        """Return the longest lengths for which the kept values stay small; None if lengths do not matter."""
-        now = Lengths.of_current_call(facts.joint.graph)
-        if not now or not any(kept) or self.options.save != "auto" or self.options.offload == "attention":
+        """Return the longest lengths for which the kept values are small; None if the choice does not depend on lengths."""
+        current_lengths = Lengths.of_current_call(facts.joint.graph)
+        if not current_lengths or not any(kept) or self.options.save != "auto" or self.options.offload == "attention":
             return None
-        return now.longest_valid(lambda longer: are_small(kept, facts), 1 + 1 / (4 * max(1, *now.numbers.values())))
+        return current_lengths.longest_valid(
+            lambda longer: are_small(kept, facts), 1 + 1 / (4 * max(1, *current_lengths.numbers.values()))
+        )
 
-    def kept(self, facts: Facts, between: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
+    def kept(self, facts: Facts, interloop: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
         """Return the values that each stage keeps.
 
-        If `save` is "auto", keep the offloaded values, and without a budget also attention results while they are
-        small. With collectives, size does not decide: sequences may differ in length between ranks, but which
-        values are gathered, and when, must not.
+        If `save` is "auto", these are the offloaded values, and without a budget also attention results if they are small.
+        With collectives, size does not decide: ranks may have sequences of different lengths, but must gather the same
+        values at the same time.
         """
         if self.options.save != "auto":
-            return self._kept_at(self.options.save, facts, between)
-        results, least = self._kept_at("attention", facts, between), min_save_level(self.options.offload)
-        is_alone = facts.collectives is None
-        keeps = is_alone and self.options.memory_budget is None and are_small(results, facts)
-        return results if keeps or least == "attention" else self._kept_at(least, facts, between)
+            return self._kept_at(self.options.save, facts, interloop)
+        results, min_level = self._kept_at("attention", facts, interloop), min_save_level(self.options.offload)
+        keeps_results = facts.collectives is None and self.options.memory_budget is None and are_small(results, facts)
+        return results if keeps_results or min_level == "attention" else self._kept_at(min_level, facts, interloop)
 
-    def _kept_at(self, level: str, facts: Facts, between: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
+    def _kept_at(self, level: str, facts: Facts, interloop: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
         """Return the values that each stage keeps at a level of `save`."""
         kept = tuple(kept_values(stage, facts, level) for stage in facts.stages)
         if level == "inputs":
             return kept
-        extra = between.recomputed_and_read(facts.stages, kept)
+        extra = interloop.recomputed_and_read(facts.stages, kept)
         return tuple((*nodes, *extra_nodes) for nodes, extra_nodes in zip(kept, extra, strict=True))
 
-    def offloaded(self, facts: Facts, between: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
-        """Return values that are offloaded to the host if they are kept: sequence-shaped values at cuts, and the
-        values that the `save` level named by `offload` keeps. Graph outputs stay on the device.
+    def offloaded(self, facts: Facts, interloop: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
+        """Return the values that wait on the host if they are kept: sequence-shaped values at cuts, and the values that
+        `save` keeps at the level that `offload` names. Graph outputs stay on the device.
         """
         if self.options.offload == "none":
             return ()
         outputs = set(facts.joint.outputs)
-        kept = self._kept_at(self.options.offload, facts, between)
+        kept = self._kept_at(self.options.offload, facts, interloop)
         rows = (
             tuple(node for node in stage.outputs if facts.access.storage_class(node) is StorageClass.ROWS)
             for stage in facts.stages
@@ -101,28 +104,32 @@ class ChunkPlan:
         )
 
     def dropped(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
-        """Return values at the cuts that are not boundaries and that only the next stage reads."""
+        """Return the values at cuts that are not kept: `keep_every` omits the cut, and only the next stage reads them."""
         every = 1 if self.options.keep_every == "auto" else self.options.keep_every
         stages = facts.stages
         if every == 1 or not any(is_tensor(node) for node in facts.joint.gradients if isinstance(node, fx.Node)):
             return ()
-        is_boundary = [(number + 1) % every == 0 for number in range(len(stages))]
+        is_boundary = [(stage_index + 1) % every == 0 for stage_index in range(len(stages))]
         return tuple(
-            () if is_last or boundary else tuple(node for node in stage.outputs if _is_passed_on(node, number, facts))
-            for number, (stage, boundary) in enumerate(zip(stages, is_boundary, strict=True))
-            for is_last in (number == len(stages) - 1,)
+            ()
+            if is_last or boundary
+            else tuple(node for node in stage.outputs if _is_read_by_next_stage_only(node, stage_index, facts))
+            for stage_index, (stage, boundary) in enumerate(zip(stages, is_boundary, strict=True))
+            for is_last in (stage_index == len(stages) - 1,)
         )
 
 
 def are_small(kept: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:
     """Return whether the values are small compared to the model and its gradients."""
     has_gradients = any(isinstance(node, fx.Node) for node in facts.joint.gradients)
-    return has_gradients and sum(bytes_like(node.meta[VALUE]) for nodes in kept for node in nodes) <= SMALL * model_bytes(facts)
+    return has_gradients and sum(
+        bytes_like(node.meta[VALUE]) for nodes in kept for node in nodes
+    ) <= MAX_KEPT_SHARE * model_bytes(facts)
 
 
-def _is_passed_on(node: fx.Node, number: int, facts: Facts) -> bool:
-    """Return whether only a stage and its successor use this sequence-shaped output."""
-    stage, following = facts.stages[number : number + 2]
+def _is_read_by_next_stage_only(node: fx.Node, stage_index: int, facts: Facts) -> bool:
+    """Return whether no other stage than the next one, and not the caller, reads a sequence-shaped output of a stage."""
+    stage, following = facts.stages[stage_index : stage_index + 2]
     in_both_stages = {*stage.forward, *stage.backward, *following.forward, *following.backward}
     return (
         facts.access.storage_class(node) is StorageClass.ROWS

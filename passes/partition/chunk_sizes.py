@@ -1,9 +1,9 @@
 """Compute the number of query positions in a chunk of each stage.
 
-A chunk has a fixed cost: it reads and writes accumulators once more, rereads the keys and values before it, and
-launches kernels. Enlarging chunks pays until this cost is a small share of the time of the chunk's products. But a
-chunk's intermediate values take memory: they may take about as many bytes as one value at a cut, or, if that saves
-time, a small share of the bytes that the step holds independently of chunk size.
+A chunk has a fixed cost: it reads and writes accumulators, reads the keys and values before it, and launches kernels.
+Larger chunks save time until this cost is a small share of the time of the chunk's products. But the intermediate values
+of a chunk take memory: as much as one value at a cut, or, if that saves time, a small share of the bytes that the step
+holds at any chunk size.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from streamfx.passes.ops.collectives import is_reduced_over_ranks
 from streamfx.passes.ops.traits import is_expensive, is_moved_elements
 from streamfx.torch_private.symbolic_sizes import size_hint
 
-ALIVE_TOGETHER = 3  # about one in this many values of a loop body is alive at its peak
-BYTES_OF_A_CALL = 1 << 20  # with fewer bytes, a reduction over ranks is latency bound
-OVERHEAD = 0.01  # share of the time of a chunk's products: a fixed cost below it is small
+VALUES_PER_LIVE_VALUE = 3  # about one of so many values of a loop body is alive at its peak
+MIN_COLLECTIVE_BYTES = 1 << 20  # a reduction over ranks with fewer bytes is latency bound
+MAX_OVERHEAD = 0.01  # share of the time of a chunk's products that the fixed cost may take
 BYTES_PER_ACCUMULATION = 8  # bytes moved to add one number to a float32 accumulator
 
 
 def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
-    """Return the requested chunk size of each stage, or the quantities that determine it if it is automatic."""
+    """Return the chunk size of each stage: the requested one, or an `AutoChunk`."""
     chunk_alignment = known(facts.axes.sequence).chunk_alignment
     stream_bytes = max((_row_bytes(stage.outputs, facts) for stage in facts.stages), key=numeric)
-    rates, held, cuts = rates_of(device_of(facts.joint.graph)), model_bytes(facts), len(facts.stages)
+    rates, held, num_boundaries = rates_of(device_of(facts.joint.graph)), model_bytes(facts), len(facts.stages)
     efficient_rows = -(-rates.tokens * _length(facts) // tokens(facts))
 
     def size(stage: Stage, rows: int | str) -> ChunkSize:
-        """Return a requested number of rows, rounded up to whole blocks, or an automatic chunk size."""
+        """Return the requested rows, rounded up to the chunk alignment, or an automatic chunk size."""
         if isinstance(rows, int):
             return -(-rows // chunk_alignment) * chunk_alignment
-        row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // ALIVE_TOGETHER
+        row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // VALUES_PER_LIVE_VALUE
         worthwhile = worthwhile_rows(stage, facts, rates)
-        busy = max(min(worthwhile, efficient_rows), rows_of_a_call(stage, facts))
-        return AutoChunk(row_bytes, stream_bytes, worthwhile, held, cuts, busy, chunk_alignment=chunk_alignment)
+        busy = max(min(worthwhile, efficient_rows), min_collective_rows(stage, facts))
+        return AutoChunk(row_bytes, stream_bytes, worthwhile, held, num_boundaries, busy, chunk_alignment=chunk_alignment)
 
     def requested(stage: Stage) -> int | str:
         """Return the chunk size that the options request for a stage."""
@@ -79,18 +79,18 @@ def _length(facts: Facts) -> int:
 
 
 def worthwhile_rows(stage: Stage, facts: Facts, rates: Rates) -> int:
-    """Return the chunk size beyond which larger chunks save little time; the forward graph counts twice."""
+    """Return the chunk size above which larger chunks save little time. The forward graph counts twice: it is recomputed."""
     flops = 2 * _flops(stage.forward) + _flops(stage.backward)
     launches = 2 * sum(map(_launches_kernel, stage.forward)) + sum(map(_launches_kernel, stage.backward))
     overhead = rates.seconds(moved=_moved_by_a_chunk(stage, facts), launches=launches)
     row = rates.seconds(flops=flops) / _length(facts)
-    return math.ceil(overhead / (OVERHEAD * row)) if row else 0
+    return math.ceil(overhead / (MAX_OVERHEAD * row)) if row else 0
 
 
-def rows_of_a_call(stage: Stage, facts: Facts) -> int:
-    """Return the chunk size at which no reduction over ranks is latency bound; 0 without reductions."""
+def min_collective_rows(stage: Stage, facts: Facts) -> int:
+    """Return the smallest chunk size at which no reduction over ranks is latency bound; 0 if there are none."""
     nodes = [node for node in (*stage.forward, *stage.backward) if is_reduced_over_ranks(node)]
-    rows = [-(-BYTES_OF_A_CALL * _length(facts) // max(bytes_like(node.meta[VALUE]), 1)) for node in nodes]
+    rows = [-(-MIN_COLLECTIVE_BYTES * _length(facts) // max(bytes_like(node.meta[VALUE]), 1)) for node in nodes]
     return max(
         (
             rows_needed
@@ -102,7 +102,7 @@ def rows_of_a_call(stage: Stage, facts: Facts) -> int:
 
 
 def model_bytes(facts: Facts) -> int:
-    """Return the bytes that a step holds at any chunk size, apart from values at cuts: inputs and gradients."""
+    """Return the bytes of inputs and gradients, which a step holds at any chunk size."""
     inputs = sum(bytes_like(node.meta.get(VALUE)) for node in facts.joint.sources)
     return inputs + gradient_bytes(facts.joint.gradients)
 
@@ -150,7 +150,7 @@ def _keys_of(node: fx.Node, facts: Facts) -> Iterable[fx.Node]:
 
 
 def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
-    """Return the bytes per sequence position of sequence-shaped values among `nodes`; scores have all keys."""
+    """Return the bytes per row of the sequence of all chunked values among `nodes`; query-by-key values have all keys."""
     access = facts.access
     total: Size = 0
     for node in nodes:
@@ -164,9 +164,13 @@ def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
 
 
 def _with_hints(size: Size, facts: Facts) -> Size:
-    """Substitute hints for symbols that are known only at run time, such as loop counts."""
-    late = free_symbols([size]) - input_symbols(facts.joint)
-    return size if isinstance(size, int) or not late else simplified(size.subs({symbol: numeric(symbol) for symbol in late}))
+    """Return a size in which symbols that are no input sizes, such as loop counts, are replaced by typical values."""
+    runtime_symbols = free_symbols([size]) - input_symbols(facts.joint)
+    return (
+        size
+        if isinstance(size, int) or not runtime_symbols
+        else simplified(size.subs({symbol: numeric(symbol) for symbol in runtime_symbols}))
+    )
 
 
 def _elements_of_a_row(node: fx.Node, axes: AxisFacts) -> Size:

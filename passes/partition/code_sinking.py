@@ -1,13 +1,13 @@
-"""Move operators with large results past another model's layers, to the first use of these results.
+"""Move operators with large results after the layers of another model, to the first use of these results.
 
 A step may run two models one after the other and use the last values of both together:
 
     logits = head(hidden); others = teacher(ids); kl(logits, others)    logits [b t v] is alive at all cuts of the teacher
     others = teacher(ids); logits = head(hidden); kl(logits, others)    hidden [b t d] is
 
-Between two attentions, connected groups of operators that lead to no attention move after the following attentions,
-to the first use of their results. A group is split where the fewest bytes are alive, and only the second part
-moves. If that point is the end of the group (a sum, a number per token), nothing moves.
+A connected group of operators between two attentions moves to the first use of its results if no attention depends on
+it, and if that use comes after a later attention. The group is split where the fewest bytes are alive, and only its second
+part moves. If this point is the end of the group (a sum, a number per token), nothing moves.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from torch import fx
 from streamfx.passes.ops.traits import is_expensive
 
 
-def sunk(nodes: Sequence[fx.Node], starts: Sequence[int], bytes_of: Callable[[fx.Node], int]) -> list[fx.Node]:
-    """Reorder the forward graph so that fewer bytes are alive at attentions.
+def sink_operators(nodes: Sequence[fx.Node], starts: Sequence[int], bytes_of: Callable[[fx.Node], int]) -> list[fx.Node]:
+    """Return the forward operators in an order in which fewer bytes are alive at attentions.
 
-    `starts` are the positions where attentions begin. `bytes_of` returns the bytes of a sequence-shaped value, and
-    0 for others.
+    `starts` are the positions at which attentions begin. `bytes_of` returns the bytes of a sequence-shaped value, and 0
+    for others.
     """
     if len(starts) < 2:
         return list(nodes)
     segments = [list(nodes[low:high]) for low, high in zip((0, *starts), (*starts, len(nodes)), strict=True)]
     segment_of = {node: bisect_right(starts, i) for i, node in enumerate(nodes)}
     movable = _movable(nodes, {nodes[start] for start in starts}, bytes_of)
-    for number in range(1, len(segments) - 1):
-        for group in _groups(node for node in segments[number] if node in movable):
-            later = {segment_of[user] for node in group for user in node.users if user in segment_of} - {number}
+    for segment_index in range(1, len(segments) - 1):
+        for group in _groups(node for node in segments[segment_index] if node in movable):
+            later = {segment_of[user] for node in group for user in node.users if user in segment_of} - {segment_index}
             if not later:
                 continue
             target = min(later)
-            moved = _part_to_move(group, number, segment_of, bytes_of)
+            moved = _part_to_move(group, segment_index, segment_of, bytes_of)
             inside = set(moved)
-            segments[number] = [node for node in segments[number] if node not in inside]
+            segments[segment_index] = [node for node in segments[segment_index] if node not in inside]
             uses = (i for i, node in enumerate(segments[target]) if not inside.isdisjoint(node.all_input_nodes))
             first = next(uses, 0)
             segments[target][first:first] = moved
@@ -50,16 +50,18 @@ def sunk(nodes: Sequence[fx.Node], starts: Sequence[int], bytes_of: Callable[[fx
 
 
 def _movable(nodes: Sequence[fx.Node], attentions: set[fx.Node], bytes_of: Callable[[fx.Node], int]) -> set[fx.Node]:
-    """Return sequence-shaped values, and their descendants, that lead to no attention."""
-    leading = set(attentions)
+    """Return the sequence-shaped values, and their descendants, on which no attention depends."""
+    needed_by_attention = set(attentions)
     for node in reversed(nodes):
-        if any(user in leading for user in node.users):
-            leading.add(node)
+        if any(user in needed_by_attention for user in node.users):
+            needed_by_attention.add(node)
     movable: set[fx.Node] = set()
     for node in nodes:
-        is_part = node.target is operator.getitem
-        made_by_rows = bool(bytes_of(node)) or any(bytes_of(user) for user in node.users if user.target is operator.getitem)
-        if node not in leading and ((made_by_rows and not is_part) or any(source in movable for source in node.all_input_nodes)):
+        is_element = node.target is operator.getitem
+        has_rows = bool(bytes_of(node)) or any(bytes_of(user) for user in node.users if user.target is operator.getitem)
+        if node not in needed_by_attention and (
+            (has_rows and not is_element) or any(source in movable for source in node.all_input_nodes)
+        ):
             movable.add(node)
     return movable
 
@@ -69,16 +71,16 @@ def _groups(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
     groups: list[list[fx.Node]] = []
     for node in nodes:
         sources = set(node.all_input_nodes)
-        joined = [group for group in groups if not sources.isdisjoint(group)]
+        connected = [group for group in groups if not sources.isdisjoint(group)]
         groups = [group for group in groups if sources.isdisjoint(group)]
-        groups.append([*(item for group in joined for item in group), node])
+        groups.append([*(item for group in connected for item in group), node])
     return groups
 
 
 def _part_to_move(
-    group: Sequence[fx.Node], number: int, segment_of: dict[fx.Node, int], bytes_of: Callable[[fx.Node], int]
+    group: Sequence[fx.Node], segment_index: int, segment_of: dict[fx.Node, int], bytes_of: Callable[[fx.Node], int]
 ) -> list[fx.Node]:
-    """Split a group where the fewest bytes stay alive, and return the second part."""
+    """Return the second part of a group that is split where the fewest bytes are alive."""
     products = [0, *accumulate(is_expensive(node) for node in group)]
 
     def bytes_waiting(index: int) -> float:
@@ -88,12 +90,12 @@ def _part_to_move(
             return float("inf")
         crossing = sum(bytes_of(node) for node in before if any(user not in before for user in node.users))
         operands_read = {source for node in after for source in node.all_input_nodes} - set(group)
-        return crossing + sum(bytes_of(node) for node in operands_read if not _is_read_later(node, number, segment_of))
+        return crossing + sum(bytes_of(node) for node in operands_read if not _is_read_later(node, segment_index, segment_of))
 
     index = min(range(len(group) + 1), key=lambda index: (bytes_waiting(index), -products[index], index))
     return list(group[index:])
 
 
-def _is_read_later(node: fx.Node, number: int, segment_of: dict[fx.Node, int]) -> bool:
-    """Return whether a later segment reads a value, which is alive until then anyway."""
-    return any(segment_of.get(user, number) > number for user in node.users)
+def _is_read_later(node: fx.Node, segment_index: int, segment_of: dict[fx.Node, int]) -> bool:
+    """Return whether a later segment reads a value, so that it is alive until then in any case."""
+    return any(segment_of.get(user, segment_index) > segment_index for user in node.users)

@@ -1,10 +1,10 @@
-"""Find reductions over forward values, a row or a sum of rows, that the backward graph needs before its first loop.
+"""Find reductions over forward values (a row, a sum of rows) that the backward graph needs before its first loop.
 
-    k = norm(x) @ w        the last of many blocks passes on a gradient that depends on one row of k, and the backward
-    row = k[:, :, n]       loop over the other blocks starts from it
+    k = norm(x) @ w        the backward loop over blocks of rows starts with a gradient
+    row = k[:, :, n]       that depends on one row of k
 
-If the backward graph computed this row, it would need another loop over the sequence, which would recompute `k` and
-store values for the next loop. The forward loop already has `k`, and a single row takes little memory to keep.
+To compute this row, the backward graph would need another loop over the sequence, which recomputes `k` and stores values
+for the next loop. The forward loop has `k`, and keeping a single row takes little memory.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from streamfx.passes.ops.traits import is_expensive, is_random, producer_of
 from streamfx.passes.partition.value_table import NOT_IN_LOOPS
 
 
-def early_sums(number: int, facts: Facts) -> list[fx.Node]:
-    """Return reductions in a stage's backward graph that its forward loops can compute without products.
+def hoisted_reductions(stage_index: int, facts: Facts) -> list[fx.Node]:
+    """Return the reductions in a stage's backward graph that its forward loops compute instead.
 
-    A reduction qualifies if a backward loop waits for it and it has at most half the bytes of each operand.
+    The forward loops can compute them without further products, a backward loop depends on them, and they have at most
+    half of the bytes of each operand.
     """
-    stage = facts.stages[number]
+    stage = facts.stages[stage_index]
     if stage.gradient_in_forward:
         return []
     rows = {
-        node for node in _available_values(stage, facts.stages[:number]) if _has_storage_class(node, StorageClass.ROWS, facts)
+        node
+        for node in _available_values(stage, facts.stages[:stage_index])
+        if _has_storage_class(node, StorageClass.ROWS, facts)
     }
     sums: list[fx.Node] = []
     for node in stage.backward:
@@ -57,7 +60,7 @@ def _has_storage_class(node: fx.Node, storage_class: StorageClass, facts: Facts)
 
 
 def _needs_no_loop(node: fx.Node, facts: Facts) -> bool:
-    """Return whether no loop and no gradient computes a value: it is an input, or depends on positions only."""
+    """Return whether a value is an input other than a tangent, or depends on positions only."""
     return node in facts.axes.static or (node.op != "call_function" and node not in facts.joint.tangents)
 
 

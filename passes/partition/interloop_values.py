@@ -3,8 +3,7 @@
     q, k, v (loop) -> all_to_all -> attention over the full sequence, some of the heads -> all_to_all -> o, MLP (loop)
 
 Their results are as long as the sequence, in every layer. So the backward graph recomputes them stage by stage, as
-checkpointing does, and only the stage's inputs are kept; sequence-shaped values that loops store for them are
-recomputed, too.
+checkpointing does, and keeps only the stage's inputs. It also recomputes sequence-shaped values that loops store for them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from streamfx.passes.ops.traits import producer_of
 
 
 class InterloopValues:
-    """Values that the forward graph computes between its loops."""
+    """The values that the forward graph computes between its loops."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts, self.axes, self.access = facts, facts.axes, facts.access
@@ -45,16 +44,16 @@ class InterloopValues:
         return frozenset(between)
 
     @cached_property
-    def exchanges(self) -> bool:
-        """Whether ranks exchange rows between loops: then a rank's sizes must not decide what runs, or its order."""
+    def has_exchanges(self) -> bool:
+        """Whether ranks exchange rows between loops: then decisions must not depend on the sizes of one rank."""
         return any(is_collective(producer_of(node)) for node in self.nodes)
 
     @cached_property
-    def long(self) -> frozenset[fx.Node]:
-        """Values as long as the sequence. Exchanged values count as long, whatever their size."""
+    def long_values(self) -> frozenset[fx.Node]:
+        """The values at least as long as the sequence, and all results of exchanges."""
         return frozenset(node for node in self.nodes if is_collective(producer_of(node)) or self._is_long(node))
 
-    def bytes_of(self, node: fx.Node) -> int:
+    def storage_bytes(self, node: fx.Node) -> int:
         """Return the bytes of storage that a long value occupies: dimensions with stride 0 take none."""
         value = node.meta[VALUE]
         dims = (size for size, stride in zip(shape_of_node(node), value.stride(), strict=True) if stride != 0)
@@ -62,22 +61,22 @@ class InterloopValues:
 
     @cached_property
     def attentions(self) -> frozenset[fx.Node]:
-        """Fused attention that is not chunked, or whose keys are complete before its loop begins."""
+        """Fused attention outside loops, or with operands that are complete before its loop begins."""
         return frozenset(node for node in self.facts.joint.forward if self._is_attention(producer_of(node)) and is_tensor(node))
 
     def recomputed_values(self, stages: Sequence[Stage], kept: Sequence[Collection[fx.Node]]) -> frozenset[fx.Node]:
         """Return the values that the backward graph recomputes if stages keep `kept` and their outputs.
 
-        If a single stage has all of them, recomputing gains nothing, since all would be alive at once. Exchanged
-        values are not recomputed if ranks have found that their programs would differ (`rank_consensus.py`).
+        None are recomputed if one stage has all of them, because all would be alive at once, or if ranks exchange rows and
+        would run different programs (`rank_consensus.py`).
         """
-        if self.exchanges and self.facts.separate_reductions is not None:
+        if self.has_exchanges and self.facts.separate_reductions is not None:
             return frozenset()
         by_stage = [self._recomputed_in_stage(stage, nodes) for stage, nodes in zip(stages, kept, strict=True)]
         return frozenset(chain(*by_stage)) if sum(map(bool, by_stage)) > 1 else frozenset()
 
     def recomputed_and_read(self, stages: Sequence[Stage], kept: Sequence[Collection[fx.Node]]) -> list[list[fx.Node]]:
-        """Return the recomputed values that backward operators read; if these are kept, nothing is recomputed."""
+        """Return the recomputed values that backward operators read, by stage; if these are kept, nothing is recomputed."""
         recomputed = self.recomputed_values(stages, kept)
         return [[node for node in stage.forward if node in recomputed and self._is_read_by_backward(node)] for stage in stages]
 
@@ -85,18 +84,18 @@ class InterloopValues:
         return not self._has_rows(node) and any(user not in self.facts.joint.forward for user in node.users)
 
     def _recomputed_in_stage(self, stage: Stage, kept: Collection[fx.Node]) -> set[fx.Node]:
-        """Return a stage's repeatable values between loops, and their sequence-shaped ancestors, which loops may
-        have stored for other loops. Includes the stage's masks and tables, which do not depend on sequence-shaped
-        values.
+        """Return the values that a stage recomputes: long values and tables between loops, if recomputing repeats them.
+
+        Sequence-shaped ancestors, which loops may store for these values, are recomputed as well.
         """
-        if stage.gradient_in_forward:  # the backward graph has nothing left to compute here
+        if stage.gradient_in_forward:  # its backward graph runs in the forward graph
             return set()
         inside, not_recomputed = set(stage.forward), {*kept, *stage.outputs, *self.facts.joint.outputs}
 
         def is_internal(node: fx.Node) -> bool:
             return node not in not_recomputed and all(user in inside for user in node.users if user in self.facts.joint.forward)
 
-        candidates = (node for node in stage.forward if node in self.long or self._is_table(node))
+        candidates = (node for node in stage.forward if node in self.long_values or self._is_table(node))
         recomputed = {node for node in candidates if is_repeatable(node) and is_internal(node)}
         ancestors = self._ancestors_in_stage(recomputed, inside)
         return recomputed | {node for node in ancestors if self._has_rows(node) and is_internal(node)}
@@ -114,10 +113,10 @@ class InterloopValues:
 
     def _is_attention(self, node: fx.Node) -> bool:
         signature = self.axes.signatures.get(node)
-        return signature is not None and bool(signature.keys) and not self.long.isdisjoint(node.all_input_nodes)
+        return signature is not None and bool(signature.keys) and not self.long_values.isdisjoint(node.all_input_nodes)
 
     def _is_table(self, node: fx.Node) -> bool:
-        """Return whether a value between loops depends on positions only and has several elements per position."""
+        """Return whether a value between loops depends on positions only, and is longer than the sequence."""
         is_static_between_loops = node in self.axes.static and is_tensor(node) and not self.is_in_loop(node)
         return is_static_between_loops and numeric(product(shape_of_node(node))) > self.length
 
@@ -136,6 +135,6 @@ class InterloopValues:
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """Return whether running an operator twice gives the same result; all ranks repeat an exchange together."""
+    """Return whether running an operator again has the same result. All ranks repeat an exchange together."""
     producer = producer_of(node)
     return is_deterministic(producer) and (is_collective(producer) or may_be_merged(producer))

@@ -3,17 +3,17 @@
 A stage may need several loops, one after the other. A value is assigned to the first loop in which all its operands
 are ready:
 
-* rows of a value of the same loop are ready at once;
-* key positions [.., e) are ready in a loop in forward order, because earlier chunks have stored them in a buffer;
-  cotangents of keys are complete in a loop in reverse order once it reaches the chunk that holds them;
-* anything else (all keys, all rows, a complete sum) is ready in the next loop.
+* the chunk's own rows of a value are ready in the same loop;
+* key positions [.., e) are ready in the same loop if it runs in forward order: earlier chunks have stored them in a buffer.
+  The cotangents of a chunk's keys are complete in a loop in reverse order when it reaches that chunk;
+* all keys, all rows and complete sums are ready in the next loop.
 
-Or it is assigned to the last loop that is early enough for all its uses, if that stores fewer bytes between loops.
+Or each value is assigned to the last loop that is early enough for its uses, if that stores fewer bytes between loops.
 
-Values that a later loop reads from an earlier one are stored or recomputed: see `rematerialization.py`.
+Values that a later loop reads from an earlier one are stored or recomputed (`rematerialization.py`).
 
-The assignment depends only on a table of numbers (`value_table.py`), so it is computed once for all layers with
-equal tables.
+The assignment depends only on a table of numbers (`value_table.py`), so it is computed once for all layers with equal
+tables.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from streamfx.node_meta import DRAW
 from streamfx.passes.partition.rematerialization import Rematerialization
 from streamfx.passes.partition.value_table import Bytes, Table, bytes_of, is_loop_value, table_of, tensor_inputs
 
-CACHE_SIZE = 256  # number of distinct regions whose placement is cached
+CACHE_SIZE = 256  # distinct regions whose placement is cached
 
 LoopIndices: TypeAlias = "tuple[int, ...]"
 
 
 @dataclass
 class LoopContent:
-    """Values that one loop returns or accumulates, by the kind of buffer."""
+    """The values that one loop returns: stacked rows, sums over chunks, and sums over chunks for each key position."""
 
     stacked: set[fx.Node] = field(default_factory=set)
     summed: set[fx.Node] = field(default_factory=set)
@@ -72,66 +72,69 @@ class RegionPlacement(NamedTuple):
     loops: tuple[ContentPlacement, ...]
 
 
-def place(
+def distribute_over_loops(
     outputs: Iterable[fx.Node],
     available: Callable[[fx.Node], bool],
     layout: Layout,
     order: dict[fx.Node, int],
     reverse: bool,
 ) -> Region:
-    """Distribute the ancestors of `outputs`, up to `available` values, over loops."""
+    """Distribute the ancestors of `outputs` over loops; values for which `available` is true exist already."""
     available = functools.cache(available)  # the graph does not change in the meantime
     outputs = list(outputs)
     nodes = _closure(outputs, available, order, layout)
     values = [node for node in nodes if is_tensor(node)]
-    placed = choose_placement(
+    placement = choose_placement(
         values, table_of(values, available, layout, reverse), _requested_values(outputs, nodes, values, layout), layout
     )
-    loops = tuple(LoopContent(*({values[i] for i in numbers} for numbers in content)) for content in placed.loops)
-    return Region(tuple(nodes), dict(zip(values, placed.loop_indices, strict=True)), loops, reverse)
+    loops = tuple(LoopContent(*({values[i] for i in indices} for indices in content)) for content in placement.loops)
+    return Region(tuple(nodes), dict(zip(values, placement.loop_indices, strict=True)), loops, reverse)
 
 
 def choose_placement(
     values: Sequence[fx.Node], table: Table, requests: tuple[frozenset[int], frozenset[int]], layout: Layout
 ) -> RegionPlacement:
-    """Return the contents of each loop; with several loops, the placement that stores fewer bytes."""
+    """Return the placement that stores the fewest bytes; `requests` is the result of `_requested_values`."""
     outputs, requested = requests
     early = earliest_loops(table)
-    if loops_of(table, early) < 2:
-        return fill_loops(table, requested, early, None)
+    if loop_count(table, early) < 2:
+        return choose_stored_values(table, requested, early, None)
     return cheapest_placement(table, outputs, requested, bytes_of(values, table, layout))
 
 
 @functools.lru_cache(CACHE_SIZE)
 def cheapest_placement(table: Table, outputs: frozenset[int], requested: frozenset[int], sizes: Bytes) -> RegionPlacement:
-    """Return the placement that stores less: all values as early as possible, or as late as possible."""
+    """Return the placement that stores fewer bytes: all values as early as possible, or as late as possible."""
     earliest, latest = earliest_loops(table), latest_loops(table)
-    early_placement = fill_loops(table, requested, earliest, sizes)
+    early_placement = choose_stored_values(table, requested, earliest, sizes)
     if latest == earliest:
         return early_placement
     return min(
-        (early_placement, fill_loops(table, requested, latest, sizes)), key=lambda placed: _stored_bytes(placed, outputs, sizes)
+        (early_placement, choose_stored_values(table, requested, latest, sizes)),
+        key=lambda placement: _stored_bytes(placement, outputs, sizes),
     )
 
 
-def _stored_bytes(placed: RegionPlacement, outputs: frozenset[int], sizes: Bytes) -> int:
-    """Return the bytes that loops store for later loops."""
-    return sum(sizes.stored[i] for i in frozenset[int]().union(*(content.stacked for content in placed.loops)) - outputs)
+def _stored_bytes(placement: RegionPlacement, outputs: frozenset[int], sizes: Bytes) -> int:
+    """Return the bytes that loops stack for later loops, without the region's outputs."""
+    return sum(sizes.full[i] for i in frozenset[int]().union(*(content.stacked for content in placement.loops)) - outputs)
 
 
 @functools.lru_cache(CACHE_SIZE)
-def fill_loops(table: Table, requested: frozenset[int], loop_indices: LoopIndices, sizes: Bytes | None) -> RegionPlacement:
-    """Build the placement that computes each value at its level. `sizes` is required if there are several loops."""
-    count = loops_of(table, loop_indices)
-    placer = _Placer(table, loop_indices, requested, sizes)
-    placer.fill_all(count)
+def choose_stored_values(
+    table: Table, requested: frozenset[int], loop_indices: LoopIndices, sizes: Bytes | None
+) -> RegionPlacement:
+    """Choose the values that each loop stores, given the loop of each value; `sizes` is required if there are several loops."""
+    count = loop_count(table, loop_indices)
+    chooser = _StorageChooser(table, loop_indices, requested, sizes)
+    chooser.choose_for_all(count)
     if count > 1:
-        placer = _Placer(table, loop_indices, requested, sizes, placer.computed)
-        placer.fill_all(count)
-    return RegionPlacement(loop_indices, tuple(placer.content(number) for number in range(count)))
+        chooser = _StorageChooser(table, loop_indices, requested, sizes, chooser.computed)
+        chooser.choose_for_all(count)
+    return RegionPlacement(loop_indices, tuple(chooser.content(loop_index) for loop_index in range(count)))
 
 
-def loops_of(table: Table, loop_indices: LoopIndices) -> int:
+def loop_count(table: Table, loop_indices: LoopIndices) -> int:
     """Return the number of loops of a region."""
     return 1 + max((loop_index for loop_index, value in zip(loop_indices, table, strict=True) if value.is_in_loop), default=-1)
 
@@ -160,13 +163,13 @@ def _closure(
 def _requested_values(
     outputs: Iterable[fx.Node], nodes: Iterable[fx.Node], values: Sequence[fx.Node], layout: Layout
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the outputs, and the outputs plus values needed in full between loops, without available ones."""
-    numbers = {node: i for i, node in enumerate(values)}
+    """Return the outputs, and the outputs with the values that operators between loops read, as indices of `values`."""
+    index = {node: i for i, node in enumerate(values)}
     read_between_loops = [
         source for node in nodes if is_tensor(node) and not is_loop_value(node, layout) for source in tensor_inputs(node)
     ]
-    requested_outputs = frozenset(numbers[node] for node in outputs if node in numbers)
-    return requested_outputs, requested_outputs.union(numbers[node] for node in read_between_loops if node in numbers)
+    requested_outputs = frozenset(index[node] for node in outputs if node in index)
+    return requested_outputs, requested_outputs.union(index[node] for node in read_between_loops if node in index)
 
 
 @functools.lru_cache(CACHE_SIZE)
@@ -189,23 +192,24 @@ def latest_loops(table: Table) -> LoopIndices:
         (loop_index for loop_index, value in zip(earliest_loops(table), table, strict=True) if value.is_in_loop), default=0
     )
     late = [last if value.is_in_loop else last + 1 for value in table]
-    for number in range(len(table) - 1, -1, -1):
-        value = table[number]
+    for index in range(len(table) - 1, -1, -1):
+        value = table[index]
         for need in value.needs:
-            late[need.operand] = min(late[need.operand], late[number] - (not need.in_same_loop))
+            late[need.operand] = min(late[need.operand], late[index] - (not need.in_same_loop))
         for source in value.sources:
-            late[source] = min(late[source], late[number] - table[source].is_in_loop)
-    for number, value in enumerate(table):  # all results of an operator are computed in the same loop
+            late[source] = min(late[source], late[index] - table[source].is_in_loop)
+    for index, value in enumerate(table):  # all results of an operator are computed in the same loop
         if value.siblings:
-            late[number] = min(late[sibling] for sibling in value.siblings)
+            late[index] = min(late[sibling] for sibling in value.siblings)
     return tuple(late)
 
 
-class _Placer:
-    """Fills loops from the last to the first.
+class _StorageChooser:
+    """Chooses, from the last loop to the first, which values a loop computes and which it reads from earlier loops.
 
-    `computed_by_loop` maps each loop to the values it would compute if every loop computed all its needs: a product that
-    several loops need is computed once.
+    `stacked`, `summed`, `key_sums`: the values that each loop returns for later loops or as outputs.
+    `computed_by_loop`: the values that each loop computes if products are not shared, from a first run of this class. A
+    product that several loops compute there is then stored by the first one.
     """
 
     def __init__(
@@ -216,7 +220,7 @@ class _Placer:
         sizes: Bytes | None,
         computed_by_loop: Mapping[int, set[int]] | None = None,
     ) -> None:
-        """Request these values in full; `sizes` are required if there are several loops."""
+        """Request these values in full; `sizes` is required if there are several loops."""
         self.table, self.loop_indices, self.sizes, self.computed_by_loop = table, loop_indices, sizes, computed_by_loop or {}
         self.stacked: dict[int, set[int]] = defaultdict(set)
         self.summed: dict[int, set[int]] = defaultdict(set)
@@ -225,21 +229,21 @@ class _Placer:
         for value in requested:
             self.request_in_full(value)
 
-    def content(self, number: int) -> ContentPlacement:
+    def content(self, loop_index: int) -> ContentPlacement:
         """Return the values that a loop returns or accumulates."""
-        return ContentPlacement(*(frozenset(kept[number]) for kept in (self.stacked, self.summed, self.key_sums)))
+        return ContentPlacement(*(frozenset(returned[loop_index]) for returned in (self.stacked, self.summed, self.key_sums)))
 
-    def fill_all(self, count: int) -> None:
-        """Fill the loops from the last to the first."""
-        for number in range(count - 1, -1, -1):
-            self.fill(number)
+    def choose_for_all(self, count: int) -> None:
+        """Choose for all loops, from the last to the first."""
+        for loop_index in range(count - 1, -1, -1):
+            self.choose_for_loop(loop_index)
 
     def _is_stored_product(self, value: int) -> bool:
-        """Return whether a value is an expensive, sequence-shaped one that loops store."""
+        """Return whether a value is the sequence-shaped result of an expensive operator."""
         return self.table[value].is_expensive and self.table[value].storage_class is StorageClass.ROWS
 
     def request_in_full(self, value: int) -> None:
-        """Request the full value between or after loops. A value that no loop computes is available already."""
+        """Let the loop of a value return it in full. A value that no loop computes needs no loop."""
         if not self.table[value].is_in_loop:
             return
         match self.table[value].storage_class:
@@ -250,17 +254,17 @@ class _Placer:
             case _:
                 self.stacked[self.loop_indices[value]].add(value)
 
-    def fill(self, number: int) -> None:
-        """Find the values that loop `number` computes, and request the others from earlier loops."""
-        outputs = self.stacked[number] | self.summed[number] | self.key_sums[number]
+    def choose_for_loop(self, loop_index: int) -> None:
+        """Choose the values that a loop computes, and request the others from earlier loops."""
+        outputs = self.stacked[loop_index] | self.summed[loop_index] | self.key_sums[loop_index]
         products = {
             value
-            for earlier in range(number)
+            for earlier in range(loop_index)
             for value in self.computed_by_loop.get(earlier, ())
             if self._is_stored_product(value)
         }
-        rematerialization = Rematerialization(number, self.table, self.loop_indices, self.sizes, products)
-        stored = rematerialization.cut(outputs, set().union(*self.stacked.values(), *self.key_sums.values()))
+        rematerialization = Rematerialization(loop_index, self.table, self.loop_indices, self.sizes, products)
+        stored = rematerialization.values_to_store(outputs, set().union(*self.stacked.values(), *self.key_sums.values()))
         computed = set(outputs)
         for _, need in rematerialization.walk(
             outputs, lambda need: need.operand not in stored and not rematerialization.must_be_stored(need)
@@ -269,4 +273,4 @@ class _Placer:
                 computed.add(need.operand)
             else:
                 self.request_in_full(need.operand)
-        self.computed[number] = computed
+        self.computed[loop_index] = computed

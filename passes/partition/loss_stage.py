@@ -1,9 +1,9 @@
 """Find a last stage whose gradient can be computed together with the loss.
 
-Stages are cut where the fewest bytes are alive. After the head this may be one number per token, so that the head
-shares a stage with the last attention; or the head shares a stage with trained layers. This module looks for a last
-stage that contains the last products on the gradient's path, all their descendants, and as many of their ancestors
-as do not increase the bytes at the cut, but no attention and no trained weight. The cut is a minimum cut.
+The cut with the fewest live bytes may come after the head, which has one number per token, or before trained layers. Then
+the head shares a stage with attention or trained layers. This module looks for another last stage: it contains the last
+products on the path from trained values to the loss, and all their descendants, but no attention and no trained weight.
+A minimum cut selects which of their ancestors it contains.
 
     attention, mlp | norm, head, log p [b t] -> sums [b], loss
 """
@@ -24,15 +24,18 @@ from streamfx.ir.facts import Facts, StorageClass
 from streamfx.ir.joint import ancestors, descendants, is_tensor, trained_values
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import is_product, producer_of
-from streamfx.passes.partition.stages import UNCUTTABLE, stages_with
+from streamfx.passes.partition.stages import PROHIBITIVE_COST, stages_with_last
 
 EARLIER, LAST = "earlier", "last"
 
 
 def with_loss_stage(facts: Facts, with_trained_heads: bool = False) -> Facts | None:
-    """Return the facts with such a last stage, or None; a flag allows trained weights in the last products."""
+    """Return the facts with a separate last stage for the head; None if that is not possible.
+
+    `with_trained_heads` allows trained weights in the last products.
+    """
     last = _LossSearch(facts, with_trained_heads).operators()
-    return None if not last else replace(facts, found_stages=stages_with(last, facts))
+    return None if not last else replace(facts, found_stages=stages_with_last(last, facts))
 
 
 class _LossSearch:
@@ -45,7 +48,7 @@ class _LossSearch:
         self.trained = trained_values(facts.joint)
 
     def operators(self) -> frozenset[fx.Node]:
-        """Return the operators of the stage; empty if products lead to attention or use trained weights."""
+        """Return the operators of the last stage; an empty set if its products affect attention or use trained weights."""
         heads = self._heads()
         earlier = ancestors(tuple(node for node in self.nodes if self._must_be_earlier(node, heads)))
         if not heads or not heads.isdisjoint(earlier):
@@ -53,9 +56,13 @@ class _LossSearch:
         network = self._network(heads, earlier)
         if EARLIER not in network:
             return frozenset()
-        # of all minimum cuts, take the one closest to the earlier operators
-        bytes_cut, (late, _) = networkx.minimum_cut(network, LAST, EARLIER)
-        return frozenset(node for node in self.nodes if (node, "in") in late) if bytes_cut < UNCUTTABLE else frozenset()
+        # of all minimum cuts, networkx returns the one closest to the earlier operators
+        bytes_at_cut, (last_side, _) = networkx.minimum_cut(network, LAST, EARLIER)
+        return (
+            frozenset(node for node in self.nodes if (node, "in") in last_side)
+            if bytes_at_cut < PROHIBITIVE_COST
+            else frozenset()
+        )
 
     def _network(self, heads: set[fx.Node], earlier: Collection[fx.Node]) -> Any:
         """Build the flow network: edges lead from a node to its operands, with a value's bytes as capacity."""
@@ -75,15 +82,15 @@ class _LossSearch:
         return network
 
     def _heads(self) -> set[fx.Node]:
-        """Return the last products on rows on the path from trained values to outputs; recurrences do not count."""
-        driven = self.trained & ancestors(self.facts.joint.outputs)
+        """Return the last products on rows, except recurrences, on paths from trained values to outputs."""
+        dependent = self.trained & ancestors(self.facts.joint.outputs)
         operands_of_products: set[fx.Node] = set()
         heads: set[fx.Node] = set()
         for node in reversed(self.nodes):
             in_loop = is_product(node) and self._is_in_loop(node)
             if (
                 in_loop
-                and node in driven
+                and node in dependent
                 and node not in operands_of_products
                 and not self.facts.axes.is_running(producer_of(node))
             ):
@@ -93,7 +100,7 @@ class _LossSearch:
         return heads
 
     def _must_be_earlier(self, node: fx.Node, heads: set[fx.Node]) -> bool:
-        """Return whether an operator may not be in the last stage: attention, a scan, or a trained layer."""
+        """Return whether an operator must be in an earlier stage: attention, a scan, or a trained layer."""
         if node in self.facts.key_spans.spans or self.facts.axes.is_running(node):
             return True
         return self._is_trained(node) and not (self.with_trained_heads and node in heads)
@@ -117,11 +124,11 @@ class _LossSearch:
         )
 
     def _bytes(self, node: fx.Node) -> int:
-        """Return the bytes that a cut after a value stores; prohibitive for values that cannot cross a cut."""
+        """Return the bytes that a cut after a value stores; a prohibitive number for values that cannot cross a cut."""
         if not self._is_in_loop(node) or self.storage_classes[node] == (StorageClass.SUM,):
             return 0
         return (
             max(1, bytes_like(node.meta[VALUE]))
             if self.storage_classes[node] == (StorageClass.ROWS,) and is_tensor(node)
-            else UNCUTTABLE
+            else PROHIBITIVE_COST
         )

@@ -1,8 +1,8 @@
 """Decide which values of earlier loops a loop recomputes, and which are stored.
 
-A value that was complete in an earlier loop is either recomputed from available values or stored for the full
-sequence. A product that both loops need is not computed twice. The cheapest set to store is a minimum cut: the
-fewest bytes on the paths from such products to the loop's own values.
+A value that an earlier loop can compute is either stored there, for the full sequence, or recomputed by this loop. A
+product that both loops need is not computed twice. So the stored values must separate these products from the values of
+this loop: a minimum cut finds the ones with the fewest bytes.
 
     gate, up -> silu(gate) * up -> x + down(...) -> norm        stores x, not gate and up
 """
@@ -19,43 +19,50 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from streamfx.ir.facts import StorageClass
 from streamfx.passes.partition.value_table import Access, Bytes, Table
 
-BEFORE, HERE = "before", "here"
-FOR_PAIRS = 1 << 20  # factor on the bytes of query-by-key values: they are stored only if no other cut exists
+EARLIER_LOOPS, THIS_LOOP = "before", "here"
+PAIR_COST_FACTOR = 1 << 20  # on the bytes of query-by-key values: they are stored only if there is no other minimum cut
 
 
 class Rematerialization:
-    """The values that loop `number` of a region reads from earlier loops.
+    """Selects the values that one loop of a region reads from earlier loops.
 
-    `loop_indices` has the first loop that can compute each value, `products` the products that an earlier loop computes for
-    itself. `sizes` is required if there is an earlier loop.
+    `loop_indices`: the loop that computes each value.
+    `products`: the products that earlier loops compute for their own values.
+    `sizes`: required if there is an earlier loop.
     """
 
     def __init__(
-        self, number: int, table: Table, loop_indices: tuple[int, ...], sizes: Bytes | None, products: Collection[int]
+        self, loop_index: int, table: Table, loop_indices: tuple[int, ...], sizes: Bytes | None, products: Collection[int]
     ) -> None:
-        self.number, self.table, self.loop_indices, self.sizes, self.products = number, table, loop_indices, sizes, products
+        self.loop_index, self.table, self.loop_indices, self.sizes, self.products = (
+            loop_index,
+            table,
+            loop_indices,
+            sizes,
+            products,
+        )
 
-    def cut(self, outputs: Iterable[int], stored: Collection[int]) -> set[int]:
-        """Return the values to store for a loop with these outputs; those in `stored` are stored anyway, at no cost."""
-        if self.number == 0:
+    def values_to_store(self, outputs: Iterable[int], stored: Collection[int]) -> set[int]:
+        """Return the values that earlier loops must store for a loop with these outputs; those in `stored` cost nothing."""
+        if self.loop_index == 0:
             return set()
         network = self._network(outputs, stored)
-        if BEFORE not in network:
+        if EARLIER_LOOPS not in network:
             return set()
-        # Of all minimum cuts, take the one closest to the loop. Any algorithm finds it; this one is the fastest on
-        # these graphs.
-        _, (earlier_side, loop_side) = networkx.minimum_cut(network, BEFORE, HERE, flow_func=boykov_kolmogorov)
+        # Of all minimum cuts, networkx returns the one closest to the loop. The choice of algorithm affects the speed only.
+        _, (earlier_side, loop_side) = networkx.minimum_cut(network, EARLIER_LOOPS, THIS_LOOP, flow_func=boykov_kolmogorov)
         return {
             value for value in self._storable_values(network) if (value, "in") in earlier_side and (value, "out") in loop_side
         }
 
     def must_be_stored(self, need: Access) -> bool:
         """Return whether the loop cannot recompute the needed rows for its own chunk."""
-        return need.is_stored or (need.is_stored_before and self.loop_indices[need.operand] != self.number)
+        return need.is_stored or (need.is_stored_before and self.loop_indices[need.operand] != self.loop_index)
 
-    def walk(self, outputs: Iterable[int], goes_on: Callable[[Access], bool]) -> Iterator[tuple[int, Access]]:
-        """Yield each value computed for these outputs with each of its needs that a loop of the region computes, in
-        reverse order; `goes_on` says whether the operand is computed, too.
+    def walk(self, outputs: Iterable[int], descends: Callable[[Access], bool]) -> Iterator[tuple[int, Access]]:
+        """Yield each computed value with each of its operands in loops, from the outputs backwards.
+
+        If `descends` returns True for an operand, it is also a computed value.
         """
         todo, seen = list(outputs), set[int]()
         while todo:
@@ -66,44 +73,44 @@ class Rematerialization:
             for need in self.table[value].needs:
                 if self.table[need.operand].is_in_loop:
                     yield value, need
-                    if goes_on(need):
+                    if descends(need):
                         todo.append(need.operand)
 
     def _is_read_from_earlier_loop(self, need: Access) -> bool:
-        """Return whether an operand is read from an earlier loop, unless a value computed from it is stored there."""
-        is_computed_before = self.loop_indices[need.operand] != self.number and need.operand in self.products
+        """Return whether an earlier loop computes an operand for itself, or must store it."""
+        is_computed_before = self.loop_indices[need.operand] != self.loop_index and need.operand in self.products
         return self.must_be_stored(need) or is_computed_before
 
     def _network(self, outputs: Iterable[int], stored: Collection[int]) -> Any:
         """Build the flow network: capacities are bytes, and edges lead from each operand to its users."""
         network = networkx.DiGraph()
-        network.add_node(HERE)
+        network.add_node(THIS_LOOP)
         for value, need in self.walk(outputs, lambda need: not self._is_read_from_earlier_loop(need)):
             operand = need.operand
             network.add_edge(self._out(operand), self._in(value), capacity=math.inf)
-            if self.loop_indices[operand] != self.number:
+            if self.loop_indices[operand] != self.loop_index:
                 network.add_edge((operand, "in"), (operand, "out"), capacity=self._bytes(operand, stored))
             if self._is_read_from_earlier_loop(need):
-                network.add_edge(BEFORE, self._in(operand), capacity=math.inf)
-        network.remove_edges_from([(HERE, HERE)])
+                network.add_edge(EARLIER_LOOPS, self._in(operand), capacity=math.inf)
+        network.remove_edges_from([(THIS_LOOP, THIS_LOOP)])
         return network
 
     def _in(self, value: int) -> Any:
         """Return a value's entry node in the flow network; values of this loop share one node."""
-        return HERE if self.loop_indices[value] == self.number else (value, "in")
+        return THIS_LOOP if self.loop_indices[value] == self.loop_index else (value, "in")
 
     def _out(self, value: int) -> Any:
         """Return a value's exit node in the flow network; values of this loop share one node."""
-        return HERE if self.loop_indices[value] == self.number else (value, "out")
+        return THIS_LOOP if self.loop_indices[value] == self.loop_index else (value, "out")
 
     def _bytes(self, value: int, stored: Collection[int]) -> int:
-        """Return the bytes to store a value for this loop: 0 if it is stored anyway or a sum."""
+        """Return the bytes to store a value for this loop: 0 for sums, and for values that are stored anyway."""
         storage_class = self.table[value].storage_class
         if value in stored or storage_class is StorageClass.SUM:
             return 0
         assert self.sizes is not None
-        size = self.sizes.shown[value]
-        return size * FOR_PAIRS if storage_class is StorageClass.PAIR else size
+        size = self.sizes.traced[value]
+        return size * PAIR_COST_FACTOR if storage_class is StorageClass.PAIR else size
 
     def _storable_values(self, network: Any) -> list[int]:
         """Return the values that the flow network may store."""

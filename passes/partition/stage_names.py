@@ -40,8 +40,8 @@ def plain_path(path: str) -> str:
 def stage_names(stages: Sequence[Sequence[fx.Node]]) -> list[str]:
     """Return a unique name for each stage."""
     names: list[str] = []
-    for number, nodes in enumerate(stages):
-        name = stage_name(nodes) or f"stage {number}"
+    for stage_index, nodes in enumerate(stages):
+        name = stage_name(nodes) or f"stage {stage_index}"
         duplicates = sum(other == name or other.startswith(f"{name} (") for other in names)
         names.append(f"{name} ({duplicates + 1})" if duplicates else name)
     return names

@@ -1,8 +1,8 @@
 """Cut the graph into stages where the fewest bytes are alive.
 
 The forward graph is cut between every two attentions, chunked or not, where sequence-shaped values take the fewest
-bytes: in a plain decoder, at the residual stream. One more cut comes before the loss. The backward graph is cut after
-the last use of the stage just left, again where the fewest bytes are alive: only the gradient of the cut values.
+bytes: in a decoder, at the residual stream. One more cut comes before the loss. The backward graph is cut after the last
+use of a stage's forward values, where the fewest bytes are alive: there, only the gradient of the residual stream.
 
     embed | norm q k v attention o + norm mlp +  |  norm q k v ...  |  norm  |  head loss
                                                  cut               cut      cut
@@ -28,14 +28,14 @@ from streamfx.ir.stage import Stage
 from streamfx.node_meta import COLLECTED, PART_OF, VALUE
 from streamfx.passes.ops.collectives import is_reduced_over_ranks
 from streamfx.passes.ops.traits import is_expensive, is_moved_elements, producer_of
-from streamfx.passes.partition.code_sinking import sunk
+from streamfx.passes.partition.code_sinking import sink_operators
 from streamfx.passes.partition.interloop_values import InterloopValues
 from streamfx.passes.partition.stage_names import stage_names
 
 aten = torch.ops.aten
 
-UNCUTTABLE = 1 << 60
-AMONG_ZEROS = (aten.select_backward.default, aten.slice_backward.default)
+PROHIBITIVE_COST = 1 << 60
+WRITES_INTO_ZEROS = (aten.select_backward.default, aten.slice_backward.default)
 
 
 @dataclass(frozen=True)
@@ -44,37 +44,37 @@ class FindStages:
 
     def apply(self, facts: Facts) -> Facts:
         """Return the facts with the stages."""
-        return replace(facts, found_stages=_Cutter(facts).stages())
+        return replace(facts, found_stages=_StageFinder(facts).stages())
 
 
-def stages_with(last: Collection[fx.Node], facts: Facts) -> tuple[Stage, ...]:
-    """Return the stages whose last forward graph is exactly `last`; users of these operators must be among them."""
-    return _Cutter(facts, last).stages()
+def stages_with_last(last: Collection[fx.Node], facts: Facts) -> tuple[Stage, ...]:
+    """Return the stages if the last one has exactly the forward operators `last`, which must include all their users."""
+    return _StageFinder(facts, last).stages()
 
 
-class _Cutter:
-    """Cuts the graph. If `last` operators are given, they form the last stage."""
+class _StageFinder:
+    """Cuts the graph into stages. If `last` is not empty, these operators form the last stage."""
 
     def __init__(self, facts: Facts, last: Collection[fx.Node] = ()) -> None:
         self.facts, self.axes, self.access, self.key_spans = facts, facts.axes, facts.access, facts.key_spans
         joint = facts.joint
-        self.between = InterloopValues(facts)
-        nodes = elements_after_producers(joint.nodes)
+        self.interloop = InterloopValues(facts)
+        nodes = move_elements_after_producers(joint.nodes)
         self.forward = [node for node in nodes if node in joint.forward]
-        self.backward = as_late_as_possible([node for node in nodes if node not in joint.forward], joint.tangents)
+        self.backward = move_before_first_use([node for node in nodes if node not in joint.forward], joint.tangents)
         self.position = {node: i for i, node in enumerate(self.forward)}
         self.bytes: dict[fx.Node, int] = {}
         self.last = len(last)
         if last:
             self.forward.sort(key=lambda node: node in last)
         else:
-            self.forward = sunk(self.forward, [low for low, _ in self.attention_intervals()], self.bytes_of_rows)
+            self.forward = sink_operators(self.forward, [low for low, _ in self.attention_intervals()], self.bytes_of_rows)
         self.position = {node: i for i, node in enumerate(self.forward)}
         self.outputs = {output for output in joint.outputs if isinstance(output, fx.Node)}
 
     def stages(self) -> tuple[Stage, ...]:
-        """Cut the forward graph, assign backward operators to each stage, and list the values that cross each cut."""
-        cuts = self.forward_cuts()
+        """Return the stages: the forward graph between cuts, the backward operators, and the values that cross each cut."""
+        cuts = self.find_cuts()
         bounds = [0, *(cut + 1 for cut in cuts), len(self.forward)]
         forwards = [self.forward[low:high] for low, high in pairwise(bounds)]
         stage_of = {node: i for i, nodes in enumerate(forwards) for node in nodes}
@@ -94,14 +94,14 @@ class _Cutter:
         )
 
     def is_chunked(self, node: fx.Node) -> bool:
-        """Return whether a value is computed chunk by chunk and has to be stored to cross a cut."""
-        return self.between.is_in_loop(node) and node not in self.axes.static
+        """Return whether a value is computed chunk by chunk, so that it must be stored to cross a cut."""
+        return self.interloop.is_in_loop(node) and node not in self.axes.static
 
-    def is_alive(self, node: fx.Node) -> bool:
+    def occupies_memory(self, node: fx.Node) -> bool:
         """Return whether a value takes memory from its definition to its last use."""
-        return self.is_chunked(node) or node in self.between.long
+        return self.is_chunked(node) or node in self.interloop.long_values
 
-    def forward_cuts(self) -> list[int]:
+    def find_cuts(self) -> list[int]:
         """Return the positions after which the forward graph is cut."""
         live = self.live_bytes(self.forward, self.position, self.outputs)
         attentions = self.attention_intervals()
@@ -109,43 +109,43 @@ class _Cutter:
         loss = self.first_sequence_sum()
         if self.last:
             gaps.append((len(self.forward) - self.last - 1,) * 2)
-        elif loss is not None and (attentions or self.facts.joint.tangents):  # else the head is all there is
+        elif loss is not None and (attentions or self.facts.joint.tangents):  # else the head is the only stage
             gaps.append((attentions[-1][1] if attentions else -1, loss - 1))
         products_until, reduced = list(accumulate(is_expensive(node) for node in self.forward)), self.reduced_bytes()
 
-        def best(low: int, high: int) -> int | None:
-            """Return the position in [low, high] with the fewest live bytes; None if no cut is possible."""
-            # If equally few bytes are alive, cut after the last product, so that its result is stored and not
-            # computed twice, and before the following norm, whose gradient would read that result. A stored sum
-            # over ranks saves one communication.
+        def cheapest_position(low: int, high: int) -> int | None:
+            """Return the position in [low, high] after which the fewest bytes are alive; None if no cut is possible."""
+            # Of equal positions, take the first one after the last product: its result is then stored and not computed
+            # twice, and the following norm, whose gradient reads that result, is in the next stage. A stored sum over
+            # ranks saves a collective, so its bytes are subtracted.
             candidates = range(max(low, 0), high + 1)
-            cut_at = min(candidates, key=lambda i: (live[i] - reduced[i], -products_until[i], i), default=None)
-            return cut_at if cut_at is not None and 0 < live[cut_at] < UNCUTTABLE else None
+            position = min(candidates, key=lambda i: (live[i] - reduced[i], -products_until[i], i), default=None)
+            return position if position is not None and 0 < live[position] < PROHIBITIVE_COST else None
 
         cuts: list[int] = []
         for low, high in gaps:
-            cut = best(low, high)
+            cut = cheapest_position(low, high)
             if cut is not None and (not cuts or cut > cuts[-1]):
                 cuts.append(cut)
-        # Windows come first: a narrow running sum alongside the layers might have the minimum.
-        layers = self.cuts_between_layers(self.reads_earlier_rows, cuts, best, live)
-        return self.cuts_between_layers(self.reads_or_scans_earlier_rows, layers, best, live)
+        # Windows come first, because a narrow running sum alongside the layers might have the fewest live bytes.
+        layers = self.add_cuts_between_layers(self.reads_earlier_rows, cuts, cheapest_position, live)
+        return self.add_cuts_between_layers(self.reads_or_scans_earlier_rows, layers, cheapest_position, live)
 
-    def cuts_between_layers(
+    def add_cuts_between_layers(
         self,
         is_window: Callable[[fx.Node], bool],
         cuts: Sequence[int],
-        best: Callable[[int, int], int | None],
+        cheapest_position: Callable[[int, int], int | None],
         live: Sequence[int],
     ) -> list[int]:
-        """Add cuts between operators that read earlier rows, at the points with the fewest live bytes overall.
+        """Return the cuts, and new ones between operators that read earlier rows, where the fewest bytes are alive.
 
-        A loop in reverse order has to be given such rows, and recomputes their ancestors. Without a cut it would hold
-        the rows of all layers, and compute each layer's last product once more than checkpointing does.
+        A loop in reverse order gets the earlier rows as inputs, and recomputes their ancestors. Without a cut, it would
+        hold these rows for all layers, and compute each layer's last product once more than checkpointing does.
         """
         windows = [i for i, node in enumerate(self.forward) if is_window(node)]
-        between = [(low, high - 1) for low, high in pairwise(windows)]
-        candidates = [(*pair, cut) for pair in between if (cut := best(*pair)) is not None]
+        gaps = [(low, high - 1) for low, high in pairwise(windows)]
+        candidates = [(*gap, cut) for gap in gaps if (cut := cheapest_position(*gap)) is not None]
         least = min((live[cut] for _, _, cut in candidates), default=0)
         new = [cut for low, high, cut in candidates if live[cut] == least and not any(low <= other <= high for other in cuts)]
         return sorted({*cuts, *new})
@@ -171,19 +171,19 @@ class _Cutter:
     def attention_intervals(self) -> list[tuple[int, int]]:
         """Return the first and last position of each forward attention, with overlapping intervals merged.
 
-        Collected keys wait for all rows: the interval from their definition to the last operator that uses their axis
-        is one attention. So are the head groups of an attention.
+        Materialized keys need all rows, so the operators from their definition to the last use of their axis count as one
+        attention. So do the head groups of one attention.
         """
         intervals = []
         seen: dict[Any, list[int]] = {}
         for node, span in self.key_spans.spans.items():
             if node in self.position and node not in self.axes.static:
                 seen.setdefault(producer_of(node).meta.get(PART_OF, id(span)), []).append(self.position[node])
-        for node in self.between.attentions:
+        for node in self.interloop.attentions:
             producer = producer_of(node)
             seen.setdefault(producer.meta.get(PART_OF, producer), []).append(self.position[node])
         seen |= {
-            node: self.collected_key_positions(node)
+            node: self.materialized_key_positions(node)
             for node in self.forward
             if COLLECTED in node.meta and node not in self.axes.static
         }
@@ -197,8 +197,8 @@ class _Cutter:
                 merged.append((low, high))
         return merged
 
-    def collected_key_positions(self, keys: fx.Node) -> list[int]:
-        """Return the positions of collected keys, their source, and the operators along the axis of the keys."""
+    def materialized_key_positions(self, keys: fx.Node) -> list[int]:
+        """Return the positions of materialized keys, of their source, and of the operators along their axis."""
         key_atoms = {atom for dim in keys.meta[COLLECTED] for atom in self.axes.table.resolve(self.axes.shapes[keys][dim])}
         source, todo, nodes = node_argument(keys), [keys], set[fx.Node]()
         while is_moved_elements(source) and node_argument(source) in self.position:
@@ -213,7 +213,7 @@ class _Cutter:
         return [self.position[node] for node in (*nodes, source) if node in self.position]
 
     def first_sequence_sum(self) -> int | None:
-        """Return the position of the first sum over the sequence that an output depends on, if any."""
+        """Return the position of the first sum over the sequence on which an output depends; None if there is none."""
         needed = ancestors(self.facts.joint.outputs)
         for i, node in enumerate(self.forward):
             if self.is_chunked(node) and StorageClass.SUM in self.access.storage_classes[node] and node in needed:
@@ -221,17 +221,17 @@ class _Cutter:
         return None
 
     def live_bytes(self, nodes: Sequence[fx.Node], position: dict[fx.Node, int], free: Iterable[fx.Node] = ()) -> list[int]:
-        """Return the bytes of sequence-shaped values alive after each position; `free` values cost nothing."""
+        """Return the bytes that a cut after each position would store; values in `free` are stored anyway."""
         change = [0] * (len(nodes) + 1)
         free = set(free)
         for node in nodes:
             if not is_tensor(node):  # a tuple must not be separated from its elements
                 elements = [position[user] for user in node.users if user.target is operator.getitem and user in position]
                 if elements:
-                    change[position[node]] += UNCUTTABLE
-                    change[max(elements)] -= UNCUTTABLE
+                    change[position[node]] += PROHIBITIVE_COST
+                    change[max(elements)] -= PROHIBITIVE_COST
                 continue
-            if not self.is_alive(node):
+            if not self.occupies_memory(node):
                 continue
             last = max((position[user] for user in node.users if user in position), default=position[node])
             if last > position[node]:
@@ -241,7 +241,7 @@ class _Cutter:
         return list(accumulate(change[:-1]))
 
     def reduced_bytes(self) -> list[int]:
-        """Return, for each position, the bytes reduced over ranks whose last use is at or before it."""
+        """Return, for each position, the bytes of all sums over ranks that have no use after it."""
         finished = [0] * len(self.forward)
         for node in self.forward:
             if is_reduced_over_ranks(node):
@@ -251,12 +251,12 @@ class _Cutter:
         return list(accumulate(finished))
 
     def cost(self, node: fx.Node, is_stored: bool) -> int:
-        """Return the bytes that a live value adds at a cut: 1 if stored anyway, prohibitive if it has keys."""
+        """Return the bytes that a live value adds at a cut: 1 if it is stored anyway, a prohibitive number if it has keys."""
         storage_class = self.access.storage_class(node)
         if storage_class in (StorageClass.PAIR, StorageClass.KEYSUM):
-            return UNCUTTABLE
-        if node in self.between.long:
-            return 1 if is_stored else self.between.bytes_of(node)
+            return PROHIBITIVE_COST
+        if node in self.interloop.long_values:
+            return 1 if is_stored else self.interloop.storage_bytes(node)
         if storage_class is not StorageClass.ROWS or is_stored:
             return 0 if storage_class is not StorageClass.ROWS else 1
         return max(1, self.bytes_of_rows(node))
@@ -288,12 +288,12 @@ class _Cutter:
         """Split the backward graph into `count` segments, indexed by stage; the last stage's segment runs first."""
         if self.last:
             stage_of_recomputed = {node: stage_of[node] for node in stage_of if node not in kept and self.is_chunked(node)}
-            self.backward = self.sums_after_operands(last_stage_first(self.backward, stage_of_recomputed, count - 1))
+            self.backward = self.move_sums_after_operands(move_last_stage_first(self.backward, stage_of_recomputed, count - 1))
         position = {node: i for i, node in enumerate(self.backward)}
         uses_of_stage: list[list[int]] = [[] for _ in range(count)]
         for node in self.backward:
             for source in node.all_input_nodes:
-                if source in stage_of and source not in kept and self.is_alive(source):
+                if source in stage_of and source not in kept and self.occupies_memory(source):
                     uses_of_stage[stage_of[source]].append(position[node])
         live = self.live_bytes(self.backward, position)
         bounds = [0]
@@ -301,22 +301,22 @@ class _Cutter:
             low = max((p for positions in uses_of_stage[stage:] for p in positions), default=-1)
             high = min((p for positions in uses_of_stage[:stage] for p in positions), default=len(self.backward))
             candidates = range(max(low + 1, bounds[-1]), max(high, low + 1, bounds[-1]) + 1)
-            best = min(candidates, key=lambda i: (live[i - 1] if i else 0, i))
-            while best and live[best - 1] >= UNCUTTABLE:  # a query-by-key value is never stored for a later segment
-                best += 1
-            bounds.append(best)
+            bound = min(candidates, key=lambda i: (live[i - 1] if i else 0, i))
+            while bound and live[bound - 1] >= PROHIBITIVE_COST:  # a query-by-key value is never stored for a later segment
+                bound += 1
+            bounds.append(bound)
         bounds.append(len(self.backward))
         return [self.backward[low:high] for low, high in pairwise(bounds)][::-1]
 
-    def sums_after_operands(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """Move each addition of sums over rows right after its operands: one sum is stored instead of several."""
+    def move_sums_after_operands(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """Return the nodes with each addition of sums over rows right after its operands: one sum is stored, not several."""
         sort_key: dict[fx.Node, int] = {}
         sums = {node for node in nodes if self.access.storage_class(node) is StorageClass.SUM}
         for i, node in enumerate(nodes):
             operands = node.all_input_nodes
-            adds = len(operands) > 1 and all(operand in sort_key and operand in sums for operand in operands)
-            sort_key[node] = max(sort_key[operand] for operand in operands) if adds else i
-            sums.update([node] if adds else [])
+            is_addition = len(operands) > 1 and all(operand in sort_key and operand in sums for operand in operands)
+            sort_key[node] = max(sort_key[operand] for operand in operands) if is_addition else i
+            sums.update([node] if is_addition else [])
         return sorted(nodes, key=sort_key.__getitem__)
 
     def crossing_backward(self, nodes: Sequence[fx.Node], segment_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
@@ -329,16 +329,16 @@ class _Cutter:
         ]
 
 
-def _shrinks_largest_operand(node: fx.Node, driven: Collection[fx.Node]) -> bool:
-    """Return whether a product has fewer bytes than its largest operand among `driven`."""
-    largest = max((bytes_like(source.meta.get(VALUE)) for source in node.all_input_nodes if source in driven), default=0)
+def _shrinks_largest_operand(node: fx.Node, dependent: Collection[fx.Node]) -> bool:
+    """Return whether a product has fewer bytes than its largest operand in `dependent`."""
+    largest = max((bytes_like(source.meta.get(VALUE)) for source in node.all_input_nodes if source in dependent), default=0)
     return is_tensor(node) and bytes_like(node.meta[VALUE]) < largest
 
 
-def elements_after_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Move each element of a tuple right after its producer, so that no cut separates them.
+def move_elements_after_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return the nodes with each element of a tuple right after its producer, so that no cut separates them.
 
-    The final state of a recurrence would otherwise be extracted at the very end, if it is only returned.
+    The final state of a recurrence is extracted at the end of the trace if it is only returned.
     """
     sort_key: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
@@ -346,20 +346,20 @@ def elements_after_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return sorted(sort_key, key=sort_key.__getitem__)
 
 
-def as_late_as_possible(nodes: Sequence[fx.Node], tangents: Iterable[fx.Node]) -> list[fx.Node]:
-    """Move backward operators that depend on no tangent right before their first use.
+def move_before_first_use(nodes: Sequence[fx.Node], tangents: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return the nodes with those that depend on no tangent right before their first use.
 
-    Such a value depends on forward values only, perhaps of an early layer, but may be traced before all gradients.
+    They depend on forward values only, perhaps of an early layer, but may be traced before all gradients.
     """
-    driven = set(tangents)
+    dependent = set(tangents)
     for node in nodes:
-        if any(source in driven for source in node.all_input_nodes):
-            driven.add(node)
-    return before_use(nodes, set(nodes) - driven)
+        if any(source in dependent for source in node.all_input_nodes):
+            dependent.add(node)
+    return move_before_use(nodes, set(nodes) - dependent)
 
 
-def before_use(nodes: Sequence[fx.Node], moved: Collection[fx.Node]) -> list[fx.Node]:
-    """Move each of the `moved` operators right before its first user."""
+def move_before_use(nodes: Sequence[fx.Node], moved: Collection[fx.Node]) -> list[fx.Node]:
+    """Return the nodes with each of the `moved` operators right before its first user."""
     position = {node: i for i, node in enumerate(nodes)}
     for node in reversed(nodes):
         if node in moved:
@@ -367,34 +367,33 @@ def before_use(nodes: Sequence[fx.Node], moved: Collection[fx.Node]) -> list[fx.
     return sorted(nodes, key=lambda node: (position[node], node not in moved))
 
 
-def last_stage_first(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, int], last: int) -> list[fx.Node]:
-    """Move the backward operators of the last stage to the front; `stage_of` maps forward values to their stage.
+def move_last_stage_first(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, int], last: int) -> list[fx.Node]:
+    """Return the backward operators with those of the last stage in front; `stage_of` maps forward values to stages.
 
-    If a model is called twice, the backward graph passes all layers of one call before the head of the other.
-    Products that no later operator combines with values of the last stage belong to an earlier stage, unless they
-    shrink a value that the last stage drives: the head's gradients of logits would otherwise be stored in full. Two
-    more kinds of operators move with such products if they have no other use: those that depend on no value of the
-    last stage, and those that only reshape their operand or pad it with zeros: the gradient of a final state would
-    otherwise be as long as the sequence.
+    If a model is called twice, the trace has all layers of one call before the head of the other. Operators are moved
+    behind the last stage in three cases:
+    - products whose result no operator combines with values of the last stage, and operators that depend on them. But a
+      product that shrinks a dependent value of the last stage stays: else the gradient of the logits would be stored;
+    - operators used only by moved operators that do not depend on the last stage;
+    - operators used only by moved operators that reshape their operand or write it into zeros: else the gradient of a
+      final state, with zeros for all other rows, would be stored.
     """
-    leads_to_last, driven, earlier_stage_ops = set[fx.Node](), set[fx.Node](), set[fx.Node]()
+    used_by_last, dependent, moved_back = set[fx.Node](), set[fx.Node](), set[fx.Node]()
     for node in reversed(nodes):
-        if any(user in leads_to_last for user in node.users) or any(
+        if any(user in used_by_last for user in node.users) or any(
             stage_of.get(source) == last for source in node.all_input_nodes
         ):
-            leads_to_last.add(node)
+            used_by_last.add(node)
     for node in nodes:
-        if node in leads_to_last or any(source in driven for source in node.all_input_nodes):
-            driven.add(node)
-        is_earlier_product = is_expensive(node) and node not in leads_to_last and not _shrinks_largest_operand(node, driven)
-        if is_earlier_product or any(
-            source in earlier_stage_ops or stage_of.get(source, last) < last for source in node.all_input_nodes
-        ):
-            earlier_stage_ops.add(node)
+        if node in used_by_last or any(source in dependent for source in node.all_input_nodes):
+            dependent.add(node)
+        is_moved_product = is_expensive(node) and node not in used_by_last and not _shrinks_largest_operand(node, dependent)
+        if is_moved_product or any(source in moved_back or stage_of.get(source, last) < last for source in node.all_input_nodes):
+            moved_back.add(node)
     reshaped = set[fx.Node]()
     for node in reversed(nodes):
-        is_reshaped = is_moved_elements(node) or node.target in AMONG_ZEROS or node not in driven
-        if is_reshaped and node not in earlier_stage_ops and earlier_stage_ops.issuperset(node.users):
+        is_reshaped = is_moved_elements(node) or node.target in WRITES_INTO_ZEROS or node not in dependent
+        if is_reshaped and node not in moved_back and moved_back.issuperset(node.users):
             reshaped.add(node)
-            earlier_stage_ops.add(node)
-    return before_use(sorted(nodes, key=earlier_stage_ops.__contains__), reshaped)
+            moved_back.add(node)
+    return move_before_use(sorted(nodes, key=moved_back.__contains__), reshaped)

@@ -1,10 +1,10 @@
-"""Find the point where a graph passes from one sequence to another: encoder to decoder, or one segment to the next.
+"""Find the point at which a graph changes from one sequence to another: encoder to decoder, or segment to segment.
 
     encoder:  x[b s d] -> ... -> memory[b s d]          decoder:  y[b t d], memory[b s d] -> ... -> logits[b t v]
 
-Only one axis of a graph is chunked. If much is computed along another axis, before or after the operators along the
-first, two graphs with one axis each take less memory. Any split is exact: the second graph reads values of the
-first, and autograd passes gradients back. So the split is chosen by bytes alone.
+Only one axis of a graph is chunked. If large values have another axis instead, and come before or after those with the
+chunked axis, then two graphs with one axis each take less memory. Any split is exact: the second graph reads values of the
+first, and autograd passes gradients back. So only bytes decide where the graph is split.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.passes.ops.traits import is_moved_elements
 from streamfx.torch_private.split import can_be_input, names_in_dynamo, split_points
 
-SHARE = 0.1  # share of the peak: a split needs at least this many bytes along another axis that lack the chunked axis
-MISPLACED = 0.5  # share of the bytes along one axis alone: at most this much may be in the other graph
-FEW = 0.1  # share of the values along the chunked axis: each axis needs at least this many values without the other axis
+MIN_SHARE = 0.1  # of the peak: a split needs values of so many bytes that have another axis instead of the chunked one
+MAX_MISPLACED_SHARE = 0.5  # of the bytes of the values with one axis only: so many may be in the wrong graph
+MIN_VALUES_SHARE = (
+    0.1  # of the values with the chunked axis: so many must have the other axis only, and so many the chunked axis only
+)
 
 
 class ForwardOperator(NamedTuple):
@@ -37,10 +39,10 @@ class ForwardOperator(NamedTuple):
     size: int
 
 
-def where_to_split(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx.Node | None:
-    """Return the operator of Dynamo's `graph` at which the second graph begins; None for a graph of one sequence.
+def find_split(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx.Node | None:
+    """Return the node of Dynamo's `graph` at which the second graph begins; None if the graph has one sequence.
 
-    `peak()` returns the bytes of a step in one graph. It is not called for most graphs, which have one sequence.
+    `peak()` returns the peak bytes of a step with one graph. It is called only if there may be a second sequence.
     """
     if facts.found_axes is None or facts.axes.sequence is None:
         return None
@@ -50,11 +52,11 @@ def where_to_split(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx
     others = _other_axes(computed, main)
     if not others:
         return None
-    places, least = bytes_at_split_points(nodes), SHARE * peak()
+    passed_bytes_at, min_bytes = bytes_at_split_points(nodes), MIN_SHARE * peak()
     splits: list[tuple[int, int]] = []
-    for other in (other for other in others if sum(computed[i].size for i in other - main) >= least):
+    for other in (other for other in others if sum(computed[i].size for i in other - main) >= min_bytes):
         splits += _split_costs(
-            places, [_bytes_by_index(computed, other - main), _bytes_by_index(computed, main - other)], len(nodes)
+            passed_bytes_at, [_bytes_by_index(computed, other - main), _bytes_by_index(computed, main - other)], len(nodes)
         )
     return nodes[min(splits)[1]] if splits else None
 
@@ -68,7 +70,7 @@ def _bytes_by_index(computed: Sequence[ForwardOperator], chosen: Iterable[int]) 
 
 
 def _forward_results(facts: Facts, order: dict[str, int]) -> Iterable[ForwardOperator]:
-    """Yield the forward results; operators without a node in Dynamo's graph take their predecessor's index."""
+    """Yield the forward results. A result without a node in Dynamo's graph gets the index of the one before it."""
     axes, node_index = facts.axes, 0
     for node in facts.joint.nodes:
         if node not in facts.joint.forward:
@@ -82,10 +84,10 @@ def _forward_results(facts: Facts, order: dict[str, int]) -> Iterable[ForwardOpe
 
 
 def _other_axes(computed: Sequence[ForwardOperator], main: frozenset[int]) -> list[frozenset[int]]:
-    """Return the values of each axis that has many values without the chunked axis, and vice versa.
+    """Return, for each possible second sequence, the values with this axis; `main` are those with the chunked axis.
 
-    The batch axis does not qualify, since all rows have it. Nor does an axis whose values are a subset of another
-    axis's, as heads are of rows.
+    Many values must have this axis only, and many the chunked axis only, which excludes the batch. An axis is omitted if
+    another axis has all of its values, as rows have those of heads.
     """
     results_of_axis: dict[Atom, set[int]] = {}
     for i, item in enumerate(computed):
@@ -94,39 +96,39 @@ def _other_axes(computed: Sequence[ForwardOperator], main: frozenset[int]) -> li
     axes = [
         results
         for results in dict.fromkeys(map(frozenset, results_of_axis.values()))
-        if min(len(main - results), len(results - main)) >= FEW * len(main)
+        if min(len(main - results), len(results - main)) >= MIN_VALUES_SHARE * len(main)
     ]
     return [results for results in axes if not any(results - main < larger - main for larger in axes)]
 
 
 def bytes_at_split_points(nodes: list[fx.Node]) -> dict[int, int]:
-    """Return the valid split points, with the bytes passed from the first graph to the second."""
-    number = {node: i for i, node in enumerate(nodes)}
+    """Return the bytes that the first graph passes to the second, for each index at which the graph may be split."""
+    index = {node: i for i, node in enumerate(nodes)}
     bytes_begin, bytes_end = Counter[int](), Counter[int]()
     unpassable_begin, unpassable_end = Counter[int](), Counter[int]()
     for node in nodes:
-        readers = [number[user] for user in node.users if user.op != "output"]
+        readers = [index[user] for user in node.users if user.op != "output"]
         if node.op in ("placeholder", "get_attr") or not readers:
             continue
         size = bytes_like(node.meta.get(EXAMPLE_VALUE))
-        bytes_begin[number[node] + 1] += size
+        bytes_begin[index[node] + 1] += size
         bytes_end[max(readers) + 1] += size
         if not can_be_input(node):
-            unpassable_begin[number[node] + 1] += 1
+            unpassable_begin[index[node] + 1] += 1
             unpassable_end[max(readers) + 1] += 1
     count = range(len(nodes))
     passed_bytes = list(accumulate(bytes_begin[i] - bytes_end[i] for i in count))
     unpassable = list(accumulate(unpassable_begin[i] - unpassable_end[i] for i in count))
-    candidates = (number[node] for node in split_points(nodes[0].graph))
+    candidates = (index[node] for node in split_points(nodes[0].graph))
     return {node_index: passed_bytes[node_index] for node_index in candidates if not unpassable[node_index]}
 
 
-def _split_costs(places: dict[int, int], bytes_of: Sequence[Counter[int]], count: int) -> Iterable[tuple[int, int]]:
-    """For each split that roughly separates both axes, yield the bytes on the wrong side or passed on, and its index."""
+def _split_costs(passed_bytes_at: dict[int, int], bytes_of: Sequence[Counter[int]], count: int) -> Iterable[tuple[int, int]]:
+    """Yield (cost, index) of each split that roughly separates both axes: bytes in the wrong graph, and bytes passed."""
     totals = [sum(sizes.values()) for sizes in bytes_of]
     before = [[0, *accumulate(sizes[i] for i in range(count))] for sizes in bytes_of]
-    for node_index, passed_bytes in places.items():
+    for node_index, passed_bytes in passed_bytes_at.items():
         for first in (0, 1):
             misplaced = {first: totals[first] - before[first][node_index], 1 - first: before[1 - first][node_index]}
-            if all(misplaced[i] <= MISPLACED * totals[i] for i in misplaced):
+            if all(misplaced[i] <= MAX_MISPLACED_SHARE * totals[i] for i in misplaced):
                 yield sum(misplaced.values()) + passed_bytes, node_index

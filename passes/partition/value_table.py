@@ -1,7 +1,7 @@
 """Tables of numbers that determine how values are distributed over loops.
 
-Equal layers give equal tables, so each result is computed once for all of them (`loop_distribution.py`). A
-placement may depend on nothing but its table.
+Equal layers have equal tables, so each placement is computed once for all of them (`loop_distribution.py`). A placement
+may depend on its table only.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ NOT_IN_LOOPS = (StorageClass.OUTSIDE, StorageClass.WHOLE)
 class Access(NamedTuple):
     """An operand that an operator in a loop reads.
 
-    `in_same_loop`: the rows are ready in the iteration that computes the operand's rows. `is_stored`: no loop can
-    recompute them for its own chunk. `is_stored_before`: only the operand's own loop can.
+    `in_same_loop`: the rows are ready in the iteration that computes the operand's rows.
+    `is_stored`: the operand must be stored, because no loop can recompute the rows for a chunk.
+    `is_stored_before`: it must be stored unless the same loop computes it.
     """
 
     operand: int
@@ -36,9 +37,10 @@ class Access(NamedTuple):
 
 
 class RegionValue(NamedTuple):
-    """A value that a region computes: operands that it `needs` in a loop, or reads in full (`sources`).
+    """A value that a region computes.
 
-    `siblings` are all results of its operator, this value included, if the operator has several and runs in a loop.
+    `needs`: the operands, if its operator runs in a loop; `sources`: the operands, if it runs between loops.
+    `siblings`: all results of its operator, including this value, if the operator has several and runs in a loop.
     """
 
     storage_class: StorageClass
@@ -58,22 +60,22 @@ Table: TypeAlias = "tuple[RegionValue, ...]"
 class Bytes(NamedTuple):
     """The bytes of each value of a table: of its traced shape, and of all rows as a loop stores them."""
 
-    shown: tuple[int, ...]
-    stored: tuple[int, ...]
+    traced: tuple[int, ...]
+    full: tuple[int, ...]
 
 
 def table_of(nodes: Sequence[fx.Node], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool) -> Table:
-    """Build the table of these tensors, by index, for loops in this direction."""
-    numbers = {node: i for i, node in enumerate(nodes)}
-    return tuple(_table_entry(node, numbers, available, layout, reverse) for node in nodes)
+    """Return the table of these tensors, for loops in this direction."""
+    index = {node: i for i, node in enumerate(nodes)}
+    return tuple(_table_entry(node, index, available, layout, reverse) for node in nodes)
 
 
 def bytes_of(nodes: Sequence[fx.Node], table: Table, layout: Layout) -> Bytes:
     """Return the bytes of values in loops."""
     sizes = [node.meta[VALUE].element_size() if value.is_in_loop else 0 for node, value in zip(nodes, table, strict=True)]
-    shown = (numeric(product(shape_of_node(node))) * size if size else 0 for node, size in zip(nodes, sizes, strict=True))
-    stored = (numeric(product(layout.full_shape(node))) * size if size else 0 for node, size in zip(nodes, sizes, strict=True))
-    return Bytes(tuple(shown), tuple(stored))
+    traced = (numeric(product(shape_of_node(node))) * size if size else 0 for node, size in zip(nodes, sizes, strict=True))
+    full = (numeric(product(layout.full_shape(node))) * size if size else 0 for node, size in zip(nodes, sizes, strict=True))
+    return Bytes(tuple(traced), tuple(full))
 
 
 def is_loop_value(node: fx.Node, layout: Layout) -> bool:
@@ -87,30 +89,30 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _table_entry(
-    node: fx.Node, numbers: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool
+    node: fx.Node, index: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool
 ) -> RegionValue:
     """Return the table entry of a value: its storage class, operands and siblings."""
     storage_class, producer = layout.access.storage_class(node), producer_of(node)
     if storage_class in NOT_IN_LOOPS:
-        return RegionValue(storage_class, (), _table_indices(tensor_inputs(node), numbers, available), (), is_expensive(node))
+        return RegionValue(storage_class, (), _table_indices(tensor_inputs(node), index, available), (), is_expensive(node))
     needs = layout.operand_accesses(producer)  # an element of a tuple has the needs of its operator
-    operands = _table_indices((need.operand for need in needs), numbers, available, missing=True)
+    operands = _table_indices((need.operand for need in needs), index, available, keep_missing=True)
     pairs = zip(operands, needs, strict=True)
     accesses = tuple(_operand_access(operand, need, layout, reverse) for operand, need in pairs if operand is not None)
-    siblings = () if producer is node else tuple(numbers[user] for user in producer.users if user in numbers)
+    siblings = () if producer is node else tuple(index[user] for user in producer.users if user in index)
     return RegionValue(storage_class, accesses, (), siblings, is_expensive(node))
 
 
 def _table_indices(
-    nodes: Iterable[fx.Node], numbers: dict[fx.Node, int], available: Callable[[fx.Node], bool], missing: bool = False
+    nodes: Iterable[fx.Node], index: dict[fx.Node, int], available: Callable[[fx.Node], bool], keep_missing: bool = False
 ) -> tuple[int, ...]:
-    """Return the table indices of values; available ones have none, and give None if `missing` is set."""
-    indices = [numbers.get(node) if node in numbers or available(node) else numbers[node] for node in nodes]
-    return tuple(indices) if missing else tuple(number for number in indices if number is not None)  # type: ignore[arg-type]
+    """Return the table indices of values. Available values have none: they are omitted, or None if `keep_missing`."""
+    indices = [index.get(node) if node in index or available(node) else index[node] for node in nodes]
+    return tuple(indices) if keep_missing else tuple(i for i in indices if i is not None)  # type: ignore[arg-type]
 
 
 def _operand_access(operand: int, need: OperandAccess, layout: Layout, reverse: bool) -> Access:
-    """Return how a loop reads an operand: from the same iteration, stored, or stored before the loop."""
+    """Return how an operator in a loop reads an operand."""
     storage_class = layout.access.storage_class(need.operand)
     if storage_class in NOT_IN_LOOPS:
         return Access(operand, in_same_loop=True, is_stored=False, is_stored_before=False)

@@ -40,7 +40,13 @@ from streamfx.passes import run_pipeline
 from streamfx.passes.lowering.gradient_release import plan_chain, run_in_segments
 from streamfx.passes.ops.collectives import has_collectives, has_unused_waits
 from streamfx.passes.ops.rules import DECOMPOSITIONS
-from streamfx.passes.partition.unchunked import Halves, fits_whole, may_fit_whole, may_stand, smaller_than
+from streamfx.passes.partition.unchunked import (
+    GraphPair,
+    find_smaller_unchunked,
+    fits_unchunked,
+    may_fit_unchunked,
+    may_run_unchunked,
+)
 from streamfx.progress import show_activity
 from streamfx.rank_errors import failed_here
 from streamfx.runtime.inductor_errors import NOT_COMPILED, blame
@@ -137,7 +143,7 @@ class Compilation(SplittableCompilation):
     report_no_gain = staticmethod(warn_if_no_gain)
     exchange: Exchange | None = None  # with other ranks
     weights: Sequence[int] = ()  # identifiers of the weights, which distinguish two models
-    unchunked_halves: Halves | None = None  # the graphs to run if the unchunked graph takes less memory than its loops
+    unchunked_halves: GraphPair | None = None  # the graphs to run if the unchunked graph takes less memory than its loops
     is_trained_unchunked: bool = False  # Inductor compiled a training step unchunked, so there are no facts
 
     def __post_init__(self) -> None:
@@ -268,7 +274,7 @@ class Compilation(SplittableCompilation):
         self.check_part(capture().joint if self.is_part else None)
         may_run_whole = not has_collectives(joint.graph)  # with collectives, another rank could decide differently
         budget = self.options.memory_budget if self.options.chunk_size == "auto" and may_run_whole else None
-        if budget is not None and may_fit_whole((unchunked_facts := capture()).joint, budget):
+        if budget is not None and may_fit_unchunked((unchunked_facts := capture()).joint, budget):
             halves = unchunked()
             if self.check_fits_unchunked(unchunked_facts, *halves):
                 return halves
@@ -297,7 +303,7 @@ class Compilation(SplittableCompilation):
         )
 
         def fits(lengths: Lengths) -> bool:
-            return fits_whole(forward, backward, num_outputs, budget, self.deferred_bytes() if compiled else 0)
+            return fits_unchunked(forward, backward, num_outputs, budget, self.deferred_bytes() if compiled else 0)
 
         traced = Lengths.of_current_call(facts.joint.graph)
         if (furthest := traced.longest_if_longer(fits) if fits(traced) else None) is None:
@@ -321,7 +327,7 @@ class Compilation(SplittableCompilation):
         """Raise `FitsUnchunkedError`, so that Inductor compiles the graph as Dynamo traced it."""
         raise FitsUnchunkedError
 
-    def analyze(self, capture: Callable[[], Facts], unchunked_builders: Sequence[Callable[[], Halves]]) -> Facts:
+    def analyze(self, capture: Callable[[], Facts], unchunked_builders: Sequence[Callable[[], GraphPair]]) -> Facts:
         """Run all passes and record the facts. They have no program if the graph is not chunked."""
         self.unchunked_builders = unchunked_builders
         try:
@@ -341,7 +347,7 @@ class Compilation(SplittableCompilation):
             facts = replace(capture(), analysis_error=f"{type(error).__name__}: {error}")
         check_budget(facts, self.options)
         chunked_facts = facts
-        if may_stand(facts, self.options):
+        if may_run_unchunked(facts, self.options):
             facts = try_step(partial(self.choose_smaller, facts, capture()), facts, fallbacks.NOT_COMPARED, strict=False)
         self.raise_if_splittable(chunked_facts)
         self.record_facts(facts)
@@ -352,9 +358,9 @@ class Compilation(SplittableCompilation):
     def choose_smaller(self, facts: Facts, traced: Facts) -> Facts:
         """Return `facts`, or the `traced` facts if an unchunked graph takes less memory; store that in `unchunked_halves`."""
         loops = None if facts.program is None else predicted(facts)
-        if (unchunked := smaller_than(loops, facts, traced.joint, self.unchunked_builders)) is None:
+        if (unchunked := find_smaller_unchunked(loops, facts, traced.joint, self.unchunked_builders)) is None:
             return facts
-        self.unchunked_halves, trains, peak = unchunked.halves, unchunked.halves[1] is not None, unchunked.cost.peak
+        self.unchunked_halves, trains, peak = unchunked.graphs, unchunked.graphs[1] is not None, unchunked.cost.peak
         if loops is None:
             return replace(facts, lengths=unchunked.lengths)
         compiled = trains and uses_inductor(self.options, facts.joint.graph) and peak + self.deferred_bytes() <= loops.peak

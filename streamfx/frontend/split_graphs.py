@@ -24,8 +24,8 @@ from streamfx.log import log
 from streamfx.options import Options
 from streamfx.passes import run_pipeline
 from streamfx.passes.ops.collectives import has_collectives
-from streamfx.passes.partition.two_sequences import where_to_split
-from streamfx.passes.partition.unchunked import Halves, is_compared
+from streamfx.passes.partition.two_sequences import find_split
+from streamfx.passes.partition.unchunked import GraphPair, is_worth_comparing
 from streamfx.tools.report.fallback_reasons import check_strict
 from streamfx.tools.report.notices import log_brief, predicted
 from streamfx.torch_private import dynamo_input_indices, is_sharded, mutated_inputs
@@ -119,9 +119,9 @@ class SplittableCompilation(ABC):
     module: fx.GraphModule
     options: Options
     facts: list[Facts]
-    unchunked_halves: Halves | None
+    unchunked_halves: GraphPair | None
     report_no_gain: Callable[[Facts, Options], None]
-    unchunked_builders: Sequence[Callable[[], Halves]] = ()  # functions that build its unchunked forward and backward graphs
+    unchunked_builders: Sequence[Callable[[], GraphPair]] = ()  # functions that build its unchunked forward and backward graphs
     costs: Sequence[tuple[Cost, int]] = ()  # cost of a step and bytes of parameter gradients, for each part
     may_split, is_part, on_one_rank = True, False, False
     first_line, num_splits = "", 0
@@ -202,7 +202,7 @@ class SplittableCompilation(ABC):
     def raise_if_splittable(self, chunked_facts: Facts) -> None:
         """Raise `TwoSequencesError` if the graph may take less memory in two parts than in its loops or unchunked."""
         split_node = self.find_split(chunked_facts)
-        if split_node is not None and is_compared(peak := self.cost_of(chunked_facts).peak):
+        if split_node is not None and is_worth_comparing(peak := self.cost_of(chunked_facts).peak):
             raise TwoSequencesError(split_node, peak)
 
     def find_split(self, facts: Facts) -> fx.Node | None:
@@ -217,7 +217,7 @@ class SplittableCompilation(ABC):
         is_truncated = self.options.adjoints != "exact"
         if not may_split or is_truncated or facts.program is None or facts.program.backward is None:
             return None
-        find = partial(where_to_split, facts, self.module.graph, lambda: predicted(facts).peak)
+        find = partial(find_split, facts, self.module.graph, lambda: predicted(facts).peak)
         return try_step(find, None, NOT_SPLIT, strict=False)
 
     def mention_untried_split(self, error: OverBudgetError, capture: Callable[[], Facts]) -> OverBudgetError:

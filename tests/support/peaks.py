@@ -44,7 +44,7 @@ def peaks(model: nn.Module, loss_of: Callable[[Any], Tensor], **options: Any) ->
 
 def however_small() -> Any:
     """A context in which graphs that take next to nothing are compared, too."""
-    return mock.patch.object(streamfx.passes.partition.unchunked, "LEAST", 0)
+    return mock.patch.object(streamfx.passes.partition.unchunked, "MIN_COMPARED_BYTES", 0)
 
 
 def partitioned(partition: Callable[..., Any]) -> Callable[..., Any]:

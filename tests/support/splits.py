@@ -28,5 +28,5 @@ def split_at(choose: Callable[[list[fx.Node]], fx.Node], times: int = 1) -> Iter
         chosen.append(place.name)
         return place
 
-    with however_small(), mock.patch.multiple(streamfx.frontend.split_graphs, where_to_split=where, MIN_GAIN=0.0):
+    with however_small(), mock.patch.multiple(streamfx.frontend.split_graphs, find_split=where, MIN_GAIN=0.0):
         yield chosen
