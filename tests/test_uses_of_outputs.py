@@ -216,10 +216,11 @@ HITS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "median": (lambda x: x == x.median(-1, keepdim=True).values, 1),
     "a probability": (lambda x: x.softmax(-1) == x.softmax(-1).amax(-1, keepdim=True), 1),
     "rows, then all": (lambda x: (x == x[:, 9:10].amax(-1, keepdim=True))[:, 9:10], 1),
+    "all, then a few rows": (lambda x: x[:, 9:12] == x.amax(-1, keepdim=True)[:, 9:12], 1),
     "all, then the last row": (lambda x: x[:, -1:] == x.amax(-1, keepdim=True)[:, -1:], 1),
     "through numbers": (lambda x: x == torch.tensor(x.amax(-1).tolist(), dtype=x.dtype)[..., None], 1),
 }
-EVERY_TIME = ["amax", "top-k", "a probability", "rows, then all", "all, then the last row"]
+EVERY_TIME = ["amax", "top-k", "a probability", "rows, then all", "all, then a few rows", "all, then the last row"]
 
 
 @torch.no_grad()
