@@ -1,4 +1,4 @@
-"""Scores by distance that are shifted row by row: what counts as a shift, and that it streams."""
+"""Scores by distance that reshapes shift row by row: which reshapes are a shift, and that attention with them streams."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from tests.support.canonical import Case, check, graphs, plain, same, special
-from tests.support.decoders import HEAD, HEADS, Decoder, Heads
-from tests.support.exactness import compare
-from tests.support.twins import batch
+from tests.support.masks import HEAD, LENGTH, qkv
+from tests.support.tracing import compare_function
 
 aten = torch.ops.aten
 small = st.integers(1, 5)
@@ -26,7 +25,7 @@ Shift = Callable[[Tensor, int], Tensor]
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)
 @given(small, small, st.integers(0, 3), st.integers(0, 3), st.booleans())
 def test_operators_are_their_definition(rows: int, columns: int, before: int, behind: int, turned: bool) -> None:
-    """Element by element, of memory in any order; and the second is the adjoint of the first."""
+    """Element by element, for any strides; the second operator is the adjoint of the first."""
     first, width = rows - 1 + before, rows - 1 + before + columns + behind
     x, gradient = plain(2, rows, width, 3), plain(2, rows, columns, 3)
     x = x.transpose(1, 2).contiguous().transpose(1, 2) if turned else x
@@ -38,11 +37,11 @@ def test_operators_are_their_definition(rows: int, columns: int, before: int, be
     torch.testing.assert_close((made * gradient).sum(), (x * back).sum())
 
 
-# -- what counts as a shift
+# -- which reshapes are a shift
 
 
 def by_views(x: Tensor, columns: int, start: int = 1, less: int = 1) -> Tensor:
-    """As XLNet writes it: [b t w]."""
+    """As in XLNet: [b t w]."""
     b, t, w = x.shape
     return x.reshape(b, w, t)[:, start:].reshape(b, -1, w - less)[..., :columns]
 
@@ -52,8 +51,8 @@ def by_index(x: Tensor, columns: int) -> Tensor:
     return x.reshape(b, w, t)[:, 1:].reshape(b, t, w - 1).index_select(2, torch.arange(columns))
 
 
-def behind_zeros(x: Tensor, columns: int) -> Tensor:
-    """As the Conformer and Transformer-XL write it; where there are as many columns as rows, later keys get the next row's."""
+def after_zeros(x: Tensor, columns: int) -> Tensor:
+    """As in the Conformer and Transformer-XL; with as many columns as rows, later keys get numbers of the next row."""
     return by_views(F.pad(x, (1, 0)), columns)
 
 
@@ -75,12 +74,12 @@ SHIFTS = {
     "by views": Case(with_gradient(by_views, 4), (special(2, 4, 8),)),
     "all columns": Case(with_gradient(by_views, 7), (special(2, 4, 8),)),
     "by an index": Case(with_gradient(by_index, 4), (special(2, 4, 8),)),
-    "behind zeros": Case(with_gradient(behind_zeros, 4), (special(2, 4, 7),)),
-    "as many keys as rows": Case(with_gradient(behind_zeros, 4), (special(2, 4, 4),)),
+    "after zeros": Case(with_gradient(after_zeros, 4), (special(2, 4, 7),)),
+    "as many keys as rows": Case(with_gradient(after_zeros, 4), (special(2, 4, 4),)),
     "rows first": Case(with_gradient(rows_first, 4), (special(4, 8, 2),)),
     "one row": Case(with_gradient(by_views, 1), (special(2, 1, 8),)),
 }
-OTHERS: dict[str, Callable[[Tensor], Tensor]] = {  # of [2 4 8], what only looks like one
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {  # of [2 4 8]
     "further on": lambda x: x.reshape(2, 8, 4)[:, 2:].reshape(2, 3, 8)[..., :3],
     "two less": lambda x: x.reshape(2, 8, 4)[:, 2:].reshape(2, 4, 6)[..., :3],
     "in steps": lambda x: x.reshape(2, 8, 4)[:, 1::2].reshape(2, 4, 4)[..., :3],
@@ -94,7 +93,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {  # of [2 4 8], what only looks
 
 @pytest.mark.parametrize("name", SHIFTS)
 def test_a_shift(name: str) -> None:
-    """Of numbers that are drawn to hurt, with the same bits; no view stays in the way."""
+    """To the same bits, and without views."""
     check(SHIFTS[name])
     _, after = graphs(SHIFTS[name])
     found = {node.target for node in after.graph.nodes}
@@ -112,8 +111,8 @@ def test_no_shift(name: str) -> None:
 
 
 @pytest.mark.parametrize(("index", "source"), [([0, 1, 2], 3), ([0, 2, 1], 3), ([0, 1, 2, 3], 4)], ids=str)
-def test_first_rows_by_number(index: list[int], source: int) -> None:
-    """Numbers that count up take a part; a zero that is added to zeros has no sign. Others, and those in no order, stay."""
+def test_first_rows_by_index(index: list[int], source: int) -> None:
+    """Indices that count up take a slice, but a sum with ones keeps its operator, as do indices in another order."""
     x, y = special(2, 4, 3), special(2, source, 3)
 
     def function(x: Tensor, y: Tensor) -> list[Tensor]:
@@ -131,32 +130,7 @@ def test_first_rows_by_number(index: list[int], source: int) -> None:
         same(actual, wanted, bits=True)
 
 
-# -- decoders that shift
-
-
-class RelativeHeads(Heads):
-    """Scores by key and by distance; `shift` brings distances [b h t w] to keys, of which some are seen."""
-
-    def __init__(self, shift: Shift, distances: Callable[[int], Tensor], seen: int | None) -> None:
-        super().__init__()
-        self.shift, self.distances, self.seen = shift, distances, seen
-        self.relative = nn.Linear(4, HEADS * HEAD)
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        length = q.shape[2]
-        angles = self.distances(length).to(q.dtype)[:, None] * torch.arange(1, 5, dtype=q.dtype)
-        keys = self.relative(angles.sin()).unflatten(-1, (HEADS, HEAD))
-        scores = q @ k.transpose(-1, -2) + self.shift(torch.einsum("bhid,jhd->bhij", q, keys), length)
-        if self.seen is not None:  # keys so far behind the row, and no more than three in front of that
-            seen = torch.ones(length, length, dtype=torch.bool).tril(self.seen).triu(self.seen - 3)
-            scores = scores.masked_fill(~seen, -torch.inf)
-        return scores.softmax(-1) @ v
-
-
-class Relative(Decoder):
-    def __init__(self, *how: Any) -> None:
-        self.attention = lambda: RelativeHeads(*how)  # type: ignore[assignment,method-assign]
-        super().__init__()
+# -- attention with shifted scores
 
 
 def over_heads(shift: Shift) -> Shift:
@@ -168,38 +142,33 @@ def four(x: Tensor, columns: int) -> Tensor:
     return x.reshape(b, h, w, t)[:, :, 1:].reshape(b, h, t, w - 1)[..., :columns]
 
 
-def both_ways(length: int) -> Tensor:
-    return torch.arange(length, -length, -1)
-
-
-def to_the_left(length: int) -> Tensor:
-    return torch.arange(length - 1, -1, -1)
-
-
-def as_many(length: int) -> Tensor:
-    return torch.arange(length - 1, -length, -1)
-
-
-STREAMS: dict[str, tuple[Any, ...]] = {
-    "XLNet, in a window": (four, both_ways, 0),
-    "Conformer": (over_heads(behind_zeros), as_many, None),
-    "Transformer-XL": (over_heads(behind_zeros), to_the_left, 0),
+TO_THE_LEFT, NEXT_ROW = range(LENGTH - 1, -1, -1), "reads elements of the next row"
+# name: shift, distances, the last key that a row sees (None: all keys), the verdict of the mask, or the reason for a fallback
+ATTENTION: dict[str, tuple[Shift, range, int | None, str]] = {
+    "XLNet, in a window": (four, range(LENGTH, -LENGTH, -1), 0, "window(4)"),
+    "Conformer": (over_heads(after_zeros), range(LENGTH - 1, -LENGTH, -1), None, "masked"),
+    "Transformer-XL": (over_heads(after_zeros), TO_THE_LEFT, 0, "window(4)"),
+    # as many distances as keys, and no mask hides the next row's numbers, which later keys get
+    "all keys": (over_heads(after_zeros), TO_THE_LEFT, None, NEXT_ROW),
+    "one later key": (over_heads(after_zeros), TO_THE_LEFT, 1, NEXT_ROW),
 }
 
 
-@pytest.mark.compiled
-@pytest.mark.parametrize("name", STREAMS)
-def test_it_streams(name: str) -> None:
-    attention = {"masked" if STREAMS[name][-1] is None else "window(4)"}
-    report = compare(Relative(*STREAMS[name]).double(), batch(2, 19), also=(1, 64), attention=attention)
-    assert any(node.target is RELATIVE_SHIFT for node in report.facts[0].joint.nodes)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_with_shifted_scores(name: str) -> None:
+    shift, distances, last, verdict = ATTENTION[name]
 
+    def function(inputs: Tensor, weight: Tensor) -> Tensor:
+        q, k, v = inputs.unbind()
+        angles = torch.tensor(distances).to(q.dtype)[:, None] * torch.arange(1, 5, dtype=q.dtype)
+        scores = q @ k.mT + shift(torch.einsum("bhid,jd->bhij", q, angles.sin() @ weight), LENGTH)
+        if last is not None:  # and the three keys before it
+            seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(last).triu(last - 3)
+            scores = scores.masked_fill(~seen, -torch.inf)
+        return (scores.softmax(-1) @ v).pow(2).sum()
 
-@pytest.mark.compiled
-@pytest.mark.parametrize("seen", [None, 1])
-def test_the_next_row_shows(seen: int | None) -> None:
-    """As many distances as keys, and nothing hides what later keys get: a chunk would have to look into the next one."""
-    model = Relative(over_heads(behind_zeros), to_the_left, seen).double()
-    report = compare(model, batch(2, 19), also=(1, 64), streams=False)
-    reasons = [reason for one in report.facts for reason in one.reasons()]
-    assert any("numbers of the next row" in reason for reason in reasons), reasons
+    weight = torch.randn(4, HEAD, dtype=torch.float64, requires_grad=True)
+    streams = verdict != NEXT_ROW
+    facts = compare_function(function, [*qkv(), weight], (4, 1, 64), streams=streams, attention={verdict} if streams else None)
+    assert any(node.target is RELATIVE_SHIFT for node in facts.joint.nodes) or not streams
+    assert streams or any(NEXT_ROW in reason for reason in facts.reasons()), facts.reasons()
