@@ -356,7 +356,7 @@ def _run_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 
 def _refuse_transposed(tensor: DeferredTensor, func: Any) -> None:
-    """Raise an error if autograd cannot record a write to a tensor, because its shape was changed in place after views were taken.
+    """Raise an error if the shape of a tensor was changed in place after views of it were taken, so that it cannot be written to.
 
     Autograd records a write to a view of a wrapper by viewing the base again, and the base has other strides now.
     """
