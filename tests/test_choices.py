@@ -113,7 +113,9 @@ def test_chunks_amortize_the_traffic_of_sums(trained: Facts) -> None:
     assert worthwhile_rows(stage, trained, CPU) < worthwhile_rows(stage, trained, CUDA)
 
 
-FOUND_ONCE = [getattr(loop_distribution, name) for name in ("earliest_loops", "latest_loops", "choose_stored_values", "cheapest_placement")]
+FOUND_ONCE = [
+    getattr(loop_distribution, name) for name in ("earliest_loops", "latest_loops", "choose_stored_values", "cheapest_placement")
+]
 
 
 def placed(layers: int) -> tuple[int, list[int]]:
