@@ -179,35 +179,13 @@ def test_doctor_reports_faults(
     assert said in shown.out + shown.err and "Traceback" not in shown.err
 
 
-REFUSED: list[tuple[list[str], str]] = [
-    (["explain", "no/such/folder"], "there is no configuration"),
-    (["explain", MINE + "missing"], "cannot find 'factories_of_a_user:missing'"),
-    (["verify", "no_such_module:made"], "No module named"),
-    (["verify", MINE + "alone"], "x cannot be token ids"),
-    (["verify", MINE + "two"], "kinds and ids are both looked up in embedding tables"),
-    (["verify", MINE + "masked"], "the values of 'mask' are unknown"),
-    (["verify", MINE + "nothing"], "a function that returns a model"),
-    (["verify", MINE + "pair"], "a tuple of NoneType, tuple"),
-    (["verify", MINE + "CONSTANT"], "found an int"),
-    (["verify", MINE + "fails"], "found RuntimeError: in the factory\n  where "),
-    (["verify", MINE + "shapes"], "shapes cannot be multiplied"),
-    (["verify", "broken_module_of_a_user:made"], "found SyntaxError"),
-    (["explain", "odd"], "not a multiple of the number of attention heads"),
-    (["verify", ".", "--options", "[3]"], "must be a dictionary of options"),
-    (["verify", ".", "--layers", "0"], "--layers must be 1 or more"),
-    (["verify", ".", "--layers", "2"], "found it has 1\n  do    give a number from 1 to 1"),
-    (["explain", ".", "--layers", "2"], "--layers 2 must not exceed the layers of the configuration"),
-    (["explain", MINE + "alone", "--layers", "2"], "--layers applies only to Hugging Face configurations"),
-    (["verify", "vast"], "238418579.1 GiB of parameters"),
-    (["explain", ".", "--options", "{"], "--options must be JSON"),
-    (["explain", ".", "--seq", "1"], "--seq must be 2 or more"),
-    (["plan", "Qwen3-8B", "--batch", "0"], "batch cannot be 0"),
-]
+REFUSALS = (Path(__file__).parent / "support" / "refusals.txt").read_text().splitlines()[2:]
 
 
-@pytest.mark.parametrize(("arguments", "message"), REFUSED)
-def test_refusals(folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 1
+@pytest.mark.parametrize("line", REFUSALS)
+def test_refusals(folder: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, message = line.split(" | ")
+    assert main(command.split()) == 1
     shown = capsys.readouterr()
     assert message in shown.err and not shown.out
     assert "Traceback" not in shown.err

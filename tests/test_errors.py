@@ -143,7 +143,6 @@ def test_the_log_has_a_summary_of_each_graph(caplog: pytest.LogCaptureFixture) -
 # -- wrong input: training continues as if the call had not happened
 
 BATCH = tokens(2, 12)
-SHORT = BATCH[:, :-3]
 OPTIONS: dict[str, Any] = {"chunk_size": 5, "loss_chunk_size": 5}
 
 
@@ -192,7 +191,7 @@ class Decoder(nn.Module):
 
 
 BAD = {
-    "labels": (BATCH, SHORT),
+    "labels": (BATCH, BATCH[:, :-3]),
     "types": (BATCH.float(), BATCH),
     "words": (BATCH + VOCABULARY, BATCH),
     "classes": (BATCH, BATCH + VOCABULARY),

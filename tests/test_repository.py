@@ -15,7 +15,7 @@ import torch
 from streamfx.tools.cli import main
 from streamfx.tools.report import no_gain_notice
 from streamfx.torch_private import versions
-from tests.versions import PAGE, ROOT, known, page, record, table
+from tests.versions import PAGE, ROOT, known, page
 
 LIBRARY = ("streamfx", "passes")
 NAMES = "llama|qwen|mistral|mixtral|gemma|deepseek|gpt_?2|gpt_?neox?|phi_?[1-4]|olmo|falcon|bloom|mamba|bert|smollm"
@@ -152,14 +152,3 @@ def test_pyproject_allows_the_tested_versions() -> None:
     assert f"torch>={oldest[0]}.{oldest[1]},<{major}.{newest + 1}" in project["dependencies"]
     named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
     assert named and set(named) <= {".".join(row["python"].split(".")[:2]) for row in known() if not row["failed"]}
-
-
-def test_a_new_row_replaces_the_row_of_the_same_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.versions.FILE", tmp_path / "versions.jsonl")
-    monkeypatch.setattr("tests.versions.PAGE", tmp_path / "versions.md")
-    given = {"torch": "2.14.1+cu130", "transformers": "5.23.0", "skipped": 1, "files": "2 of 3", "date": "now", "commit": "abc"}
-    record([{"python": "3.12.1", "passed": 9, "failed": ["tests.test_a::test_b"], **given}])
-    record([{"python": "3.9.9", "passed": 7, "failed": [], **given}, {"python": "3.12.1", "passed": 10, "failed": [], **given}])
-    text = (tmp_path / "versions.md").read_text()
-    assert [row["passed"] for row in known()] == [7, 10] and "test_b" not in text
-    assert text.endswith("\n".join(table(known())) + "\n")
