@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from streamfx import explain
 from streamfx.runtime.loop import Loop
-from streamfx.runtime.restride import is_lazy_conj_or_neg
+from streamfx.runtime.restride import has_lazy_bit
 from tests.support.exactness import recorder
 from tests.support.spread import only
 from tests.support.stretches import interpreted
@@ -167,7 +167,7 @@ def test_loops_get_no_lazy_conjugates(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Loop.forward
 
     def looked_at(loop: Loop, *arguments: Any) -> tuple[Any, ...]:
-        assert not any(is_lazy_conj_or_neg(item) for item in arguments if isinstance(item, Tensor))
+        assert not any(has_lazy_bit(item) for item in arguments if isinstance(item, Tensor))
         return forward(loop, *arguments)
 
     monkeypatch.setattr(Loop, "forward", looked_at)

@@ -38,7 +38,7 @@ from streamfx.passes.ops.traits import is_expensive, is_random, producer_of, unp
 from streamfx.passes.partition.hoisted_reductions import hoisted_reductions
 from streamfx.passes.partition.loop_distribution import Region, distribute_over_loops
 from streamfx.runtime.offload import from_host, wait_for_copy
-from streamfx.runtime.restride import is_lazy_conj_or_neg, resolve_conj_and_neg
+from streamfx.runtime.restride import has_lazy_bit, resolve_conj_and_neg
 from streamfx.runtime.rng import draw_seed
 
 aten = torch.ops.aten
@@ -127,9 +127,7 @@ class _ProgramBuilder:
         for node in self.joint.primals:
             input_ = outer.graph.placeholder(node.name)
             input_.meta = dict(node.meta)
-            outer.env[node] = (
-                self._resolve_lazy(outer, input_) if is_tensor(node) and is_lazy_conj_or_neg(node.meta[VALUE]) else input_
-            )
+            outer.env[node] = self._resolve_lazy(outer, input_) if is_tensor(node) and has_lazy_bit(node.meta[VALUE]) else input_
         outer.symbols.update(symbols_of(self.joint, outer))
 
     def _resolve_lazy(self, outer: HostProgramBuilder, placeholder: fx.Node) -> fx.Node:

@@ -50,7 +50,7 @@ def plan_chain(
     """Record which gradients can be released early; inputs that the graph writes to are excluded."""
     plan = partial(_release_spec, joint, forward, backward, num_outputs, num_inputs)
     no_release = ReleaseSpec({}, (), ())
-    chain.sources, chain.saved, chain.gradients_by_segment = try_step(plan, no_release, GRADIENTS_AT_END, strict=False)
+    chain.sources, chain.saved, chain.released = try_step(plan, no_release, GRADIENTS_AT_END, strict=False)
     chain.exclude_inputs(mutated_inputs(joint))
 
 
@@ -69,14 +69,10 @@ def _release_spec(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, 
 def run_in_segments(runner: HostProgramRunner, chain: GradientReleaseChain) -> Callable[[list[Any]], Any]:
     """Return a runner that releases gradients after each segment; the plain runner if the graph has changed since planning."""
     segments = no_segments = tuple[ReleaseSegment, ...]()
-    if chain.gradients_by_segment:
+    if chain.released:
         split = partial(release_segments, runner.module, chain.saved)
         segments = try_step(split, no_segments, GRADIENTS_AT_END, strict=False)
-    return (
-        StagewiseRunner(runner, segments, chain)
-        if segments and released_indices(segments) == chain.gradients_by_segment
-        else runner
-    )
+    return StagewiseRunner(runner, segments, chain) if segments and released_indices(segments) == chain.released else runner
 
 
 def inputs_aliased_by_saved(forward: fx.Graph, num_outputs: int) -> Saved:

@@ -23,7 +23,7 @@ def uses_inductor(options: Options, graph: fx.Graph) -> bool:
     return flops_of_graph(graph) >= MIN_COMPILED_FLOPS and has_compiler(device_of(graph).type)
 
 
-def compiles_unchunked(options: Options, inputs: Iterable[Any]) -> bool:
+def compiles_graph(options: Options, inputs: Iterable[Any]) -> bool:
     """Return whether Inductor compiles a graph that fits without chunks, however small, as with `torch.compile` alone."""
     kinds = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
     return options.bodies == "inductor" or (options.bodies == "auto" and all(map(has_compiler, kinds)))

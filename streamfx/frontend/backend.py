@@ -14,7 +14,7 @@ from torch import fx
 
 from streamfx import fallbacks
 from streamfx.argument_checks import check_call, require
-from streamfx.cost.inductor_choice import compiles_unchunked, uses_inductor
+from streamfx.cost.inductor_choice import compiles_graph, uses_inductor
 from streamfx.distributed.rank_consensus import Exchange, run_with_consensus
 from streamfx.distributed.zero_3 import refuse_partitioned
 from streamfx.errors import IntegrationError, NotStreamedError, OptionError, OverBudgetError, RanksDifferError, describe_error
@@ -120,9 +120,7 @@ def streambp(
 
 
 environment_options()  # report a bad variable when the backend is imported, not at the first call of a model
-register_backend_names(
-    ("streambp", "streamfx"), f"{__name__}:streambp"
-)  # for checkouts and old installations without an entry point
+register_backend_names(("streambp", "streamfx"), f"{__name__}:streambp")  # for installations without an entry point
 
 
 @dataclass
@@ -197,18 +195,13 @@ class Compilation(SplittableCompilation):
             partition_fn=self.partition_stagewise,
             decompositions=DECOMPOSITIONS,
         )
-        self.traced = try_step(
-            lambda: replace_scan_trees(self.module), self.module, fallbacks.SCANS_NOT_MATCHED, self.options.strict
-        )
-        self.traced = try_step(
-            lambda: replace_ssd_products(self.traced), self.traced, fallbacks.SSD_NOT_MATCHED, self.options.strict
-        )
+        strict = self.options.strict
+        self.traced = try_step(lambda: replace_scan_trees(self.module), self.module, fallbacks.SCANS_NOT_MATCHED, strict)
+        self.traced = try_step(lambda: replace_ssd_products(self.traced), self.traced, fallbacks.SSD_NOT_MATCHED, strict)
         deferral = self.deferred = self.deferral() if self.on_one_rank else None
         self.chain = GradientReleaseChain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
         compiled = compiler(self.traced if deferral is None else deferral.module, inputs)
-        compiled = (
-            StagewiseFunction(compiled, self.chain) if self.chain is not None and self.chain.gradients_by_segment else compiled
-        )
+        compiled = StagewiseFunction(compiled, self.chain) if self.chain is not None and self.chain.released else compiled
         if deferral is not None:
             compiled = DeferredCall(compiled, deferral.plan, Uses(self.options, compiled_use), deferral.unread)
         watched = [item for item in self.watched if item.fingerprint is not None]
@@ -217,7 +210,7 @@ class Compilation(SplittableCompilation):
     def certainly_fits(self, inputs: list[Any]) -> bool:
         """Return whether the graph is so short that Inductor compiles it without a trace here; guard the lengths of the proof."""
         budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
-        if budget is None or not self.is_on_one_rank(inputs) or not compiles_unchunked(self.options, inputs):
+        if budget is None or not self.is_on_one_rank(inputs) or not compiles_graph(self.options, inputs):
             return False
         find_lengths = partial(find_fitting_lengths, self.module.graph, inputs, budget)
         longest_lengths = try_step(find_lengths, None, fallbacks.NOT_BOUNDED, strict=False)
@@ -298,9 +291,7 @@ class Compilation(SplittableCompilation):
         """Return whether the unchunked graphs fit the budget, and record it. Raise if Inductor compiles them."""
         budget, num_outputs = self.options.memory_budget, len(facts.joint.outputs)
         assert budget is not None
-        compiled = compiles_unchunked(
-            self.options, [node.meta.get(VALUE) for node in facts.joint.graph.find_nodes(op="placeholder")]
-        )
+        compiled = compiles_graph(self.options, [node.meta.get(VALUE) for node in facts.joint.graph.find_nodes(op="placeholder")])
 
         def fits(lengths: Lengths) -> bool:
             return fits_unchunked(forward, backward, num_outputs, budget, self.deferred_bytes() if compiled else 0)

@@ -38,14 +38,14 @@ def view_of_storage(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *s
     return torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), storage_offset, sizes, strides)
 
 
-def is_lazy_conj_or_neg(value: Tensor) -> bool:
+def has_lazy_bit(value: Tensor) -> bool:
     """Return whether a value is a lazy conjugate or negative, so that its memory differs from its value."""
     return value.is_conj() or value.is_neg()
 
 
 def resolve_conj_and_neg(value: Any) -> Any:
     """Resolve a lazy conjugate or negative, because compiled code reads memory directly."""
-    return value.resolve_conj().resolve_neg() if isinstance(value, Tensor) and is_lazy_conj_or_neg(value) else value
+    return value.resolve_conj().resolve_neg() if isinstance(value, Tensor) and has_lazy_bit(value) else value
 
 
 def restride_at(value: Tensor, begins: int, *strides: int) -> Tensor:

@@ -60,25 +60,25 @@ class GradientReleaseChain:
     """State that a compiled function shares with its backward graph.
 
     A call is *chained* if its inputs pass through identities. `always`: chain every call, not only those whose gradients
-    hooks or optimizers wait for. `gradients_by_segment`: the gradients that each segment releases, as indices into the
+    hooks or optimizers wait for. `released`: the gradients that each segment releases, as indices into the
     results of the backward graph; empty if none is released early. `sources`: the inputs of these gradients. `saved`: for
     each input of the backward graph, the index of the gradient of the input in whose memory it is.
-    `unchained_gradients`: gradients whose inputs are not chained. `is_used`: a call of the function was chained.
+    `unchained`: gradients whose inputs are not chained. `is_used`: a call of the function was chained.
     """
 
     always: bool
-    gradients_by_segment: tuple[tuple[int, ...], ...] = ()
+    released: tuple[tuple[int, ...], ...] = ()
     sources: Sources = field(default_factory=dict)
     saved: Saved = ()
-    unchained_gradients: frozenset[int] = frozenset()
+    unchained: frozenset[int] = frozenset()
     is_used: bool = False
 
     def exclude_inputs(self, primals: Sequence[int] | None) -> None:
         """Exclude these inputs from chaining: all inputs if `primals` is None, or if it is nonempty and inputs are sharded."""
         if primals is None or (primals and any(source.part is not None for source in self.sources.values())):
-            self.gradients_by_segment = ()
+            self.released = ()
         else:
-            self.unchained_gradients |= {index for index, source in self.sources.items() if source.primal_index in primals}
+            self.unchained |= {index for index, source in self.sources.items() if source.primal_index in primals}
 
 
 class _StagewiseCall:
@@ -99,18 +99,14 @@ class StagewiseFunction:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the compiled function, with its inputs passed through identities if the call is chained."""
-        if (
-            not self.chain.gradients_by_segment
-            or not torch.is_grad_enabled()
-            or not (self.chain.always or self._is_awaited(arguments))
-        ):
+        if not self.chain.released or not torch.is_grad_enabled() or not (self.chain.always or self._is_awaited(arguments)):
             return self.compiled(*arguments)
         return self.compiled(*self._chained(arguments))
 
     def _is_awaited(self, arguments: Sequence[Any]) -> bool:
         """Return whether hooks or optimizers wait for the gradients of inputs that the chain releases early."""
         return are_gradients_awaited(
-            [arguments[self.chain.sources[index].input_index] for segment in self.chain.gradients_by_segment for index in segment]
+            [arguments[self.chain.sources[index].input_index] for segment in self.chain.released for index in segment]
         )
 
     def _chained(self, arguments: Sequence[Any]) -> Sequence[Any]:
@@ -119,10 +115,8 @@ class StagewiseFunction:
             return arguments
         values, token = list(arguments), None
         call = _StagewiseCall([input_index for input_index, value in enumerate(values) if isinstance(value, Tensor)])
-        for segment, indices in reversed(list(enumerate(self.chain.gradients_by_segment))):
-            input_of = {
-                index: self.chain.sources[index].input_index for index in indices if index not in self.chain.unchained_gradients
-            }
+        for segment, indices in reversed(list(enumerate(self.chain.released))):
+            input_of = {index: self.chain.sources[index].input_index for index in indices if index not in self.chain.unchained}
             chained_gradients = [index for index, input_index in input_of.items() if _may_be_chained(values[input_index])]
             if chained_gradients:
                 token, *identities = Identity.apply(
@@ -248,7 +242,7 @@ class StagewiseRunner:
         run = _Run(self._segments(), arguments)
         run.run_through(
             max(
-                (segment for segment, places in enumerate(self.chain.gradients_by_segment) if not chained.issuperset(places)),
+                (segment for segment, places in enumerate(self.chain.released) if not chained.issuperset(places)),
                 default=-1,
             )
         )

@@ -63,6 +63,7 @@ __all__ = [
     "dynamo_input_indices",
     "dynamo_module",
     "get_decompositions",
+    "in_trace_context",
     "is_composite",
     "is_held_by_model",
     "is_sharded",
@@ -87,7 +88,6 @@ __all__ = [
     "tree_map",
     "unset_fake_temporarily",
     "untraced",
-    "with_tracing_context",
     "wrapper_tensor",
 ]
 
@@ -331,7 +331,7 @@ class NoMaskForCudnn(torch.overrides.TorchFunctionMode):
             flags.enable_cudnn_sdp(True)
 
 
-def with_tracing_context(function: Callable[[], T]) -> Callable[[], T]:
+def in_trace_context(function: Callable[[], T]) -> Callable[[], T]:
     """Wrap a function so that each call runs in the tracing context that is active now (2.11, 2.13)."""
     context = torch._guards.TracingContext.try_get()
 

@@ -16,7 +16,7 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.strided_access import reads_memory, shown_by
-from streamfx.runtime.restride import is_lazy_conj_or_neg
+from streamfx.runtime.restride import has_lazy_bit
 from streamfx.torch_private.lines import source_line
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def find_lazy_memory_read(graph: fx.Graph, results: Sequence[Any]) -> str | None
 
 def _is_lazy(node: fx.Node) -> bool:
     """Return whether a tensor has a conj or neg bit."""
-    return is_tensor(node) and is_lazy_conj_or_neg(node.meta[VALUE])
+    return is_tensor(node) and has_lazy_bit(node.meta[VALUE])
 
 
 @rewrite_rule(aten._conj.default)

@@ -357,17 +357,13 @@ def taken_by_optimizer(graph: TracedGraph, backward: fx.GraphModule) -> Released
     None if it gets all gradients at the end.
     """
     chain = graph.chain
-    if chain is None or not chain.gradients_by_segment:
+    if chain is None or not chain.released:
         return None
     segments = release_segments(backward, chain.saved)
-    if released_indices(segments) != chain.gradients_by_segment:
+    if released_indices(segments) != chain.released:
         return None
-    kept_segments = (
-        number for number, places in enumerate(chain.gradients_by_segment) if not chain.unchained_gradients.isdisjoint(places)
-    )
-    parameter_places = {
-        place for place, primal, _ in graph.facts.joint.trained if is_parameter(primal)
-    } - chain.unchained_gradients
+    kept_segments = (number for number, places in enumerate(chain.released) if not chain.unchained.isdisjoint(places))
+    parameter_places = {place for place, primal, _ in graph.facts.joint.trained if is_parameter(primal)} - chain.unchained
     primal_by_place = {place: source.primal_index for place, source in chain.sources.items() if place in parameter_places}
     return ReleasedGradients(segments, max(kept_segments, default=0), primal_by_place)
 

@@ -39,7 +39,7 @@ from streamfx.tools.inspect.repeated_analysis import facts_of_all_layers
 from streamfx.tools.inspect.side_effect_guard import FakeConverter, modules_of, original, parameters_of, without_side_effects
 from streamfx.tools.report.dump import show_product
 from streamfx.tools.report.fallback_reasons import advice_on_break
-from streamfx.torch_private import default_partition, mutated_inputs, real_values, with_tracing_context
+from streamfx.torch_private import default_partition, in_trace_context, mutated_inputs, real_values
 from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import (
     SWITCH_ON,
@@ -278,9 +278,7 @@ class _RecordingCompilation(QuietCompilation):
         halves = super().partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
         if len(self.facts) > count_before:
             facts = self.facts[-1]
-            default = with_tracing_context(
-                lambda: default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
-            )
+            default = in_trace_context(lambda: default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others))
             plain = (lambda: halves) if facts.program is None else default
             self.call.graphs.append(TracedGraph(self.original, facts, plain, num_fwd_outputs, self.chain))
         return halves
