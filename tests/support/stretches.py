@@ -49,7 +49,7 @@ def _checked(given: Sequence[Tensor], lie: Sequence[tuple[torch.dtype, Sequence[
 
 @contextmanager
 def interpreted() -> Iterator[dict[Any, Any]]:
-    """SegmentGenerator of bodies are made and shared as for Inductor, whose place an interpreter takes; gives the forms."""
+    """Compile and share segments of bodies with an interpreter instead of Inductor; yield the cache."""
     forms: dict[Any, Any] = {}
     with (
         mock.patch.object(compiled_segments, "_versions", forms),
