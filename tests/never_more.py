@@ -19,7 +19,7 @@ from tests.random_decoders.checking import executed
 from tests.random_decoders.kinds import KINDS, numbered
 from tests.random_decoders.specification import Decoder
 from tests.support.exactness import call, fresh, scalar_of
-from tests.support.peaks import TOLERATED, Peaks, peaks
+from tests.support.peaks import TOLERANCE, Peaks, peaks
 from tests.support.precision import default_dtype, widen_models
 
 widen_models()
@@ -73,11 +73,11 @@ def main() -> int:
             print(json.dumps({"name": name, "error": f"{type(error).__name__}: {error}"[:200]}), flush=True)
             continue
         ratios.append(found.ratio)
-        mark = {"more": True} if found.ratio > TOLERATED else {}
+        mark = {"more": True} if found.ratio > TOLERANCE else {}
         line = {"name": name, "ratio": round(found.ratio, 3), "ours": found.ours, "others": found.others, **mark}
         print(json.dumps(line), flush=True)
-    more = sum(ratio > TOLERATED for ratio in ratios)
-    print(f"{len(ratios)} programs, {more} above {TOLERATED}, the largest {max(ratios, default=0):.3f}; {failed} did not run")
+    more = sum(ratio > TOLERANCE for ratio in ratios)
+    print(f"{len(ratios)} programs, {more} above {TOLERANCE}, the largest {max(ratios, default=0):.3f}; {failed} did not run")
     return 1 if more else 0
 
 

@@ -18,7 +18,7 @@ from streamfx.runtime.outer import COPYING_VIEWS
 from streamfx.torch_private import aot_autograd, default_partition, min_cut_rematerialization_partition
 from tests.support.exactness import boxed
 
-TOLERATED = 1.02
+TOLERANCE = 1.02
 
 
 @dataclass(frozen=True)
