@@ -146,7 +146,26 @@ BATCH = tokens(2, 12)
 OPTIONS: dict[str, Any] = {"chunk_size": 5, "loss_chunk_size": 5}
 
 
-class Trained:
+class Decoder(Causal):
+    """Has a hook and a buffer that it writes to; may raise an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode, self.seen = "", nn.Buffer(torch.zeros(()))
+        self.register_forward_hook(lambda module, args, output: output * 1)
+        self.gradient_checkpointing = True
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        if self.mode == "error":
+            raise KeyError("in forward")
+        loss = super().forward(ids, labels)
+        if self.mode == "late" and loss > 0:
+            raise KeyError("in forward")
+        self.seen += not self.mode
+        return loss
+
+
+class Training:
     """A decoder and its optimizer."""
 
     def __init__(self) -> None:
@@ -169,27 +188,6 @@ class Trained:
         return [value.detach().clone() for value in values]
 
 
-class Decoder(nn.Module):
-    """Fused attention, a hook, a buffer that is written to, and errors in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.mode = Causal(), ""
-        self.register_buffer("seen", torch.zeros(()))
-        self.seen: Tensor
-        self.inner.register_forward_hook(lambda module, args, output: output * 1)
-        self.inner.gradient_checkpointing = True  # type: ignore[assignment]
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        if self.mode == "error":
-            raise KeyError("in forward")
-        loss: Tensor = self.inner(ids, labels)
-        if self.mode == "late" and loss > 0:
-            raise KeyError("in forward")
-        self.seen += not self.mode
-        return loss
-
-
 BAD = {
     "labels": (BATCH, BATCH[:, :-3]),
     "types": (BATCH.float(), BATCH),
@@ -198,8 +196,8 @@ BAD = {
 }
 
 
-def fails(trained: Trained, kind: str) -> None:
-    """A call that fails, as it does in eager."""
+def fails(trained: Training, kind: str) -> None:
+    """Make a call that fails as in eager."""
     ids, labels = BAD.get(kind, (BATCH, BATCH))
     trained.model.mode = kind if kind not in BAD else ""
     plain = copy.deepcopy(trained.model)
@@ -217,7 +215,7 @@ def fails(trained: Trained, kind: str) -> None:
 
 
 def test_failed_calls_between_steps_change_nothing() -> None:
-    clean, disturbed = Trained(), Trained()
+    clean, disturbed = Training(), Training()
     torch.manual_seed(1)
     with enable(clean.model, **OPTIONS):
         wanted = [clean.step(BATCH, BATCH) for _ in range(4)]
@@ -237,8 +235,8 @@ def test_failed_calls_between_steps_change_nothing() -> None:
     assert found == pytest.approx(wanted, rel=1e-12)
     for ours, theirs in zip(disturbed.state(), state, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
-    inner: Any = disturbed.model.inner
-    assert disturbed.model.training and len(inner._forward_hooks) == 1 and inner.gradient_checkpointing is True
+    model = disturbed.model
+    assert model.training and len(model._forward_hooks) == 1 and model.gradient_checkpointing
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo of 2.11 refuses such a call before it calls a backend")

@@ -65,14 +65,6 @@ def test_a_profile_has_the_loops_of_explain(profiled: streamfx.Profile) -> None:
     assert sum(loop.seconds for loop in profiled.measured.loops) > 0.3 * profiled.measured.seconds
 
 
-def test_stages_of_an_enabled_model_have_the_names_of_explain() -> None:
-    model, ids = Causal(), tokens(2, 12)
-    with streamfx.enable(model, chunk_size=4), streamfx.profile() as profile:
-        model(ids, ids).backward()
-    shown = {stage.name for stage in streamfx.explain(model, ids, ids, chunk_size=4).stages}
-    assert profile.measured.loops and {loop.stage for loop in profile.measured.loops} <= shown
-
-
 def test_trace_and_table_show_each_loop(profiled: streamfx.Profile, tmp_path: Path) -> None:
     trace = json.loads(profiled.to_perfetto(tmp_path / "trace.json").read_text())
     events = trace["traceEvents"]

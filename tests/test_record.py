@@ -65,8 +65,8 @@ def test_five_reports_agree(name: str) -> None:
     (logged,), (record,) = enabled.compiled, verified.records
     summary, stages = explained.summary(), [stage.as_dict() for stage in explained.stages]
     assert verified.ok and record.plain == stages == planned.prediction.stages
-    loops = {run["name"]: run["chunks"] for stage in stages for run in stage["runs"]}
-    assert {loop.name: loop.chunks for loop in profile.measured.loops} == loops
+    loops = {run["name"]: (stage["name"], run["chunks"]) for stage in stages for run in stage["runs"]}
+    assert {loop.name: (loop.stage, loop.chunks) for loop in profile.measured.loops} == loops
     if not loops:
         assert all("nothing streams" in str(text) for text in (explained, logged.text, planned))
         return
