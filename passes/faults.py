@@ -29,7 +29,7 @@ from streamfx.passes.ops.aliasing import is_view
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.ops.traits import READS_STRIDES, is_random, producer_of
-from streamfx.passes.rewrite.views.strided_access import shown_by
+from streamfx.passes.rewrite.views.strided_access import view_chain
 from streamfx.runtime.restride import RestridedOperator
 from streamfx.torch_private import OpOverload
 from streamfx.torch_private.lines import source_line
@@ -233,6 +233,6 @@ def _observable_views(joint: JointGraph) -> frozenset[fx.Node]:
 
     These are views that the graph returns, or all views if an operator reads strides.
     """
-    results = (producer_of(node) for result in filter(is_tensor, joint.outputs) for node in shown_by(result))
+    results = (producer_of(node) for result in filter(is_tensor, joint.outputs) for node in view_chain(result))
     candidates = joint.nodes if any(node.target in READS_STRIDES for node in joint.nodes) else results
     return frozenset(node for node in candidates if isinstance(node.target, OpOverload) and is_view(node.target))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx import explain
-from streamfx.passes.rewrite.views.embedding_bag import END, FREQUENCY, LARGEST, LENGTHS
+from streamfx.passes.rewrite.views.embedding_bag import FREQUENCY_SCALING, LAST_OFFSET, MAX_MODE, UNEQUAL_LENGTHS
 from tests.support.canonical import Case, check, graphs, plain, targets
 from tests.support.decoders.parts import WIDTH, made
 from tests.support.exactness import compare
@@ -59,10 +59,10 @@ STREAM: dict[str, Bag] = {
     "by listed offsets": by_offsets(lambda count: torch.tensor([EACH * i for i in range(count)]), mode="sum"),
 }
 RUN_WHOLE: dict[str, tuple[Bag, str]] = {
-    "the largest": (in_rows(mode="max"), LARGEST),
-    "other lengths": (by_offsets(lambda n: torch.tensor([0, 1, *range(2 * EACH, EACH * n, EACH)]), mode="mean"), LENGTHS),
-    "with the end": (by_offsets(lambda n: torch.arange(n + 1) * EACH, mode="sum", include_last_offset=True), END),
-    "scaled by frequency": (in_rows(mode="sum", scale_grad_by_freq=True), FREQUENCY),
+    "the largest": (in_rows(mode="max"), MAX_MODE),
+    "other lengths": (by_offsets(lambda n: torch.tensor([0, 1, *range(2 * EACH, EACH * n, EACH)]), mode="mean"), UNEQUAL_LENGTHS),
+    "with the end": (by_offsets(lambda n: torch.arange(n + 1) * EACH, mode="sum", include_last_offset=True), LAST_OFFSET),
+    "scaled by frequency": (in_rows(mode="sum", scale_grad_by_freq=True), FREQUENCY_SCALING),
 }
 
 

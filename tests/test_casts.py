@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.rewrite.views.iota_index import is_arange, repeats, simplify_arange_index
+from streamfx.passes.rewrite.views.iota_index import find_repeats, is_arange, simplify_arange_index
 from tests.support.decoders.parts import made
 from tests.support.exactness import compare
 from tests.support.masks import qkv
@@ -42,7 +42,7 @@ def claimed(first: str, second: str, rows: int) -> dict[int, int]:
 
     zero = torch.zeros((), dtype=torch.int64)
     (added,) = make_fx(function, tracing_mode="fake")(zero).graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    found = {count: repeats(added.args[0], count) for count in {rows, rows // 2, rows // 3}}
+    found = {count: find_repeats(added.args[0], count) for count in {rows, rows // 2, rows // 3}}
     for count, times in found.items():
         assert times is None or torch.equal(function(zero), torch.arange(count).repeat_interleave(times)), (first, second, rows)
     return {count: times for count, times in found.items() if times is not None}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx import explain
-from streamfx.passes.rewrite.views.decompose_on_sequence import MOST
+from streamfx.passes.rewrite.views.decompose_on_sequence import MAX_CONCAT_OPERANDS
 from tests.support.decoders.parts import WIDTH, Plain, loss_of, made
 from tests.support.exactness import compare
 from tests.support.spread import only
@@ -98,7 +98,7 @@ def test_rows_beside_the_sequence_stream(make: Callable[[], nn.Module]) -> None:
 
 def test_many_parts_stay_concatenated() -> None:
     """A padding for each would take as many bytes as the concatenation."""
-    report = compare(made(lambda: Joined((1,) * MOST, 0)), batch(), streams=None)
+    report = compare(made(lambda: Joined((1,) * MAX_CONCAT_OPERANDS, 0)), batch(), streams=None)
     assert any(node.target is aten.cat.default for node in report.facts[0].joint.nodes)
 
 

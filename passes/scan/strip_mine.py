@@ -25,7 +25,7 @@ from streamfx.ir.joint import JointGraph, bound_arguments, int_argument, node_ar
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.axes import widths
-from streamfx.passes.rewrite.views.tile_views import is_fixed, sliced_rows
+from streamfx.passes.rewrite.views.tile_views import is_static_shape, sliced_rows
 from streamfx.passes.scan.row_access import FEWEST_ROWS
 from streamfx.passes.scan.trim import is_plain_sum
 
@@ -122,7 +122,7 @@ def _sliced_row_ranges(graph: fx.Graph) -> dict[fx.Node, dict[tuple[int, int, in
     ranges: dict[fx.Node, dict[tuple[int, int, int], list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         source = node_argument(node)
-        if is_fixed(shape_of_node(source)) and (rows := sliced_rows(node, source)) is not None:
+        if is_static_shape(shape_of_node(source)) and (rows := sliced_rows(node, source)) is not None:
             ranges[source][rows].append(node)
     for target in SPLITS:
         for node in graph.find_nodes(op="call_function", target=target):
@@ -134,7 +134,7 @@ def _sliced_row_ranges(graph: fx.Graph) -> dict[fx.Node, dict[tuple[int, int, in
 def _split_outputs(split: fx.Node) -> Iterator[tuple[tuple[int, int, int], fx.Node]]:
     """Yield each output of a split, with its row range (dimension, start, stop)."""
     shape, sizes = shape_of_node(node_argument(split)), [tuple(part.shape) for part in split.meta[VALUE]]
-    if not is_fixed(shape) or not all(map(is_fixed, sizes)):
+    if not is_static_shape(shape) or not all(map(is_static_shape, sizes)):
         return
     dim = bound_arguments(split)["dim"] % len(shape)
     for part in split.users:
@@ -189,7 +189,9 @@ def _leading_blocks(node: fx.Node) -> Blocks | None:
     """Return the blocks of equal size with which a concatenation begins; smaller operands may follow."""
     operands = _operands(node)
     dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
-    if not all(is_fixed(shape_of_node(part)) and len(shape_of_node(part)) == len(shape_of_node(node)) for part in operands):
+    if not all(
+        is_static_shape(shape_of_node(part)) and len(shape_of_node(part)) == len(shape_of_node(node)) for part in operands
+    ):
         return None
     sizes = [int(shape_of_node(part)[dim]) for part in operands]
     count = next((number for number, size in enumerate(sizes) if size != sizes[0]), len(sizes))
@@ -225,7 +227,7 @@ def _rewrite_gradient_sums(
     """Rewrite sums of zero-padded gradients of blocks."""
     partial_sums: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        is_padded = node.target is aten.slice_backward.default and is_fixed(shape_of_node(node))
+        is_padded = node.target is aten.slice_backward.default and is_static_shape(shape_of_node(node))
         if is_padded or (is_plain_sum(node) and any(item in partial_sums for item in node.args)):
             partial_sums[node] = None
     order = {node: number for number, node in enumerate(graph.nodes)} if partial_sums else {}

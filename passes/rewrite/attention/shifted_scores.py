@@ -19,7 +19,7 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.rewrite.pattern import rewrite_rule
-from streamfx.passes.rewrite.views.iota_index import NUMBERS, VIEWS, is_arange
+from streamfx.passes.rewrite.views.iota_index import INDEX_DTYPES, VIEWS, is_arange
 from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ def index_by_arange_to_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | No
     """
     arguments = bound_arguments(node)
     base, index = arguments["self"], arguments["index"]
-    if not is_arange(index) or index.meta[VALUE].dtype not in NUMBERS or not (shape := shape_of_node(base)):
+    if not is_arange(index) or index.meta[VALUE].dtype not in INDEX_DTYPES or not (shape := shape_of_node(base)):
         return None
     dim, (count,) = arguments["dim"] % len(shape), shape_of_node(index)
     ends = (0, size_arguments(index, writer)[0])

@@ -33,7 +33,7 @@ from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.rules.registry import RuleCall, evaluate_rule, rule_for
 from streamfx.passes.rewrite.driver import replace
-from streamfx.passes.rewrite.views.iota_index import is_arange, row_index, simplify_arange_index
+from streamfx.passes.rewrite.views.iota_index import find_row_index, is_arange, simplify_arange_index
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -244,7 +244,7 @@ def _handle_sort(orders: Permutations, node: fx.Node) -> None:
 
 def _handle_lookup(orders: Permutations, node: fx.Node) -> None:
     """Record permuted rows that are indexed by the inverse permutation as restored."""
-    index = row_index(node)
+    index = find_row_index(node)
     rows = orders.permuted_along(node.args[0])
     if rows is not None and index is not None and orders.inverse.get(index) is rows.order:
         orders.record(node, rows.order, rows.twin, dim=None)
@@ -252,7 +252,7 @@ def _handle_lookup(orders: Permutations, node: fx.Node) -> None:
 
 def _handle_write(orders: Permutations, node: fx.Node) -> None:
     """Record rows written by a permutation of all rows as restored, and rows written by an inverse as permuted."""
-    index, arguments = row_index(node), bound_arguments(node)
+    index, arguments = find_row_index(node), bound_arguments(node)
     if index is None:
         return
     base, rows = arguments["self"], arguments["values"]

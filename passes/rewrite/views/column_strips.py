@@ -1,6 +1,7 @@
 """Group the rectangles that constant writes cover into strips, each with one interval of columns per row.
 
-The bounds of a strip's intervals are a line of the row index, if one fits: a constant, a slope, or a staircase of blocks.
+If possible, the bounds of a strip's intervals are a function of the row index: a constant, a slope, or a staircase of
+blocks.
 """
 
 from __future__ import annotations
@@ -10,30 +11,37 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 END = sys.maxsize  # end of a dimension whose size is only known at run time
-MOST = 8  # intervals per row: each one costs a comparison over the full buffer
+MAX_INTERVALS = 8  # intervals per row: each one costs a comparison over the full buffer
 
-Interval: TypeAlias = tuple[int, int]
+Interval: TypeAlias = tuple[int, int]  # [start, end)
+
+
+class Band(NamedTuple):
+    """A rectangle: adjacent rows with equal intervals of columns."""
+
+    rows: Interval
+    columns: Interval
 
 
 @dataclass(frozen=True)
 class Strip:
-    """A constant in one interval of columns per row, as bands ((first row, end row), (first column, end column))."""
+    """A constant (`number`) in one interval of columns per row, as bands in the order of their rows."""
 
     number: float
-    bands: list[tuple[Interval, Interval]]
+    bands: list[Band]
 
     @property
     def rows(self) -> Interval:
-        """Return the first row and the end row of all bands."""
-        return self.bands[0][0][0], self.bands[-1][0][1]
+        """Return the first row of the first band and the end row of the last band."""
+        return self.bands[0].rows[0], self.bands[-1].rows[1]
 
     def edge(self, side: int) -> list[Interval]:
-        """Return (row, column) pairs of each interval's start (0) or end (1); of unbounded rows only the first."""
-        ends = ((begin, begin + 1 if end == END else end, columns[side]) for (begin, end), columns in self.bands)
-        return [(row, column) for begin, end, column in ends for row in range(begin, end)]
+        """Return (row, column) pairs of each row's interval start (`side` 0) or end (1); of unbounded rows only the first."""
+        ends = ((start, start + 1 if end == END else end, columns[side]) for (start, end), columns in self.bands)
+        return [(row, column) for start, end, column in ends for row in range(start, end)]
 
 
 @dataclass(frozen=True)
@@ -50,71 +58,82 @@ class ColumnLine:
         return (row + self.shift) // self.block * self.factor + self.offset
 
 
-def strips_of(boxes: Sequence[tuple[Interval, Interval, float]], end: int) -> list[Strip]:
-    """Return the constants that the last write to each element leaves, grouped by value and order within the row."""
+def group_into_strips(boxes: Sequence[tuple[Interval, Interval, float]], end: int) -> list[Strip]:
+    """Return the constants that the last write to each element leaves, as few strips.
+
+    `boxes` are the writes in order: rows, columns, and the constant. `end` is the number of columns.
+    """
     bounds = sorted({bound for rows, _, _ in boxes for bound in rows})
-    number_of_bound = {bound: i for i, bound in enumerate(bounds)}
-    writes_by_band: list[list[tuple[Interval, float]]] = [[] for _ in bounds]
+    index_of_bound = {bound: i for i, bound in enumerate(bounds)}
+    writes_after_bound: list[list[tuple[Interval, float]]] = [[] for _ in bounds]
     for rows, columns, value in boxes:
-        for i in range(number_of_bound[rows[0]], number_of_bound[rows[1]]):
-            writes_by_band[i].append((columns, value))
-    intervals_by_value: dict[str, list[list[tuple[Interval, Interval]]]] = defaultdict(list)
-    for rows, writes in zip(pairwise(bounds), writes_by_band, strict=False):
-        band_intervals: dict[str, list[tuple[Interval, Interval]]] = defaultdict(list)
-        for columns, key in _remaining(writes):
-            band_intervals[key].append((rows, columns))
-        for key, intervals in band_intervals.items():
-            intervals_by_value[key].append(intervals)
+        for i in range(index_of_bound[rows[0]], index_of_bound[rows[1]]):
+            writes_after_bound[i].append((columns, value))
+    bands_by_value: dict[str, list[list[Band]]] = defaultdict(list)  # for each constant, the bands of each interval of rows
+    for rows, writes in zip(pairwise(bounds), writes_after_bound, strict=False):
+        bands: dict[str, list[Band]] = defaultdict(list)
+        for columns, key in _visible_intervals(writes):
+            bands[key].append(Band(rows, columns))
+        for key, bands_of_value in bands.items():
+            bands_by_value[key].append(bands_of_value)
     values = {repr(value): value for _, _, value in boxes}
-    return [Strip(values[key], part) for key, by_row in intervals_by_value.items() for part in _grouped_strips(by_row, end)]
+    return [Strip(values[key], group) for key, by_rows in bands_by_value.items() for group in _group_bands(by_rows, end)]
 
 
-def _grouped_strips(by_row: list[list[tuple[Interval, Interval]]], end: int) -> list[list[tuple[Interval, Interval]]]:
-    """Group intervals into few strips: one if each row has one interval with bounds on lines; else by touched side."""
-    if all(len(intervals) == 1 for intervals in by_row):
-        runs = _adjacent_runs([intervals[0] for intervals in by_row])
-        if all(fitting_line(Strip(0, run).edge(side), end) is not None for run in runs for side in (0, 1)):
+def _group_bands(by_rows: list[list[Band]], end: int) -> list[list[Band]]:
+    """Group the bands of one constant into few strips; `by_rows` has the bands of each interval of rows.
+
+    If each row has one band and the bounds lie on lines, adjacent bands are one strip. Otherwise a strip has the bands that
+    touch the same side of the buffer, or that have the same index within their rows.
+    """
+    if all(len(bands) == 1 for bands in by_rows):
+        runs = _adjacent_runs([bands[0] for bands in by_rows])
+        if all(fit_line(Strip(0, run).edge(side), end) is not None for run in runs for side in (0, 1)):
             return runs
-    by_touched_side: dict[Any, list[tuple[Interval, Interval]]] = defaultdict(list)
-    for intervals in by_row:
-        for i, (rows, columns) in enumerate(intervals):
-            touched = (columns[0] == 0, columns[1] == end)
-            by_touched_side[touched, 0 if any(touched) else i].append((rows, columns))
+    by_touched_side: dict[Any, list[Band]] = defaultdict(list)
+    for bands in by_rows:
+        for i, band in enumerate(bands):
+            touched = (band.columns[0] == 0, band.columns[1] == end)
+            by_touched_side[touched, 0 if any(touched) else i].append(band)
     return [run for bands in by_touched_side.values() for run in _adjacent_runs(bands)]
 
 
-def _remaining(writes: list[tuple[Interval, float]]) -> Iterator[tuple[Interval, str]]:
-    """Yield the intervals that remain after all writes to one row, with the constant of each."""
-    cuts = sorted({bound for columns, _ in writes for bound in columns})
-    index_of_cut = {bound: i for i, bound in enumerate(cuts)}
-    value_after_cut = [""] * len(cuts)
+def _visible_intervals(writes: list[tuple[Interval, float]]) -> Iterator[tuple[Interval, str]]:
+    """Yield the column intervals of one band of rows, each with the constant that the last write leaves there.
+
+    Columns that no write covers are omitted. Constants are compared by `repr`, which distinguishes -0.0 from 0.0 and makes
+    nan equal to itself.
+    """
+    bounds = sorted({bound for columns, _ in writes for bound in columns})
+    index_of_bound = {bound: i for i, bound in enumerate(bounds)}
+    constants = [""] * len(bounds)  # the constant between each bound and the next one
     for (low, high), value in writes:
-        value_after_cut[index_of_cut[low] : index_of_cut[high]] = [repr(value)] * (index_of_cut[high] - index_of_cut[low])
+        constants[index_of_bound[low] : index_of_bound[high]] = [repr(value)] * (index_of_bound[high] - index_of_bound[low])
     start = 0
-    for i, cell in enumerate(value_after_cut):
-        if i + 1 == len(value_after_cut) or value_after_cut[i + 1] != cell:
-            if cell:
-                yield (cuts[start], cuts[i + 1]), cell
+    for i, constant in enumerate(constants):
+        if i + 1 == len(constants) or constants[i + 1] != constant:
+            if constant:
+                yield (bounds[start], bounds[i + 1]), constant
             start = i + 1
 
 
-def _adjacent_runs(bands: list[tuple[Interval, Interval]]) -> list[list[tuple[Interval, Interval]]]:
-    """Split bands into runs of adjacent rows; with too many gaps keep them together, because a table is shorter."""
-    runs: list[list[tuple[Interval, Interval]]] = []
+def _adjacent_runs(bands: list[Band]) -> list[list[Band]]:
+    """Split bands into runs of adjacent rows; return one run if there are many gaps, because one table is then cheaper."""
+    runs: list[list[Band]] = []
     for band in bands:
-        if not runs or runs[-1][-1][0][1] != band[0][0]:
+        if not runs or runs[-1][-1].rows[1] != band.rows[0]:
             runs.append([])
         runs[-1].append(band)
-    return runs if len(runs) <= MOST // 2 else [bands]
+    return runs if len(runs) <= MAX_INTERVALS // 2 else [bands]
 
 
-def are_adjacent(bands: list[tuple[Interval, Interval]]) -> bool:
-    """Return whether each band starts at the row where the one before it ends."""
-    return all(before[1] == rows[0] for (before, _), (rows, _) in pairwise(bands))
+def are_adjacent(bands: list[Band]) -> bool:
+    """Return whether each band starts at the row where the previous one ends."""
+    return all(previous.rows[1] == band.rows[0] for previous, band in pairwise(bands))
 
 
-def fitting_line(edge: list[Interval], end: int) -> ColumnLine | None:
-    """Return a line through all (row, column) points of an edge, or None; columns are clamped to [0, end]."""
+def fit_line(edge: list[Interval], end: int) -> ColumnLine | None:
+    """Return a line through all (row, column) points of an edge, or None if none fits; columns are clamped to [0, end]."""
     clamped = [(row, clamp(column, end)) for row, column in edge]
     return next(
         (line for line in _candidate_lines(clamped, end) if all(clamp(line.at(row), end) == column for row, column in clamped)),
@@ -123,7 +142,7 @@ def fitting_line(edge: list[Interval], end: int) -> ColumnLine | None:
 
 
 def _candidate_lines(points: list[Interval], end: int) -> Iterator[ColumnLine]:
-    """Yield lines for (row, column) points: a constant, a slope through the inner points, and a staircase of blocks."""
+    """Yield lines that may fit the points: a constant, a slope through the inner points, and a staircase of blocks."""
     yield ColumnLine(0, points[0][1])
     inner_points = [(row, column) for row, column in points if 0 < column < end]
     if inner_points:

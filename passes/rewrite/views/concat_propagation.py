@@ -20,7 +20,7 @@ from streamfx.passes.ops.rules.registry import broadcast, rule_for
 from streamfx.passes.ops.traits import is_random
 
 aten = torch.ops.aten
-SHAPED: dict[Any, int] = {  # position of the shape argument
+SHAPE_ARGUMENTS: dict[Any, int] = {  # position of the shape argument
     aten.view.default: 1,
     aten._unsafe_view.default: 1,
     aten.reshape.default: 1,
@@ -29,7 +29,7 @@ SHAPED: dict[Any, int] = {  # position of the shape argument
     aten.zeros.default: 0,
     aten.ones.default: 0,
 }
-ALONG_OTHERS = (  # only if they do not operate along the axis
+IF_ALONG_OTHER_DIMS = (  # only if they do not operate along the axis
     aten.squeeze.dim,
     aten.squeeze.dims,
     aten.sum.dim_IntList,
@@ -39,7 +39,7 @@ ALONG_OTHERS = (  # only if they do not operate along the axis
     aten.cat.default,
     aten.constant_pad_nd.default,
 )
-MOVES = (
+MOVES_ALL = (
     aten.unsqueeze.default,
     aten.permute.default,
     aten.transpose.int,
@@ -50,7 +50,7 @@ MOVES = (
 
 
 class ConcatSlices:
-    """The slices of values along one concatenated axis. Each slice is written once, right after its value."""
+    """The slices of values along one concatenated axis. Each slice is emitted once, right after its value."""
 
     def __init__(self, axes: AxisFacts, writer: GraphWriter, axis: Atom, lengths: Sequence[int]) -> None:
         """Store the axes, the concatenated axis, and the lengths of its slices."""
@@ -58,15 +58,14 @@ class ConcatSlices:
         self.slices_by_value: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     def dim(self, value: fx.Node) -> int | None:
-        """Return the dimension of a value along the axis; None if it has none, so that the value is the same for all
-        slices.
-        """
+        """Return the dimension of a value along the axis; None if the value lacks the axis and is the same for all slices."""
         dims_of_axis = (i for i, dim in enumerate(self.axes.shapes[value]) if self.axis in self.axes.table.resolve(dim))
         return next(dims_of_axis, None)
 
     def can_slice(self, value: fx.Node) -> bool:
-        """Return whether each slice of a value can be computed from slices of concatenated values, by operators that keep the
-        axis.
+        """Return whether each slice of a value can be computed from the operands of a concatenation.
+
+        All operators in between must keep the concatenated axis.
         """
         todo, seen = [value], set[fx.Node]()
         while todo:
@@ -99,9 +98,9 @@ class ConcatSlices:
         """Return whether a slice of an operator's result depends only on the same slice of its operands."""
         if node.op != "call_function" or not all(map(self._has_axis_alone, (node, *tensor_operands(node)))):
             return False
-        if node.target in ALONG_OTHERS:
+        if node.target in IF_ALONG_OTHER_DIMS:
             return self._keeps_axis(node)
-        return node.target in SHAPED or node.target in MOVES or (rule_for(node) is broadcast and not is_random(node))
+        return node.target in SHAPE_ARGUMENTS or node.target in MOVES_ALL or (rule_for(node) is broadcast and not is_random(node))
 
     def _keeps_axis(self, node: fx.Node) -> bool:
         """Return whether an operator keeps the axis and operates along other axes only."""
@@ -129,7 +128,7 @@ class ConcatSlices:
     def _emit_slice(self, value: fx.Node, operands: dict[fx.Node, tuple[fx.Node, ...]], i: int) -> fx.Node:
         """Emit slice `i` of a value from slice `i` of its operands, with adapted shape arguments."""
         args, kwargs = fx.node.map_arg((value.args, value.kwargs), lambda node: operands[node][i] if node in operands else node)
-        if (shape_position := SHAPED.get(value.target)) is not None:
+        if (shape_position := SHAPE_ARGUMENTS.get(value.target)) is not None:
             shape: list[Any] = list(args[shape_position])  # type: ignore[arg-type]
             shape[self.dim(value)] = self.lengths[i]  # type: ignore[index]
             args = (*args[:shape_position], shape, *args[shape_position + 1 :])

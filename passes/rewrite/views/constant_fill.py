@@ -1,4 +1,4 @@
-"""Constants that no longer depend on the tensor whose shape and dtype they copy."""
+"""Replace constants that copy shape and dtype from a tensor by constants that do not depend on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamfx.passes.ops.constants import fill_of
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
-FILLED_WITH: dict[Any, Any] = {  # uninitialized memory: any value is valid, so use 0
+FILL_VALUES: dict[Any, Any] = {  # uninitialized memory: any value is valid, so use 0
     aten.new_zeros.default: 0,
     aten.new_ones.default: 1,
     aten.new_empty.default: 0,
@@ -22,11 +22,11 @@ FILLED_WITH: dict[Any, Any] = {  # uninitialized memory: any value is valid, so 
 }
 
 
-@rewrite_rule(*FILLED_WITH, aten.new_full.default)
+@rewrite_rule(*FILL_VALUES, aten.new_full.default)
 def new_full_to_full(node: fx.Node, writer: GraphWriter) -> fx.Node:
     """new_zeros(x, shape) -> full(shape, 0)"""
     arguments, value = bound_arguments(node), node.meta[VALUE]
-    fill = FILLED_WITH.get(node.target, arguments.get("fill_value"))
+    fill = FILL_VALUES.get(node.target, arguments.get("fill_value"))
     fill = bool(fill) if value.dtype == torch.bool and not is_size(fill) else fill
     return writer.call(aten.full.default, arguments["size"], fill, dtype=value.dtype, device=value.device)
 
@@ -39,7 +39,10 @@ def fill_to_full_like(node: fx.Node, writer: GraphWriter) -> fx.Node:
 
 @rewrite_rule(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 def full_like_of_row_to_full(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """zeros_like(x[:, 0]) -> full(shape, 0), so that the constant does not depend on x: recurrences start like this"""
+    """zeros_like(x[:, 0]) -> full(shape, 0)
+
+    The first state of a recurrence is often written like this, and must not depend on x.
+    """
     row, value = node_argument(node), node.meta[VALUE]
     fill = fill_of(node)
     if row.target is not aten.select.int or fill is None or not all(isinstance(size, int) for size in value.shape):

@@ -1,10 +1,10 @@
-"""Prove that index tensors that depend on no input are the row numbers of a flattened view.
+"""Prove that index tensors that depend on no input enumerate the rows of a flattened view.
 
     x[arange(b * t).view(b, t), labels]            x[arange(b)[:, None] * t + arange(t), labels]
     x[arange(b).repeat_interleave(t), arange(t).repeat(b), labels.flatten()]
 
-The index is evaluated at compile time and compared with the row numbers. If sizes are dynamic, only a view of a vector 0,
-1, 2, ... is recognized.
+The index is evaluated at compile time and compared with the expected indices. If sizes are dynamic, only a view of a
+vector 0, 1, 2, ... is recognized.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from streamfx.ir.ranges import is_exact_in
 from streamfx.ir.sizes import Size, product
 from streamfx.node_meta import CONSTANT, VALUE
 from streamfx.passes.ops.ranges.transfer import longest
-from streamfx.passes.rewrite.views.iota_index import COUNTS, NUMBERS, VIEWS, repeats
+from streamfx.passes.rewrite.views.iota_index import ARANGES, INDEX_DTYPES, VIEWS, find_repeats
 from streamfx.torch_private import unset_fake_temporarily
 
 aten = torch.ops.aten
-MOST = 2**22  # largest number of elements of an index that is evaluated
-WITHOUT_MEANING = ("device", "layout", "pin_memory", "memory_format")  # arguments that do not change the elements
+MAX_EVALUATED = 2**22  # largest number of elements of an index that is evaluated
+IGNORED_ARGUMENTS = ("device", "layout", "pin_memory", "memory_format")  # arguments that do not change the elements
 EVALUATED = (
-    *COUNTS,
+    *ARANGES,
     *VIEWS,
     aten.full.default,
     aten.unsqueeze.default,
@@ -57,16 +57,16 @@ def enumerate_rows(indices: Sequence[fx.Node], rows: tuple[Size, ...], shape: tu
     """Return whether indices, broadcast to `shape`, enumerate all elements of dimensions `rows` once, in row-major order."""
     if product(shape) != product(rows):
         return False
-    if len(indices) == 1 and _is_view_of_count(indices[0], rows[0], shape):
+    if len(indices) == 1 and _is_view_of_arange(indices[0], rows[0], shape):
         return True
     count = product(shape)
-    if not isinstance(count, int) or count > MOST or not all(isinstance(size, int) for size in (*rows, *shape)):
+    if not isinstance(count, int) or count > MAX_EVALUATED or not all(isinstance(size, int) for size in (*rows, *shape)):
         return False
     if not all(_broadcasts_to(shape_of_node(index), shape) for index in indices):
         return False
     with unset_fake_temporarily():
         evaluated: dict[fx.Node, Tensor | None] = {}
-        tensors = [_evaluated(index, evaluated) for index in indices]
+        tensors = [_evaluate(index, evaluated) for index in indices]
         if any(tensor is None for tensor in tensors):
             return False
         expected = torch.arange(count).view(shape)  # type: ignore[arg-type]
@@ -85,18 +85,18 @@ def is_strided_arange(node: fx.Node, step: int) -> bool:
         if is_held and (arguments["start"], arguments["step"]) == (0, step):
             return True
     with unset_fake_temporarily():
-        numbers = _evaluated(node, {})
+        numbers = _evaluate(node, {})
         return numbers is not None and numbers.dim() == 1 and torch.equal(numbers.long(), torch.arange(len(numbers)) * step)
 
 
-def _evaluated(node: fx.Node, evaluated: dict[fx.Node, Tensor | None]) -> Tensor | None:
-    """Evaluate an integer tensor that depends on no input, on the CPU; return None if it has inputs or more than `MOST`
-    elements.
-    """
+def _evaluate(node: fx.Node, evaluated: dict[fx.Node, Tensor | None]) -> Tensor | None:
+    """Evaluate an integer tensor on the CPU; None if it depends on inputs or has more than `MAX_EVALUATED` elements."""
     if node not in evaluated:
         value = node.meta.get(VALUE)
-        is_index = isinstance(value, Tensor) and value.dtype in NUMBERS and all(isinstance(size, int) for size in value.shape)
-        evaluated[node] = _run_on_cpu(node, evaluated) if is_index and math.prod(value.shape) <= MOST else None  # type: ignore[union-attr]
+        is_index = (
+            isinstance(value, Tensor) and value.dtype in INDEX_DTYPES and all(isinstance(size, int) for size in value.shape)
+        )
+        evaluated[node] = _run_on_cpu(node, evaluated) if is_index and math.prod(value.shape) <= MAX_EVALUATED else None  # type: ignore[union-attr]
     return evaluated[node]
 
 
@@ -107,11 +107,11 @@ def _run_on_cpu(node: fx.Node, evaluated: dict[fx.Node, Tensor | None]) -> Tenso
         return constant.cpu()
     if node.op != "call_function" or node.target not in EVALUATED:
         return None
-    operands: dict[fx.Node, Any] = {operand: _evaluated(operand, evaluated) for operand in node.all_input_nodes}
+    operands: dict[fx.Node, Any] = {operand: _evaluate(operand, evaluated) for operand in node.all_input_nodes}
     if any(value is None for value in operands.values()):
         return None
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operands[operand])
-    kwargs = {name: value for name, value in kwargs.items() if name not in WITHOUT_MEANING}
+    kwargs = {name: value for name, value in kwargs.items() if name not in IGNORED_ARGUMENTS}
     try:
         result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
     except RuntimeError:  # running the graph raises the same error: for example a remainder by zero
@@ -120,13 +120,13 @@ def _run_on_cpu(node: fx.Node, evaluated: dict[fx.Node, Tensor | None]) -> Tenso
     return result if result.dtype == traced.dtype and result.shape == traced.shape else None
 
 
-def _is_view_of_count(index: fx.Node, rows: Size, shape: tuple[Size, ...]) -> bool:
-    """Return whether an index has this shape and is a view of a vector 0, 1, 2, ... in row-major order."""
+def _is_view_of_arange(index: fx.Node, rows: Size, shape: tuple[Size, ...]) -> bool:
+    """Return whether an index has a shape, and is a view of a vector 0, 1, 2, ... in row-major order."""
     if shape_of_node(index) != shape:
         return False
     while index.target in VIEWS and is_tensor(index.args[0]):
         index = node_argument(index)
-    return len(shape_of_node(index)) == 1 and repeats(index, rows) == 1
+    return len(shape_of_node(index)) == 1 and find_repeats(index, rows) == 1
 
 
 def _broadcasts_to(from_shape: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:

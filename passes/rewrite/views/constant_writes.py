@@ -1,9 +1,10 @@
-"""Replace the constants that loops write into a buffer, by rows or blocks, by one selection on row and column indices.
+"""Replace the constants that loops write into a buffer, row by row or block by block, by a few selections.
 
     for r in range(n): x[r, : r - 2] = c    ->    where(arange(n) < arange(n)[:, None] - 2, c, x)
 
-Each write covers a box, and leaves intervals of columns in each row. Their bounds are given for all rows at once: by a
-constant, a line, a staircase of blocks, or a table. Each row is compared with the bounds: nothing is guessed.
+Each write covers a box, an interval of each dimension. After all writes, each constant is visible in an interval of columns
+per row. The bounds of these intervals become a constant, a line, a staircase of blocks, or a table, which is checked for
+each row.
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ from streamfx.passes.ops.traits import MOVES_ELEMENTS
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.column_strips import (
     END,
-    MOST,
+    MAX_INTERVALS,
+    Band,
     ColumnLine,
     Interval,
     Strip,
     are_adjacent,
     clamp,
-    fitting_line,
-    strips_of,
+    fit_line,
+    group_into_strips,
 )
 from streamfx.passes.rewrite.views.scatter_to_concat import WRITES
+from streamfx.passes.rewrite.views.tile_views import RowSlice
 
 aten = torch.ops.aten
-OVER = (aten.fill.Scalar, aten.fill.Tensor, aten.copy.default)  # they return their second argument
-OF_ROWS = (*WRITES, aten.slice.Tensor, aten.select.int, aten.unbind.int)
-FEW = 2  # up to so many writes, each is a strip of its own
+OVERWRITES = (aten.fill.Scalar, aten.fill.Tensor, aten.copy.default)  # they return their second argument
+ROW_OPERATORS = (*WRITES, aten.slice.Tensor, aten.select.int, aten.unbind.int)
+MAX_SINGLE_STRIPS = 2  # if there are at most this many writes, each is a separate strip
 
 Box: TypeAlias = tuple[Interval, ...]
 
@@ -47,12 +50,12 @@ def constant_writes_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | No
     """x[0, :1] = c; x[1, :2] = c; ... -> where(arange(n) < arange(n)[:, None] + 1, c, x)
 
     Applies to the last of any number of constant writes that cover parts of at most two dimensions. If there are few, and
-    their rows are sliced or written again, `scatter_to_concat.py` finds the write of each row instead.
+    their rows are sliced or overwritten, `scatter_to_concat.py` finds the write of each row instead.
     """
-    if any(user.target in WRITES and _written_boxes(user) is not None for user in node.users):
+    if any(user.target in WRITES and _match_written_boxes(user) is not None for user in node.users):
         return None
-    buffer, boxes = _chain_of_writes(node)
-    if len(boxes) <= MOST and any(user.target in OF_ROWS for user in node.users):
+    buffer, boxes = _find_writes(node)
+    if len(boxes) <= MAX_INTERVALS and any(user.target in ROW_OPERATORS for user in node.users):
         return None
     ends = [size if isinstance(size, int) else END for size in shape_of_node(node)]
     clipped = [
@@ -65,9 +68,13 @@ def constant_writes_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | No
     written_extent = {dim: sum(box[dim][1] - box[dim][0] for box, _ in clipped) for dim in dims}
     row, column = [*sorted(dims, key=lambda dim: written_extent[dim]), None, None][:2]
     rectangles = [(_interval_along(box, row), _interval_along(box, column), number) for box, number in clipped]
-    single_strips = [Strip(number, [(rows, columns)]) for rows, columns, number in rectangles]
-    strips = single_strips if len(rectangles) <= FEW else strips_of(rectangles, 1 if column is None else ends[column])
-    return _emit_selections(buffer, node, strips, _Regions(writer, node, row, column)) if len(strips) <= MOST else None
+    single_strips = [Strip(number, [Band(rows, columns)]) for rows, columns, number in rectangles]
+    strips = (
+        single_strips
+        if len(rectangles) <= MAX_SINGLE_STRIPS
+        else group_into_strips(rectangles, 1 if column is None else ends[column])
+    )
+    return _emit_selections(buffer, node, strips, _Regions(writer, node, row, column)) if len(strips) <= MAX_INTERVALS else None
 
 
 def _interval_along(box: Box, dim: int | None) -> Interval:
@@ -76,7 +83,7 @@ def _interval_along(box: Box, dim: int | None) -> Interval:
 
 
 def _emit_selections(buffer: fx.Node, node: fx.Node, strips: list[Strip], regions: _Regions) -> fx.Node | None:
-    """Emit a `where` per strip that writes its constant over the buffer; None if a strip's condition cannot be written."""
+    """Emit a `where` per strip that selects its constant instead of the buffer; None if a strip has no condition."""
     writer, value = regions.writer, node.meta[VALUE]
     for strip in strips:
         number = (
@@ -98,28 +105,28 @@ def _emit_selections(buffer: fx.Node, node: fx.Node, strips: list[Strip], region
 # -- which boxes are written
 
 
-def _chain_of_writes(node: fx.Node, last_base: fx.Node | None = None) -> tuple[fx.Node, list[tuple[Box, float]]]:
+def _find_writes(node: fx.Node, last_base: fx.Node | None = None) -> tuple[fx.Node, list[tuple[Box, float]]]:
     """Return the buffer before the first write, and the boxes of all writes in order."""
     writes = []
-    while node is not last_base and (boxes := _written_boxes(node)) is not None:
+    while node is not last_base and (boxes := _match_written_boxes(node)) is not None:
         writes.append(boxes)
         node = node_argument(node)
     return node, [item for boxes in reversed(writes) for item in boxes]
 
 
-def _written_boxes(node: fx.Node) -> list[tuple[Box, float]] | None:
+def _match_written_boxes(node: fx.Node) -> list[tuple[Box, float]] | None:
     """Return the boxes that one operator writes, each with its constant; None if it writes anything but constants."""
-    target_rows = _rows_of_access(node) if node.target in WRITES else None
+    target_rows = _find_rows(node) if node.target in WRITES else None
     if target_rows is None or not has_same_type(node_argument(node, 1), node):
         return None
     base, rows = node_argument(node), node_argument(node, 1)
     is_single_row, (dim, low, high) = node.target is aten.select_scatter.default, target_rows
     boxes: list[tuple[Box, float]] = []
-    number = _constant_of(rows)
+    number = _find_constant(rows)
     if number is None:
-        view_before = node_argument(base, 1) if base.target is node.target and _rows_of_access(base) == target_rows else None
-        root, boxes = _chain_of_writes(rows, view_before)
-        number = _constant_of(root) if boxes else None
+        view_before = node_argument(base, 1) if base.target is node.target and _find_rows(base) == target_rows else None
+        root, boxes = _find_writes(rows, view_before)
+        number = _find_constant(root) if boxes else None
         if not boxes or (
             number is None and root is not view_before and not _is_view_of_buffer(root, is_single_row, target_rows, base)
         ):
@@ -132,8 +139,8 @@ def _written_boxes(node: fx.Node) -> list[tuple[Box, float]] | None:
     return [((*box[:dim], interval, *box[dim + 1 :]), number) for box, interval, number in shifted]
 
 
-def _rows_of_access(node: fx.Node) -> tuple[int, int, int] | None:
-    """Return (dimension, first row, end row) of a write or a view; None if they are not known."""
+def _find_rows(node: fx.Node) -> RowSlice | None:
+    """Return the rows that a write or a view accesses; None if they are not known."""
     arguments = bound_arguments(node)
     source = node_argument(node)
     rank = len(shape_of_node(source))
@@ -143,56 +150,55 @@ def _rows_of_access(node: fx.Node) -> tuple[int, int, int] | None:
     if "index" in arguments:
         index = arguments["index"]
         is_static = isinstance(index, int) and (index >= 0 or end != END)
-        return (dim, index % end, index % end + 1) if is_static else None
+        return RowSlice(dim, index % end, index % end + 1) if is_static else None
     start, stop = arguments["start"], arguments["end"]
     start, stop = 0 if start is None else start, END if stop is None else stop
     if not all(isinstance(bound, int) and (bound >= 0 or end != END) for bound in (start, stop)) or arguments["step"] != 1:
         return None
-    begin, stop_row, _ = slice(start, stop).indices(end)
-    return dim, begin, stop_row
+    first, stop_row, _ = slice(start, stop).indices(end)
+    return RowSlice(dim, first, stop_row)
 
 
-def _is_view_of_buffer(view: fx.Node, is_single_row: bool, wanted_rows: tuple[int, int, int], base: fx.Node) -> bool:
-    """Return whether a value is these rows of the buffer: a view of it, of a value written there, or from before other writes."""
+def _is_view_of_buffer(view: fx.Node, is_single_row: bool, rows: RowSlice, base: fx.Node) -> bool:
+    """Return whether a value is a view of these rows of the buffer `base`.
+
+    The view may be of the buffer, of a value that was written there, or of the buffer before writes to other rows.
+    """
     if view.target is operator.getitem and node_argument(view).target is aten.unbind.int:
         unbind, index = node_argument(view), int_argument(view, 1)
-        source, read_rows = node_argument(unbind), (bound_arguments(unbind)["dim"] % len(shape_of_node(base)), index, index + 1)
+        source = node_argument(unbind)
+        viewed_rows: RowSlice | None = RowSlice(bound_arguments(unbind)["dim"] % len(shape_of_node(base)), index, index + 1)
     elif view.target is (aten.select.int if is_single_row else aten.slice.Tensor):
-        source, read_rows = node_argument(view), _rows_of_access(view)  # type: ignore[assignment]
+        source, viewed_rows = node_argument(view), _find_rows(view)
     else:
         return False
-    dim, low, high = wanted_rows
-    while source is not base or read_rows != wanted_rows:
-        earlier_rows = _rows_of_access(base) if base.target in WRITES else None
-        if earlier_rows is None or earlier_rows[0] != dim:
+    while source is not base or viewed_rows != rows:
+        written = _find_rows(base) if base.target in WRITES else None
+        if written is None or written.dim != rows.dim:
             return False
         if base.target is aten.slice_scatter.default and source is node_argument(base, 1):
-            return (
-                earlier_rows[1] <= low
-                and high <= earlier_rows[2]
-                and read_rows == (dim, low - earlier_rows[1], high - earlier_rows[1])
-            )
-        if earlier_rows[1] < high and low < earlier_rows[2]:
+            return written.contains(rows) and viewed_rows == (rows.dim, rows.start - written.start, rows.stop - written.start)
+        if not written.is_disjoint(rows):
             return False
         base = node_argument(base)
     return True
 
 
-def _constant_of(rows: fx.Node) -> float | None:
-    """Return the constant that all elements hold."""
+def _find_constant(rows: fx.Node) -> float | None:
+    """Return the constant that all elements of a value equal, or None."""
     while rows.target in MOVES_ELEMENTS:
         rows = node_argument(rows)
     if rows.target is aten.zero.default:
         return 0.0
-    if rows.target not in OVER:
+    if rows.target not in OVERWRITES:
         return fill_of(rows)
     value, dtype = rows.args[1], rows.meta[VALUE].dtype
     if not isinstance(value, fx.Node):
         return number_in(value, dtype)
-    number = _constant_of(value)
+    number = _find_constant(value)
     dtypes = {value.meta[VALUE].dtype, dtype}
-    is_held = number is not None and (len(dtypes) == 1 or all(_represents(held_dtype, number) for held_dtype in dtypes))
-    return number if is_held else None
+    is_exact = number is not None and (len(dtypes) == 1 or all(_represents(each_dtype, number) for each_dtype in dtypes))
+    return number if is_exact else None
 
 
 def _represents(dtype: torch.dtype, number: float) -> bool:
@@ -208,7 +214,7 @@ def _represents(dtype: torch.dtype, number: float) -> bool:
 
 
 class _Regions:
-    """Write the condition that an element lies in a strip."""
+    """Emits, for a strip, the condition that an element of the buffer lies in it."""
 
     def __init__(self, writer: GraphWriter, like: fx.Node, row: int | None, column: int | None) -> None:
         """Store the writer, a tensor of the buffer's shape, and its row and column dimensions (None: only one of them)."""
@@ -216,9 +222,9 @@ class _Regions:
         self._rows, self._columns = self._size(row), self._size(column)
 
     def of(self, strip: Strip) -> list[fx.Node] | None:
-        """Return the condition for a strip as a list: empty if it is always true; None if it cannot be written."""
-        begin, end = strip.rows
-        low, high = (fitting_line(strip.edge(side), self._columns) for side in (0, 1))
+        """Emit the condition for a strip; return it as a list, empty if it is always true. None if it cannot be expressed."""
+        start, end = strip.rows
+        low, high = (fit_line(strip.edge(side), self._columns) for side in (0, 1))
         if low is None or high is None or not are_adjacent(strip.bands) or (end == END and (low.factor or high.factor)):
             tables = [] if self._rows == END else [self._column_table(strip.edge(side)) for side in (0, 1)]
             if self._column is None:  # the only column has index 0
@@ -227,31 +233,31 @@ class _Regions:
                 self._conjunction([self._compared(name, table) for name, table in zip(("ge", "lt"), tables, strict=False)])
                 or None
             )
-        terms, rows = list[fx.Node](), range(min(self._rows, begin + 1 if end == END else end))
-        if self._is_empty_outside(low, high, begin, end):
+        terms, rows = list[fx.Node](), range(min(self._rows, start + 1 if end == END else end))
+        if self._is_empty_outside(low, high, start, end):
             rows = range(min(self._rows, END - 1)) if end != END else rows
         else:
-            terms, rows = self._is_between(begin, end), rows[begin:]
+            terms, rows = self._emit_row_conditions(start, end), rows[start:]
         terms += [self._compared("ge", low)] if any(low.at(row) > 0 for row in rows) else []
         terms += [self._compared("lt", high)] if any(high.at(row) < self._columns for row in rows) else []
         return self._conjunction(terms)
 
-    def _is_empty_outside(self, low: ColumnLine, high: ColumnLine, begin: int, end: int) -> bool:
-        """Return whether two lines leave no column between them in rows before `begin` and from `end` on."""
+    def _is_empty_outside(self, low: ColumnLine, high: ColumnLine, start: int, end: int) -> bool:
+        """Return whether two lines leave no column between them in rows before `start` and from `end` on."""
         if self._rows == END:
-            return begin == 0 and end == END
-        outside = (*range(begin), *range(end, self._rows))
+            return start == 0 and end == END
+        outside = (*range(start), *range(end, self._rows))
         return all(clamp(low.at(row), self._columns) >= clamp(high.at(row), self._columns) for row in outside)
 
-    def _is_between(self, begin: int, end: int) -> list[fx.Node]:
-        """Return the conditions that hold for rows [begin, end) only."""
-        if end == begin + 1:
-            return [self.writer.call(aten.eq.Scalar, self._indices(self._row), begin)]
-        bounds = ((aten.ge.Scalar, begin, begin > 0), (aten.lt.Scalar, end, end < self._rows))
+    def _emit_row_conditions(self, start: int, end: int) -> list[fx.Node]:
+        """Emit the conditions that hold for rows [start, end) only."""
+        if end == start + 1:
+            return [self.writer.call(aten.eq.Scalar, self._indices(self._row), start)]
+        bounds = ((aten.ge.Scalar, start, start > 0), (aten.lt.Scalar, end, end < self._rows))
         return [self.writer.call(target, self._indices(self._row), bound) for target, bound, is_needed in bounds if is_needed]
 
     def _compared(self, name: str, edge: ColumnLine | fx.Node) -> fx.Node:
-        """Emit the comparison (`name`: ge or lt) of column indices with the edge of each row's interval."""
+        """Emit the comparison `name` ("ge" or "lt") of column indices with the edge of each row's interval."""
         columns, overload = self._indices(self._column), getattr(aten, name)
         if isinstance(edge, ColumnLine) and edge.factor == 0:
             return self.writer.call(overload.Scalar, columns, edge.offset)
@@ -270,7 +276,7 @@ class _Regions:
         return columns
 
     def _column_table(self, edge: list[Interval]) -> fx.Node:
-        """Return the column of an edge for each row as a vector; 0 for rows without an interval."""
+        """Emit a vector with the column of an edge for each row, 0 for rows without an interval."""
         column_by_row, keywords = dict(edge), {"dtype": torch.int64, "device": self._like.meta[VALUE].device}
         columns = [column_by_row.get(row, 0) for row in range(self._rows)]
         segments, start = list[fx.Node](), 0

@@ -1,4 +1,4 @@
-"""Decompose operators that turn out to run along the sequence into sums, which loops compute chunk by chunk.
+"""Decompose operators that run along the sequence into operators that loops compute chunk by chunk.
 
     cat(memory, x)  ->  pad(memory, after) + pad(x, before)          each operand keeps its rows
     norm(x)         ->  sqrt(sum(x * x))
@@ -34,12 +34,12 @@ from streamfx.passes.ops.rules.views import first_row
 
 aten = torch.ops.aten
 
-MOST = 3  # operands of a concatenation: each of them is padded to the full length
+MAX_CONCAT_OPERANDS = 3  # operands of a concatenation: each of them is padded to the full length
 
 
 @dataclass(frozen=True)
 class DecomposeOnSequence:
-    """Decompose the operators that run along the sequence; the axes of the new graph must then be found anew."""
+    """Decompose the operators that run along the sequence. If the graph changes, its axes are dropped and recomputed."""
 
     name: ClassVar[str] = "decompose_on_sequence"
 
@@ -78,14 +78,17 @@ def _decompose(joint: JointGraph, nodes: list[fx.Node]) -> JointGraph:
 
 
 def _is_concat_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
-    """Return whether few floating-point values are concatenated along the sequence, the longest longer than the rest."""
-    operands, dim = node.args[0], bound_arguments(node)["dim"] % len(shape_of_node(node))
-    if node in axes.static or len(operands) > MOST or not all(_can_be_padded(node, item, dim) for item in operands):  # type: ignore[arg-type,union-attr]
+    """Return whether a few floating-point values are concatenated along the sequence, one longer than the others together."""
+    operands: Any = node.args[0]
+    dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
+    if node in axes.static or len(operands) > MAX_CONCAT_OPERANDS:
         return False
-    lengths = [item.meta[VALUE].shape[dim] for item in operands]  # type: ignore[union-attr]
-    if 2 * max(lengths) <= sum(lengths):  # equal operands are separate sequences, not one that is extended
+    if not all(_can_be_padded(node, item, dim) for item in operands):
         return False
-    sequence_atoms = [axes.sequence_atom(axes.shapes[item][dim]) for item in (node, *operands)]  # type: ignore[misc]
+    lengths = [item.meta[VALUE].shape[dim] for item in operands]
+    if 2 * max(lengths) <= sum(lengths):  # operands of similar length are separate sequences, not one that is extended
+        return False
+    sequence_atoms = [axes.sequence_atom(axes.shapes[item][dim]) for item in (node, *operands)]
     return any(atom is not None for atom in sequence_atoms)
 
 
@@ -141,7 +144,7 @@ def _written_dim(node: fx.Node) -> int:
 
 
 def _emit_slice_write(node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Select elements instead of adding them: the overwritten ones may be NaN or infinite."""
+    """Emit a slice write as a `where`, and not as a sum, because the overwritten elements may be NaN or infinite."""
     (x, rows), dim, rank = tensor_operands(node), _written_dim(node), len(shape_of_node(node))
     length, count = (item.meta[VALUE].shape[dim] for item in (x, rows))
     start = min(first_row(bound_arguments(node)["start"], length), length)  # type: ignore[type-var]
@@ -174,7 +177,7 @@ def _emit_norm(node: fx.Node, writer: GraphWriter) -> fx.Node:
 
 
 def _emit_padded_sum(node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Pad with -0.0, so that adding the padding keeps the sign of zeros."""
+    """Emit a concatenation as the sum of padded operands; the padding is -0.0, so that adding it keeps the sign of zeros."""
     operands: list[fx.Node] = node.args[0]  # type: ignore[assignment]
     rank, dim = len(shape_of_node(node)), bound_arguments(node)["dim"] % len(shape_of_node(node))
     lengths = [item.meta[VALUE].shape[dim] for item in operands]

@@ -22,18 +22,16 @@ from streamfx.passes.rewrite.views.constant_indices import is_strided_arange
 
 aten = torch.ops.aten
 SUM, MEAN = 0, 1
-LARGEST = "takes the largest elements of each bag: of sums and means of bags the sequence streams"
-LENGTHS = "has bags whose lengths are not proven to be equal: of indices [rows, indices per row], without offsets, it streams"
-SPARSE = "has a sparse gradient, which is put together from all rows: with sparse=False it streams"
-FREQUENCY = (
-    "has a gradient that is divided by how often an index occurs, which all rows say: without scale_grad_by_freq it streams"
-)
-END = "has offsets of which the last one is the end: without include_last_offset, bags of one length stream"
+MAX_MODE = "has mode='max': with mode='sum' or 'mean' it streams"
+UNEQUAL_LENGTHS = "has bags whose lengths may differ: with indices [rows, indices per row], and without offsets, it streams"
+SPARSE_GRADIENT = "has a sparse gradient, which depends on all rows: with sparse=False it streams"
+FREQUENCY_SCALING = "has a gradient that is divided by the index's frequency in all rows: without scale_grad_by_freq it streams"
+LAST_OFFSET = "has include_last_offset=True: without it, bags of equal length stream"
 
 
 @dataclass(frozen=True)
 class _Bags:
-    """Indices [n k], a mask of the indices that count (None: all), and their weights [n k]."""
+    """Indices [n k], the mask of indices that are not padding (`is_counted`; None: all), and their weights [n k]."""
 
     indices: fx.Node
     is_counted: fx.Node | None
@@ -41,10 +39,8 @@ class _Bags:
     is_mean: bool
     writer: GraphWriter
 
-    def without_padding(self, values: fx.Node, rank: int) -> fx.Node:
-        """Set the values of padding indices to zero; a rank of 3 means that `values` has a dimension after those of the
-        indices.
-        """
+    def mask_padding(self, values: fx.Node, rank: int) -> fx.Node:
+        """Set the values of padding indices to zero; `values` are [n k], or [n k d] if `rank` is 3."""
         if self.is_counted is None:
             return values
         value = values.meta[VALUE]
@@ -52,8 +48,8 @@ class _Bags:
         counted = self.writer.call(aten.unsqueeze.default, self.is_counted, 2) if rank == 3 else self.is_counted
         return self.writer.call(aten.where.self, counted, values, zero)
 
-    def divided_for_mean(self, values: fx.Node) -> fx.Node:
-        """Divide by the number of indices that count in each row, if the mode is mean."""
+    def divide_for_mean(self, values: fx.Node) -> fx.Node:
+        """Divide by the number of indices in each row that are not padding, if the mode is mean."""
         if not self.is_mean:
             return values
         call = self.writer.call
@@ -62,8 +58,8 @@ class _Bags:
         count = call(aten.clamp.default, call(aten.sum.dim_IntList, self.is_counted, [1], True), 1)
         return call(aten.div.Tensor, values, call(aten._to_copy.default, count, dtype=values.meta[VALUE].dtype))
 
-    def weighted(self, values: fx.Node) -> fx.Node:
-        """Multiply looked-up rows [n k d] by the weights of their indices, if there are any."""
+    def apply_weights(self, values: fx.Node) -> fx.Node:
+        """Multiply looked-up rows [n k d] by the weights of their indices, if the bag has weights."""
         if self.weights is None:
             return values
         return self.writer.call(aten.mul.Tensor, values, self.writer.call(aten.unsqueeze.default, self.weights, 2))
@@ -79,8 +75,8 @@ def embedding_bag_to_embedding(node: fx.Node, writer: GraphWriter) -> Mapping[fx
     if bags is None:
         return None
     table = bound_arguments(node)["weight"]
-    rows = bags.without_padding(bags.weighted(writer.call(aten.embedding.default, table, bags.indices)), 3)
-    total = bags.divided_for_mean(writer.call(aten.sum.dim_IntList, rows, [1]))
+    rows = bags.mask_padding(bags.apply_weights(writer.call(aten.embedding.default, table, bags.indices)), 3)
+    total = bags.divide_for_mean(writer.call(aten.sum.dim_IntList, rows, [1]))
     return dict.fromkeys(users_by_result[0], total)
 
 
@@ -90,9 +86,9 @@ def embedding_bag_backward_to_embedding_backward(node: fx.Node, writer: GraphWri
     bags, arguments = _match_bags(node, writer), bound_arguments(node)
     if bags is None:
         return None
-    row = writer.call(aten.unsqueeze.default, bags.divided_for_mean(arguments["grad"]), 1)
+    row = writer.call(aten.unsqueeze.default, bags.divide_for_mean(arguments["grad"]), 1)
     sizes = [*size_arguments(bags.indices, writer), size_arguments(arguments["grad"], writer)[1]]
-    expanded = bags.weighted(writer.call(aten.expand.default, row, sizes))
+    expanded = bags.apply_weights(writer.call(aten.expand.default, row, sizes))
     options = arguments["num_weights"], arguments["padding_idx"], False
     return writer.call(aten.embedding_dense_backward.default, expanded, bags.indices, *options)
 
@@ -105,7 +101,7 @@ def embedding_bag_weights_backward_to_product(node: fx.Node, writer: GraphWriter
         return None
     looked_up = writer.call(aten.embedding.default, arguments["weight"], bags.indices)
     products = writer.call(aten.mul.Tensor, writer.call(aten.unsqueeze.default, arguments["grad"], 1), looked_up)
-    per_index = bags.without_padding(writer.call(aten.sum.dim_IntList, products, [2]), 2)
+    per_index = bags.mask_padding(writer.call(aten.sum.dim_IntList, products, [2]), 2)
     return writer.call(aten.view.default, per_index, size_arguments(arguments["indices"], writer))
 
 
@@ -128,12 +124,16 @@ def _match_bags(node: fx.Node, writer: GraphWriter) -> _Bags | None:
 def _fallback_reason(arguments: Mapping[str, Any]) -> str | None:
     """Return the reason why a bag operator is not rewritten, or None."""
     if arguments["mode"] not in (SUM, MEAN):
-        return LARGEST
-    for name, reason in (("sparse", SPARSE), ("scale_grad_by_freq", FREQUENCY), ("include_last_offset", END)):
+        return MAX_MODE
+    for name, reason in (
+        ("sparse", SPARSE_GRADIENT),
+        ("scale_grad_by_freq", FREQUENCY_SCALING),
+        ("include_last_offset", LAST_OFFSET),
+    ):
         if arguments.get(name):
             return reason
     length = _bag_length(arguments)
-    return None if length is not None and is_strided_arange(arguments["offsets"], length) else LENGTHS
+    return None if length is not None and is_strided_arange(arguments["offsets"], length) else UNEQUAL_LENGTHS
 
 
 def _bag_length(arguments: Mapping[str, Any]) -> int | None:

@@ -1,8 +1,8 @@
 """Replace an index that takes one element per row, or one token per sequence, by a comparison and a sum.
 
-A model head on the last token is such an index. An index needs all rows at once; the sum adds up the contributions of
-chunks. A sum turns -0 into 0, so the sign is looked up separately. An assertion checks that the indices are in range, as
-the index operator itself does.
+A model head on the last token is such an index. An index needs all rows at once, while a sum accumulates over chunks. A sum
+turns -0 into 0, so the sign is summed separately. An assertion checks that the indices are in range, as the index operator
+does.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.constant_indices import enumerate_rows
-from streamfx.passes.rewrite.views.iota_index import NUMBERS, VIEWS, repeats
+from streamfx.passes.rewrite.views.iota_index import INDEX_DTYPES, VIEWS, find_repeats
 
 aten = torch.ops.aten
-OF_NUMBERS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
+SCALAR_ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 
 
 @dataclass(frozen=True)
 class _OneHotIndex:
-    """`x[arange(b)[:, None], arange(t), numbers]`: all index tensors but one enumerate the rows of their dimension.
+    """`x[arange(b)[:, None], arange(t), numbers]`: all index tensors except `numbers` enumerate the rows of their dimension.
 
-    Alternatively the others enumerate the rows of a view of x: the view has the shape of `numbers`, followed by the
-    indexed dimension. `dim` is then a dimension of the view.
+    If `is_viewed`, the others enumerate the rows of a view of x, which has the shape of `numbers`, followed by the indexed
+    dimension. `dim` is then a dimension of the view.
     """
 
     source: fx.Node
@@ -63,20 +63,20 @@ class _OneHotIndex:
 def index_per_row_to_masked_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[arange(b), last] -> where(arange(t) == last[:, None], x, 0).sum(1)
 
-    Also if a view has flattened the rows: x[arange(b * t).view(b, t), last] is then taken from x.view(b, t, v).
+    Also if a view has flattened the rows: x[arange(b * t).view(b, t), last] is then an index into x.view(b, t, v).
     """
     index = _match_index(node)
     if index is None or not node.meta[VALUE].is_floating_point() or any(_is_written_back(user, index) for user in node.users):
         return None
-    source, hit = index.view(index.source, writer), _emit_hits(index, writer)
+    source, mask = index.view(index.source, writer), _emit_mask(index, writer)
     signs = writer.call(aten.copysign.Tensor, _emit_scalar(1.0, source, writer), source)
-    magnitude, sign = (_emit_sum_of_hits(hit, values, index.dim, writer) for values in (source, signs))
+    magnitude, sign = (_emit_masked_sum(mask, values, index.dim, writer) for values in (source, signs))
     return writer.call(aten.copysign.Tensor, magnitude, sign)
 
 
-def _emit_sum_of_hits(hit: fx.Node, values: fx.Node, dim: int, writer: GraphWriter) -> fx.Node:
+def _emit_masked_sum(mask: fx.Node, values: fx.Node, dim: int, writer: GraphWriter) -> fx.Node:
     """Emit the sum along `dim` of the values where `hit` is true."""
-    return writer.call(aten.sum.dim_IntList, writer.call(aten.where.self, hit, values, _emit_scalar(0.0, values, writer)), [dim])
+    return writer.call(aten.sum.dim_IntList, writer.call(aten.where.self, mask, values, _emit_scalar(0.0, values, writer)), [dim])
 
 
 @rewrite_rule(aten.index_put.default)
@@ -96,7 +96,7 @@ def index_put_per_row_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | 
     if not arguments["accumulate"] and _is_computed_from_lookup(values, index):
         new_values = writer.call(values.target, index.view(target, writer), *values.args[1:], **values.kwargs)
     elif not is_zero(target):
-        new_values = _broadcast_to_hits(values, index, writer)
+        new_values = _broadcast_to_mask(values, index, writer)
         new_values = (
             writer.call(aten.add.Tensor, index.view(target, writer), new_values) if arguments["accumulate"] else new_values
         )
@@ -106,15 +106,15 @@ def index_put_per_row_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | 
         )
         selected = writer.call(
             aten.where.self,
-            _emit_hits(index, writer),
-            _broadcast_to_hits(new_values, index, writer),
+            _emit_mask(index, writer),
+            _broadcast_to_mask(new_values, index, writer),
             _emit_scalar(0.0, target, writer),
         )
         return index.unview(selected, writer)
-    return index.unview(writer.call(aten.where.self, _emit_hits(index, writer), new_values, index.view(target, writer)), writer)
+    return index.unview(writer.call(aten.where.self, _emit_mask(index, writer), new_values, index.view(target, writer)), writer)
 
 
-def _broadcast_to_hits(values: fx.Node, index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
+def _broadcast_to_mask(values: fx.Node, index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
     """Broadcast one value per row to all elements that the row's index may select."""
     for _ in range(index.rank - len(shape_of_node(values))):
         values = writer.call(aten.unsqueeze.default, values, 0)
@@ -131,20 +131,20 @@ def _is_written_back(values: fx.Node, index: _OneHotIndex) -> bool:
 
 def _is_computed_from_lookup(values: fx.Node, index: _OneHotIndex) -> bool:
     """Return whether values are computed elementwise, with a number, from the elements that they overwrite."""
-    if values.target not in OF_NUMBERS or not is_tensor(values.args[0]) or not isinstance(values.args[1], (int, float)):
+    if values.target not in SCALAR_ARITHMETIC or not is_tensor(values.args[0]) or not isinstance(values.args[1], (int, float)):
         return False
     look_up = node_argument(values)
     return look_up.target is aten.index.Tensor and _match_index(look_up) == index
 
 
 def _match_index(node: fx.Node) -> _OneHotIndex | None:
-    """Match an index of two or more tensors of which all but one enumerate rows; None if it has another form."""
+    """Match an index of two or more tensors of which all but one enumerate rows; None for any other index."""
     arguments = bound_arguments(node)
     source, indices = arguments["self"], arguments["indices"]
     shape, count = shape_of_node(source), len(indices)
-    if count < 2 or not all(is_tensor(index) and index.meta[VALUE].dtype in NUMBERS for index in indices):
+    if count < 2 or not all(is_tensor(index) and index.meta[VALUE].dtype in INDEX_DTYPES for index in indices):
         return None
-    enumerated = [_enumerated_dim(index, shape[dim], count - 1) for dim, index in enumerate(indices)]
+    enumerated = [_match_enumerated_dim(index, shape[dim], count - 1) for dim, index in enumerate(indices)]
     dim = next((i for i, enumerated_dim in enumerate(enumerated) if enumerated_dim != i), count)
     if dim == count or enumerated[dim + 1 :] != list(range(dim, count - 1)):
         return _match_index_of_view(source, indices)
@@ -154,7 +154,7 @@ def _match_index(node: fx.Node) -> _OneHotIndex | None:
 
 
 def _match_index_of_view(source: fx.Node, indices: Sequence[fx.Node]) -> _OneHotIndex | None:
-    """Return the last index if the other indices together enumerate the rows of all dimensions before it."""
+    """Match an index whose last tensor is free, while the others together enumerate the rows of all dimensions before it."""
     *counts, numbers = indices
     shape, indexed_dim = shape_of_node(numbers), len(counts)
     if not enumerate_rows(counts, shape_of_node(source)[:indexed_dim], shape):
@@ -162,7 +162,7 @@ def _match_index_of_view(source: fx.Node, indices: Sequence[fx.Node]) -> _OneHot
     return _OneHotIndex(source, numbers, len(shape), indexed_dim, len(shape), is_viewed=True)
 
 
-def _enumerated_dim(index: fx.Node, rows: Size, rank: int) -> int | None:
+def _match_enumerated_dim(index: fx.Node, rows: Size, rank: int) -> int | None:
     """Return the dimension (of `rank`) along which an index enumerates all rows, if it is constant along all others."""
     broadcast_shape = shape_of_node(index)
     while index.target in (aten.unsqueeze.default, aten.expand.default, *VIEWS):
@@ -178,7 +178,7 @@ def _enumerated_dim(index: fx.Node, rows: Size, rank: int) -> int | None:
     is_vector = (
         len(shape_of_node(index)) == 1 and len(wide_dims) == 1 and broadcast_shape[wide_dims[0]] == shape_of_node(index)[0]
     )
-    return wide_dims[0] + rank - len(broadcast_shape) if is_vector and repeats(index, rows) == 1 else None
+    return wide_dims[0] + rank - len(broadcast_shape) if is_vector and find_repeats(index, rows) == 1 else None
 
 
 def _emit_range_check(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
@@ -192,18 +192,18 @@ def _emit_range_check(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
     return wrapped
 
 
-def _emit_hits(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
-    """Emit the mask [b t 1 ...] of elements that the index selects: whether a row's number equals the requested index."""
+def _emit_mask(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
+    """Emit the mask [b t 1 ...] of the elements that the index selects."""
     wrapped, size = _emit_range_check(index, writer), size_arguments(index.source, writer)[index.indexed_dim]
     indices = writer.call(aten.arange.default, size, device=wrapped.meta[VALUE].device)
     for _ in range(index.dim):
         indices = writer.call(aten.unsqueeze.default, indices, 0)
-    indices = _unsqueezed(indices, index.dim + 1, index.rows + 1, writer)
-    hit = writer.call(aten.eq.Tensor, indices, writer.call(aten.unsqueeze.default, wrapped, index.dim))
-    return _unsqueezed(hit, index.rows + 1, index.rank + 1, writer)
+    indices = _append_dims(indices, index.dim + 1, index.rows + 1, writer)
+    mask = writer.call(aten.eq.Tensor, indices, writer.call(aten.unsqueeze.default, wrapped, index.dim))
+    return _append_dims(mask, index.rows + 1, index.rank + 1, writer)
 
 
-def _unsqueezed(node: fx.Node, rank: int, target_rank: int, writer: GraphWriter) -> fx.Node:
+def _append_dims(node: fx.Node, rank: int, target_rank: int, writer: GraphWriter) -> fx.Node:
     """Append dimensions of size one from `rank` to `target_rank`."""
     for dim in range(rank, target_rank):
         node = writer.call(aten.unsqueeze.default, node, dim)

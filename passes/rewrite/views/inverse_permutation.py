@@ -1,4 +1,4 @@
-"""Write permuted rows back by a scatter with the permutation, instead of a gather with its inverse.
+"""Restore the order of permuted rows by a scatter with the permutation, instead of a gather with its inverse.
 
     p = sort(keys).indices     gather(x, d, inverse of p)               ->    scatter(zeros, d, p, x)
                                scatter_add(zeros, d, inverse of p, g)   ->    gather(g, d, p) + 0
@@ -31,12 +31,12 @@ def gather_by_inverse_to_scatter(node: fx.Node, writer: GraphWriter) -> fx.Node 
     """gather(x, d, inverse of an order) -> scatter(zeros, d, order, x)"""
     arguments = bound_arguments(node)
     rows = arguments["self"]
-    order = _permutation_inverted_by(arguments["index"], arguments["dim"])
+    order = _match_inverted_permutation(arguments["index"], arguments["dim"])
     if order is None or shape_of_node(rows) != shape_of_node(node):
         return None
     value = node.meta[VALUE]
     zeros = writer.call(aten.full.default, size_arguments(rows, writer), 0, dtype=value.dtype, device=value.device)
-    return _emit_scatter(zeros, arguments["dim"], _for_all_columns(order, rows, writer), rows, writer)
+    return _emit_scatter(zeros, arguments["dim"], _expand_to_columns(order, rows, writer), rows, writer)
 
 
 @rewrite_rule(aten.scatter_add.default)
@@ -46,10 +46,10 @@ def scatter_add_by_inverse_to_gather(node: fx.Node, writer: GraphWriter) -> fx.N
     The addition matters because 0 + -0 is 0.
     """
     arguments = bound_arguments(node)
-    rows, order = arguments["src"], _permutation_inverted_by(arguments["index"], arguments["dim"])
+    rows, order = arguments["src"], _match_inverted_permutation(arguments["index"], arguments["dim"])
     if order is None or not _is_added_to_zeros(node):
         return None
-    gathered = writer.call(aten.gather.default, rows, arguments["dim"], _for_all_columns(order, rows, writer))
+    gathered = writer.call(aten.gather.default, rows, arguments["dim"], _expand_to_columns(order, rows, writer))
     return writer.call(aten.add.Tensor, gathered, 0.0)
 
 
@@ -67,8 +67,8 @@ def scatter_add_by_order_to_scatter(node: fx.Node, writer: GraphWriter) -> fx.No
 def _is_added_to_zeros(node: fx.Node) -> bool:
     """Return whether floating-point values are added to zeros of the same shape."""
     arguments = bound_arguments(node)
-    is_whole = shape_of_node(arguments["src"]) == shape_of_node(arguments["index"]) == shape_of_node(node)
-    return is_whole and is_zero(arguments["self"]) and node.meta[VALUE].is_floating_point()
+    covers_all = shape_of_node(arguments["src"]) == shape_of_node(arguments["index"]) == shape_of_node(node)
+    return covers_all and is_zero(arguments["self"]) and node.meta[VALUE].is_floating_point()
 
 
 def _emit_scatter(zeros: fx.Node, dim: int, index: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:
@@ -78,8 +78,8 @@ def _emit_scatter(zeros: fx.Node, dim: int, index: fx.Node, rows: fx.Node, write
     return result
 
 
-def _permutation_inverted_by(index: fx.Node, dim: int) -> fx.Node | None:
-    """Return the sort indices along `dim` whose inverse `index` is, if it is the same in all trailing columns."""
+def _match_inverted_permutation(index: fx.Node, dim: int) -> fx.Node | None:
+    """Return the sort indices along `dim` whose inverse `index` is, if it is equal in all trailing columns, else None."""
     rank = len(shape_of_node(index))
     vector = _index_before_expand(index)
     dim = dim % rank if rank else 0
@@ -88,14 +88,14 @@ def _permutation_inverted_by(index: fx.Node, dim: int) -> fx.Node | None:
     if vector.target is aten.scatter.src:
         arguments = bound_arguments(vector)
         permutation, values = arguments["index"], arguments["src"]
-        is_whole = shape_of_node(permutation) == shape_of_node(values) == shape_of_node(vector)
-        is_along = is_whole and arguments["dim"] % len(shape_of_node(vector)) == dim
-        return permutation if is_along and _is_permutation(permutation, dim) and _is_arange_along(values, dim) else None
-    sorted_indices = _sort_keys(vector, dim)
+        covers_all = shape_of_node(permutation) == shape_of_node(values) == shape_of_node(vector)
+        is_along_dim = covers_all and arguments["dim"] % len(shape_of_node(vector)) == dim
+        return permutation if is_along_dim and _is_permutation(permutation, dim) and _is_arange_along(values, dim) else None
+    sorted_indices = _match_sort_keys(vector, dim)
     return sorted_indices if sorted_indices is not None and _is_permutation(sorted_indices, dim) else None
 
 
-def _sort_keys(node: fx.Node, dim: int) -> fx.Node | None:
+def _match_sort_keys(node: fx.Node, dim: int) -> fx.Node | None:
     """Return the values whose ascending sort along `dim` has these indices."""
     sort = node_argument(node) if node.target is operator.getitem and node.args[1] == 1 else node
     if sort.target not in (SORTS if sort is not node else ORDERS):
@@ -129,9 +129,7 @@ def _is_arange_along(node: fx.Node, dim: int) -> bool:
 
 
 def _index_before_expand(index: fx.Node) -> fx.Node | None:
-    """Return the indices [... n] that an index [... n *width] repeats for all columns; the index itself if it is not
-    expanded.
-    """
+    """Return the indices [... n] that an index [... n *width] repeats for all columns; an index that is not expanded itself."""
     if index.target is not aten.expand.default:
         return index
     column = node_argument(index)
@@ -145,7 +143,7 @@ def _index_before_expand(index: fx.Node) -> fx.Node | None:
     return vector if is_column and len(own_shape) < len(shape) else None
 
 
-def _for_all_columns(order: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:
+def _expand_to_columns(order: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:
     """Expand a permutation to an index of rows [... n *width]."""
     for _ in shape_of_node(rows)[len(shape_of_node(order)) :]:
         order = writer.call(aten.unsqueeze.default, order, -1)

@@ -1,4 +1,4 @@
-"""Replace indices that count up: an index 0, 1, 2, ... takes each row once, or each row k times in a row.
+"""Simplify indices that count up: an index 0, 1, 2, ... takes each row once, an index 0, 0, 1, 1, ... takes each row twice.
 
 x[0 1 2 ...] -> x                           zeros.index_add(0, [0 1 2 ...], y) -> y
 x[0 0 1 1 2 2 ...] -> repeat(x, each 2)     zeros.index_add(0, [0 0 1 1 ...], y) -> y.view(n, 2).sum(1)
@@ -23,17 +23,17 @@ from streamfx.passes.ops.ranges.transfer import longest
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
-SAME_NUMBERS = (aten._to_copy.default, aten.clone.default)
-NUMBERS = (torch.int64, torch.int32)  # dtypes of row indices
-COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+COPIES = (aten._to_copy.default, aten.clone.default)
+INDEX_DTYPES = (torch.int64, torch.int32)  # dtypes of row indices
+ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 ORDERS = (aten.argsort.default, aten.argsort.stable)
 SORTS = (aten.sort.default, aten.sort.stable, aten.topk.default)  # they return values and their indices
-LISTED = 16  # largest index that is written as slices
+MAX_LISTED_ROWS = 16  # largest index that is written as slices
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def simplify_arange_index(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """Return a replacement for a look-up of rows, or a sum into rows, if its index counts up; else None."""
+    """Return a replacement for a look-up of rows, or for a sum into rows, if its index counts up; else None."""
     if node.target in (aten.index.Tensor, aten._unsafe_index.Tensor):
         return _emit_lookup(node, writer)
     if node.target in (aten.index_put.default, aten._unsafe_index_put.default, aten.index_add.default):
@@ -43,8 +43,8 @@ def simplify_arange_index(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 def _emit_lookup(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """Emit the rows, or each row repeated, if the index of a look-up counts up; else return None."""
-    rows, index = node_argument(node), row_index(node)
-    times = None if index is None else repeats(index, shape_of_node(rows)[0])
+    rows, index = node_argument(node), find_row_index(node)
+    times = None if index is None else find_repeats(index, shape_of_node(rows)[0])
     if index is None or times is None:
         return None
     if times == 1:
@@ -56,14 +56,14 @@ def _emit_lookup(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 
 def _emit_sum_into(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """Emit the source rows, summed in groups of equal index, if the index of an accumulation into zeros counts up; else None."""
+    """Emit the sum of the rows with equal index, if rows are added to zeros and the index counts up; else return None."""
     arguments = bound_arguments(node)
-    base, index = arguments["self"], row_index(node)
+    base, index = arguments["self"], find_row_index(node)
     rows = arguments["source"] if node.target is aten.index_add.default else arguments["values"]
     accumulates = arguments.get("accumulate", arguments.get("alpha") == 1)
     if index is None or not accumulates or not is_zero(base):
         return None
-    times = repeats(index, shape_of_node(base)[0])
+    times = find_repeats(index, shape_of_node(base)[0])
     expected = (*shape_of_node(index), *shape_of_node(base)[1:])
     dtype = node.meta[VALUE].dtype
     if times is None or shape_of_node(rows) != expected or rows.meta[VALUE].dtype != dtype or dtype == torch.bool:
@@ -83,7 +83,7 @@ def gather_rows_to_index(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     unless none can occur.
     """
     arguments, width = bound_arguments(node), shape_of_node(node)[1:]
-    index = _vector_of_columns(arguments["index"], width) if arguments["dim"] == 0 else None
+    index = _match_column_vector(arguments["index"], width) if arguments["dim"] == 0 else None
     if index is None or shape_of_node(arguments["self"])[1:] != width:
         return None
     if node.target is aten.gather.default:
@@ -102,7 +102,7 @@ def index_by_list_to_slices(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
 
     Applies to a short constant index whose rows exist.
     """
-    runs_of_index = _constant_runs(node)
+    runs_of_index = _match_constant_runs(node)
     if runs_of_index is None:
         return None
     dim, runs = runs_of_index
@@ -113,7 +113,7 @@ def index_by_list_to_slices(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
 @rewrite_rule(aten.index_put.default)
 def index_put_by_list_to_slice_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """index_put(zeros, [None, [0, 1, -1]], d, accumulate) -> slice_backward(d[:, :2], 0, 2) + slice_backward(d[:, 2:], -1)"""
-    arguments, runs_of_index = bound_arguments(node), _constant_runs(node)
+    arguments, runs_of_index = bound_arguments(node), _match_constant_runs(node)
     base, rows = arguments["self"], arguments["values"]
     if (
         runs_of_index is None
@@ -137,12 +137,12 @@ def index_put_by_list_to_slice_backward(node: fx.Node, writer: GraphWriter) -> f
     return total
 
 
-def _constant_runs(node: fx.Node) -> tuple[int, list[tuple[int, int, int]]] | None:
-    """Return the dimension that a constant list indexes, and its runs as slices: first row, end row, and number of rows."""
+def _match_constant_runs(node: fx.Node) -> tuple[int, list[tuple[int, int, int]]] | None:
+    """Return the dimension that a short constant list indexes, and its runs: (first row, end row, number of rows); else None."""
     arguments = bound_arguments(node)
     index_tensors = [(dim, index) for dim, index in enumerate(arguments["indices"]) if is_tensor(index)]
     constant = index_tensors[0][1].meta.get(CONSTANT) if len(index_tensors) == 1 else None
-    if constant is None or constant.dtype not in NUMBERS or constant.dim() != 1 or not 0 < len(constant) <= LISTED:
+    if constant is None or constant.dtype not in INDEX_DTYPES or constant.dim() != 1 or not 0 < len(constant) <= MAX_LISTED_ROWS:
         return None
     (dim, _), numbers = index_tensors[0], constant.tolist()
     size = shape_of_node(arguments["self"])[dim]
@@ -162,10 +162,8 @@ def _constant_runs(node: fx.Node) -> tuple[int, list[tuple[int, int, int]]] | No
 
 
 def is_never_negative(index: fx.Node) -> bool:
-    """Return whether an index vector cannot be negative: it holds indices of a sort or a range, possibly divided by a positive
-    integer.
-    """
-    while index.meta[VALUE].dtype in NUMBERS and (index.target in (*SAME_NUMBERS, *VIEWS) or _is_floor_divided(index)):
+    """Return whether an index vector has no negative element: it is from a sort or a range, or a quotient of one."""
+    while index.meta[VALUE].dtype in INDEX_DTYPES and (index.target in (*COPIES, *VIEWS) or _is_floor_divided(index)):
         index = node_argument(index)
     if index.target is operator.getitem:
         return bool(index.args[1] == 1) and node_argument(index).target in SORTS
@@ -177,7 +175,7 @@ def _is_floor_divided(node: fx.Node) -> bool:
     return node.target is aten.floor_divide.default and isinstance(node.args[1], int) and node.args[1] > 0
 
 
-def _vector_of_columns(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | None:
+def _match_column_vector(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | None:
     """Return the vector [s] that an index [s *width] repeats for all columns."""
     if len(shape_of_node(index)) == 1:
         return index
@@ -191,8 +189,8 @@ def _vector_of_columns(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | Non
     return vector if is_column and shape_of_node(index)[0] == shape_of_node(vector)[0] else None
 
 
-def row_index(node: fx.Node) -> fx.Node | None:
-    """Return the vector that indexes the first dimension in a look-up or a write, if no other dimension is indexed."""
+def find_row_index(node: fx.Node) -> fx.Node | None:
+    """Return the vector that indexes the first dimension in a look-up or a write; None if another dimension is indexed."""
     arguments = bound_arguments(node)
     if "indices" in arguments:
         first, *other_indices = arguments["indices"]
@@ -202,30 +200,30 @@ def row_index(node: fx.Node) -> fx.Node | None:
     return first if is_single_vector and len(shape_of_node(first)) == 1 else None
 
 
-def repeats(index: fx.Node, rows: Size) -> int | None:
+def find_repeats(index: fx.Node, rows: Size) -> int | None:
     """Return k if an index vector is 0, 1, ... `rows` - 1, with each number k times in a row."""
-    if index.meta[VALUE].dtype not in NUMBERS:  # bool and uint8 indices are masks
+    if index.meta[VALUE].dtype not in INDEX_DTYPES:  # bool and uint8 indices are masks
         return None
-    while index.target in SAME_NUMBERS and _holds_row_numbers(index, rows):
+    while index.target in COPIES and _holds_row_indices(index, rows):
         index = node_argument(index)
     times: Any = None
     if is_arange(index):
         times = 1
-    elif index.target is aten.floor_divide.default and is_arange(index.args[0]) and _holds_row_numbers(index, rows):
+    elif index.target is aten.floor_divide.default and is_arange(index.args[0]) and _holds_row_indices(index, rows):
         times = index.args[1]
     elif index.target in VIEWS:
-        times = _repeats_of_matrix(node_argument(index))
+        times = _find_matrix_repeats(node_argument(index))
     is_valid = isinstance(times, int) and times > 0 and product((rows, times)) == shape_of_node(index)[0]
     return times if is_valid else None
 
 
-def _holds_row_numbers(node: fx.Node, rows: Size) -> bool:
+def _holds_row_indices(node: fx.Node, rows: Size) -> bool:
     """Return whether the dtypes of an index vector and of its operand hold all row indices exactly."""
     types = [node.meta[VALUE].dtype, node_argument(node).meta[VALUE].dtype]
     return all(not dtype.is_floating_point and is_exact_in(dtype, 0, longest(rows)) for dtype in types)
 
 
-def _repeats_of_matrix(node: fx.Node) -> Size | None:
+def _find_matrix_repeats(node: fx.Node) -> Size | None:
     """Return k if a matrix [n k] repeats the vector 0, 1, ... n - 1 along its columns."""
     node = node_argument(node) if node.target is aten.clone.default else node
     if node.target is not aten.expand.default or len(shape_of_node(node)) != 2:
@@ -238,7 +236,7 @@ def _repeats_of_matrix(node: fx.Node) -> Size | None:
 
 def is_arange(node: Any) -> bool:
     """Return whether a vector is 0, 1, 2, ..., and its dtype holds all of these exactly."""
-    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in COUNTS:
+    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in ARANGES:
         return False
     arguments = bound_arguments(node)
     from_zero = arguments.get("start", 0) == 0 and arguments.get("step", 1) == 1

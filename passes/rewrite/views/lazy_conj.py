@@ -1,6 +1,6 @@
 """Materialize lazy conjugates and negatives, which are views with a conj or neg bit.
 
-Loops store plain numbers, and compiled code reads memory without the bits.
+Loops store resolved values, and compiled code reads memory without regard to these bits.
 """
 
 from __future__ import annotations
@@ -15,30 +15,29 @@ from streamfx.ir.joint import is_tensor, node_argument, tensor_operands
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.rewrite.pattern import rewrite_rule
-from streamfx.passes.rewrite.views.strided_access import reads_memory, shown_by
+from streamfx.passes.rewrite.views.strided_access import reads_memory, view_chain
 from streamfx.runtime.restride import has_lazy_bit
 from streamfx.torch_private.lines import source_line
 
 aten = torch.ops.aten
-MARKED = (
-    "{operator} gives a conjugate or a negative that is only marked as one, and its memory is read by the caller or by an "
-    "operator that streamfx does not know{where}: take what resolve_conj() or resolve_neg() makes of it"
+READS_LAZY_MEMORY = (
+    "{operator} returns a lazy conjugate or negative, and the caller, or an operator that streamfx does not know, reads its "
+    "memory{where}: call resolve_conj() or resolve_neg()"
 )
 
 
 def find_lazy_memory_read(graph: fx.Graph, results: Sequence[Any]) -> str | None:
-    """Return why a graph cannot be rewritten, in a user's words, or None.
+    """Return a diagnostic if a lazy value's memory is read, so that the graph cannot be rewritten; else None.
 
-    The memory of a lazy value, or of a view of one, is then read by the caller, as an output, or by an operator without a
-    rule.
+    The reader of the value, or of a view of it, is the caller, if it is an output, or an operator without a rule.
     """
     readers = filter(reads_memory, graph.nodes)
     read = [*filter(is_tensor, results), *(operand for node in readers for operand in tensor_operands(node))]
-    lazy = next((value for value in read if any(map(_is_lazy, shown_by(value)))), None)
+    lazy = next((value for value in read if any(map(_is_lazy, view_chain(value)))), None)
     if lazy is None:
         return None
     line = source_line(lazy)
-    return MARKED.format(operator=lazy.target, where=f" ({line})" if line else "")
+    return READS_LAZY_MEMORY.format(operator=lazy.target, where=f" ({line})" if line else "")
 
 
 def _is_lazy(node: fx.Node) -> bool:

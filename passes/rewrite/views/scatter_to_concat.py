@@ -24,18 +24,19 @@ from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import fill_of
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.iota_index import VIEWS
-from streamfx.passes.rewrite.views.tile_views import is_fixed, sliced_rows
+from streamfx.passes.rewrite.views.tile_views import is_static_shape, sliced_rows
 
 aten = torch.ops.aten
 WRITES = (aten.slice_scatter.default, aten.select_scatter.default)
-FEWEST = 3  # pieces: fewer cannot be rerolled into a loop (`passes/scan/row_access.py`)
+MIN_PIECES = 3  # pieces: fewer cannot be rerolled into a loop (`passes/scan/row_access.py`)
 PADS = (aten.slice_backward.default, aten.constant_pad_nd.default)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of a buffer from `row` on: `count` rows of a value from `start` on, a value that is a single row, or a
-    constant.
+    """Rows [row, row + count) of a buffer: `count` rows of a value from `start` on, or a constant.
+
+    If `is_row`, the value is a single row without the row dimension.
     """
 
     row: int
@@ -44,12 +45,12 @@ class _Piece:
     start: int
     is_row: bool = False
 
-    def clipped_to(self, low: int, high: int) -> _Piece:
+    def clip(self, low: int, high: int) -> _Piece:
         """Return the part of the piece that lies in rows [low, high) of the buffer."""
         begin, end = max(self.row, low), min(self.row + self.count, high)
         return _Piece(begin, end - begin, self.value, self.start + begin - self.row, self.is_row)
 
-    def is_whole(self, dim: int) -> bool:
+    def has_all_rows(self, dim: int) -> bool:
         """Return whether the piece holds all rows of its value."""
         return isinstance(self.value, fx.Node) and self.count == shape_of_node(self.value)[dim]
 
@@ -58,13 +59,13 @@ class _Piece:
 def slice_of_writes_to_cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """y[0:9] -> cat([a, b, c]), if a, b and c were written into y at 0, 3 and 6
 
-    Also y[3:5], which is b[0:2], and rows that were never written; but no concatenation of partial pieces.
+    Also y[3:5] -> b[0:2], and rows that were never written. Does not apply if the result would concatenate parts of values.
     """
     source = node_argument(node)
     interval = sliced_rows(node, source) if source.target in (*WRITES, aten.slice_backward.default) else None
-    if interval is None or not is_fixed(shape_of_node(source)):
+    if interval is None or not is_static_shape(shape_of_node(source)):
         return None
-    pieces = _pieces(source, *interval)
+    pieces = _find_pieces(source, *interval)
     if len(pieces) == 1:
         return None if pieces[0].value is source else _emit_piece(pieces[0], interval[0], node, writer)
     return _emit_concat(pieces, interval[0], node, writer)
@@ -72,15 +73,15 @@ def slice_of_writes_to_cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None
 
 @rewrite_rule(aten.slice_scatter.default)
 def writes_to_cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """y -> cat([a, b, c]), if a, b and c were written into y of nine rows at 0, 3 and 6
+    """y -> cat([a, b, c]), if a, b and c were written into y, which has nine rows, at 0, 3 and 6
 
-    Applies if y has a user other than a further write or a slice.
+    Applies if y has a user that is neither a write into y nor a slice.
     """
     shape, dim = shape_of_node(node), bound_arguments(node)["dim"]
-    if all(_is_written_over(node, user) or user.target is aten.slice.Tensor for user in node.users) or not is_fixed(shape):
+    if all(_writes_into(node, user) or user.target is aten.slice.Tensor for user in node.users) or not is_static_shape(shape):
         return None
     dim %= len(shape)
-    pieces = _pieces(node, dim, 0, shape[dim])  # type: ignore[arg-type]
+    pieces = _find_pieces(node, dim, 0, shape[dim])  # type: ignore[arg-type]
     return _emit_concat(pieces, dim, node, writer) if len(pieces) > 1 else None
 
 
@@ -98,29 +99,27 @@ def view_of_cat_to_stack(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     part_shapes = {shape_of_node(part) for part in parts}
     size = shape_of_node(parts[0])[dim : dim + 1]
     blocks = (*shape[:dim], len(parts), *size, *shape[dim + 1 :])
-    are_blocks = len(part_shapes) == 1 and len(parts) >= FEWEST and shape_of_node(node) == blocks
+    are_blocks = len(part_shapes) == 1 and len(parts) >= MIN_PIECES and shape_of_node(node) == blocks
     return (
         writer.call(aten.stack.default, parts, dim) if are_blocks and all(has_same_type(part, node) for part in parts) else None
     )
 
 
 def _emit_piece(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """Return rows that belong to one value, or are one constant."""
+    """Emit the rows of a piece."""
     if not isinstance(piece.value, fx.Node):
         return _emit_constant(piece, dim, node, writer)
     if piece.is_row:
         return writer.call(aten.unsqueeze.default, piece.value, dim)
-    if piece.is_whole(dim):
+    if piece.has_all_rows(dim):
         return piece.value
     return writer.call(aten.slice.Tensor, piece.value, dim, piece.start, piece.start + piece.count)
 
 
 def _emit_concat(pieces: list[_Piece], dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """Concatenate pieces if at least two were written; each must be a full value of several rows, or an unwritten
-    constant.
-    """
+    """Emit the concatenation of pieces; None if less than two were written, or if a written piece is not a full value."""
     written = [piece for piece in pieces if isinstance(piece.value, fx.Node)]
-    if len(pieces) < FEWEST or len(written) < 2 or not all(not piece.is_row and piece.is_whole(dim) for piece in written):
+    if len(pieces) < MIN_PIECES or len(written) < 2 or not all(not piece.is_row and piece.has_all_rows(dim) for piece in written):
         return None
     parts = [_emit_piece(piece, dim, node, writer) for piece in pieces]
     return None if None in parts else writer.call(aten.cat.default, parts, dim)
@@ -138,14 +137,14 @@ def _emit_constant(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) 
 # -- the last write of each row
 
 
-def _pieces(value: fx.Node, dim: int, low: int, high: int) -> list[_Piece]:
-    """Return the pieces that rows [low, high) hold, in order."""
+def _find_pieces(value: fx.Node, dim: int, low: int, high: int) -> list[_Piece]:
+    """Return the pieces of which rows [low, high) of a buffer consist, in order."""
     pieces: list[_Piece] = []
     open_rows, padding = [(low, high)], None
-    while open_rows and padding is None and (written_piece := _written_piece(value, dim)) is not None:
+    while open_rows and padding is None and (written_piece := _match_written_piece(value, dim)) is not None:
         still_open = []
         for begin, end in open_rows:
-            piece = written_piece.clipped_to(begin, end)
+            piece = written_piece.clip(begin, end)
             if piece.count <= 0:
                 still_open.append((begin, end))
                 continue
@@ -153,18 +152,18 @@ def _pieces(value: fx.Node, dim: int, low: int, high: int) -> list[_Piece]:
             sides = (begin, piece.row), (piece.row + piece.count, end)
             still_open += [(low_side, high_side) for low_side, high_side in sides if low_side < high_side]
         open_rows = still_open
-        value, padding = (value, _padding(value)) if value.target in PADS else (node_argument(value), None)
+        value, padding = (value, _padding_value(value)) if value.target in PADS else (node_argument(value), None)
     padding = fill_of(value) if padding is None else padding
     pieces += [_Piece(begin, end - begin, value if padding is None else padding, begin) for begin, end in open_rows]
     return sorted(pieces, key=lambda piece: piece.row)
 
 
-def _written_piece(node: fx.Node, dim: int) -> _Piece | None:
-    """Return the rows that an operator writes along a dimension into a value of its shape; None if it does anything else."""
+def _match_written_piece(node: fx.Node, dim: int) -> _Piece | None:
+    """Return the rows that an operator writes or pads along a dimension; None for any other operator."""
     if node.target not in (*WRITES, *PADS):
         return None
     rows = node_argument(node, 1 if node.target in WRITES else 0)
-    if not has_same_type(rows, node) or not is_fixed(shape_of_node(rows)):
+    if not has_same_type(rows, node) or not is_static_shape(shape_of_node(rows)):
         return None
     if node.target is aten.constant_pad_nd.default:
         pads: Any = node.args[1]
@@ -191,11 +190,11 @@ def _written_piece(node: fx.Node, dim: int) -> _Piece | None:
     return _Piece(interval[1], interval[2] - interval[1], rows, 0)
 
 
-def _padding(node: fx.Node) -> float:
-    """Return the number that a padding operator writes around its operand."""
+def _padding_value(node: fx.Node) -> float:
+    """Return the value with which a padding operator surrounds its operand."""
     return 0.0 if node.target is aten.slice_backward.default else float(bound_arguments(node)["value"])
 
 
-def _is_written_over(node: fx.Node, user: fx.Node) -> bool:
+def _writes_into(node: fx.Node, user: fx.Node) -> bool:
     """Return whether a user writes rows into this node (rather than writing this node into another buffer)."""
     return user.target in WRITES and node_argument(user) is node and node_argument(user, 1) is not node

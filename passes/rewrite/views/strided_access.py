@@ -26,7 +26,7 @@ from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 
-SHOWS_MEMORY = frozenset(
+VIEW_OPERATORS = frozenset(
     {
         aten.view.default,
         aten._unsafe_view.default,
@@ -60,7 +60,7 @@ def record_layouts(graph: fx.Graph, num_outputs: int) -> None:
     writer = GraphWriter(graph)
     for node in list(graph.nodes):
         if node.target in READS_STRIDES:
-            (_replace_by_view if _is_plain_view(node) else _replace_by_strided_read)(node, writer.before(node))
+            (_replace_by_view if _is_only_view(node) else _replace_by_strided_read)(node, writer.before(node))
     for node in graph.nodes:
         if is_opaque(node):
             strides = (operand.meta[VALUE].stride() for operand in tensor_operands(node))
@@ -116,11 +116,11 @@ def _makes_view(node: fx.Node) -> bool:
 
 def _base(node: fx.Node) -> fx.Node:
     """Return the value at the start of a chain of views, as operators' schemas declare them."""
-    return list(shown_by(node))[-1]
+    return list(view_chain(node))[-1]
 
 
-def shown_by(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield a value, the value it is a view of, and so on. The schemas of operators say which are views, as for autograd."""
+def view_chain(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield a value, then the value of which it is a view, and so on. Operators' schemas declare views, as for autograd."""
     while True:
         yield node
         producer = node_argument(node) if node.target is operator.getitem else node
@@ -143,11 +143,10 @@ def _strides(item: Any) -> tuple[Size, ...] | None:
     return None if value is None or value.dim() < 2 else tuple(size_of(stride) for stride in value.stride())
 
 
-def _is_plain_view(node: fx.Node) -> bool:
-    """Return whether an operator that reads memory is only a view.
+def _is_only_view(node: fx.Node) -> bool:
+    """Return whether an `as_strided` is only a view: it keeps the operand's layout, or reads a contiguous operand in order.
 
-    It keeps its operand's layout, or reads a contiguous operand in order. PyTorch's decomposition of group norm ends with
-    such an operator.
+    PyTorch's decomposition of group norm ends with such an operator.
     """
     if node.target is not aten.as_strided.default:
         return False
@@ -176,10 +175,10 @@ def _replace_by_view(node: fx.Node, writer: GraphWriter) -> None:
 
 
 def _replace_by_strided_read(node: fx.Node, writer: GraphWriter) -> None:
-    """Pass the base value instead of its view to an operator that reads memory: the base owns all of its memory.
+    """Replace `as_strided` of a view, in place, by an operator on the base value, which owns all of its memory.
 
     An explicit offset counts from the start of an input's storage, not from the input's first element. The distance
-    between the two may differ in later calls, so such operators are not rewritten.
+    between the two may differ in later calls, so operators on inputs with an explicit offset are not rewritten.
     """
     operand, arguments = node_argument(node), bound_arguments(node)
     root, explicit_offset = _root(operand), arguments["storage_offset"]
@@ -202,13 +201,13 @@ def _replace_by_strided_read(node: fx.Node, writer: GraphWriter) -> None:
 
 
 def _emit_difference(left: Any, right: Any, writer: GraphWriter) -> Any:
-    """Return `number - other`, as an integer or a node."""
+    """Return `left - right`, as an integer or a node."""
     return writer.call(operator.sub, left, right) if isinstance(left, fx.Node) or isinstance(right, fx.Node) else left - right
 
 
 def _root(node: fx.Node) -> fx.Node:
     """Return the value at the start of a chain of views, for the operators in `SHOWS_MEMORY`."""
-    while node.target in SHOWS_MEMORY or (node.target is operator.getitem and node_argument(node).target in SHOWS_MEMORY):
+    while node.target in VIEW_OPERATORS or (node.target is operator.getitem and node_argument(node).target in VIEW_OPERATORS):
         node = node_argument(node)
     return node
 
@@ -217,7 +216,7 @@ def _root(node: fx.Node) -> fx.Node:
 def nested_getitem_to_item_at(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """getitem(getitem(cond, 1), 0) -> item_at(cond, 1, 0)
 
-    Also if results have names.
+    Also if results are in a dictionary.
     """
     path, inner = list[Any](), node
     while inner.target is operator.getitem:

@@ -3,14 +3,15 @@
     x.view(n, k), x[2 * k : 3 * k]                    ->    x.view(n, k), x.view(n, k)[2]
     d.view(n * k) + slice_backward(g, 2 * k, 3 * k)   ->    d.view(n * k) + select_backward(g, 2).view(n * k)
 
-Loops over blocks slice them; operators on all blocks have a dimension of blocks. In one common form, rows within a block
-are not mistaken for rows of the sequence. Blocks that such a loop writes, and their gradients, are simplified in the same
-way.
+Loops over blocks slice them; operators on all blocks have a dimension of blocks. With a dimension of blocks in both cases,
+the analysis does not mistake rows within a block for rows of the sequence. Blocks that such a loop writes, and their
+gradients, are rewritten in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -25,6 +26,30 @@ from streamfx.passes.rewrite.views.iota_index import VIEWS
 aten = torch.ops.aten
 
 
+class RowSlice(NamedTuple):
+    """Rows [start, stop) of a dimension."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def contains(self, other: RowSlice) -> bool:
+        """Return whether these rows contain other rows of the same dimension."""
+        return self.dim == other.dim and self.start <= other.start and other.stop <= self.stop
+
+    def is_disjoint(self, other: RowSlice) -> bool:
+        """Return whether these rows do not overlap other rows of the same dimension."""
+        return self.dim == other.dim and (self.stop <= other.start or other.stop <= self.start)
+
+
+class RowBlock(NamedTuple):
+    """One of several blocks of `size` rows of a dimension."""
+
+    dim: int
+    block_index: int
+    size: int
+
+
 @rewrite_rule(aten.slice.Tensor)
 def slice_to_select_of_view(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[2 * k : 3 * k] -> x.view(n, k)[2]
@@ -32,11 +57,11 @@ def slice_to_select_of_view(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
     Applies if a view of x has the same blocks.
     """
     source = node_argument(node)
-    block = _block(node, source)
+    block = _match_block(node, source)
     if block is None:
         return None
     dim, block_index, size = block
-    blocks = _blocked_shape(shape_of_node(source), dim, size)
+    blocks = _shape_with_blocks(shape_of_node(source), dim, size)
     if not any(user.target in VIEWS and shape_of_node(user) == blocks for user in source.users):
         return None
     return writer.call(aten.select.int, writer.call(aten.view.default, source, list(blocks)), dim, block_index)
@@ -46,15 +71,15 @@ def slice_to_select_of_view(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
 def slice_backward_to_select_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """slice_backward(g, 2 * k, 3 * k) -> select_backward(g, 2).view(n * k)
 
-    Applies if it is added to a view that flattens such blocks.
+    Applies if the gradient is added to a view that flattens blocks of this size.
     """
     shape = shape_of_node(node)
-    block = _block(node, node)
+    block = _match_block(node, node)
     if block is None:
         return None
     dim, block_index, size = block
-    blocks = _blocked_shape(shape, dim, size)
-    flattened = (addend for addend in _summands(_largest_sum_with(node)) if addend.target in VIEWS)
+    blocks = _shape_with_blocks(shape, dim, size)
+    flattened = (addend for addend in _nested_addends(_largest_sum_with(node)) if addend.target in VIEWS)
     if not any(shape_of_node(node_argument(addend)) == blocks for addend in flattened):
         return None
     padded = writer.call(aten.select_backward.default, node.args[0], list(blocks), dim, block_index)
@@ -77,8 +102,8 @@ def add_of_views_to_view_of_add(node: fx.Node, writer: GraphWriter) -> fx.Node |
     if (
         not has_select_backward
         or shape_of_node(left) != shape_of_node(right)
-        or not _are_like(node, views)
-        or not is_fixed(shape_of_node(node))
+        or not _are_alike(node, views)
+        or not is_static_shape(shape_of_node(node))
     ):
         return None
     return writer.call(aten.view.default, writer.call(aten.add.Tensor, left, right), list(shape_of_node(node)))
@@ -88,15 +113,15 @@ def add_of_views_to_view_of_add(node: fx.Node, writer: GraphWriter) -> fx.Node |
 def slice_of_view_to_select(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x.view(n * k)[2 * k : 3 * k] -> x[2]
 
-    Applies if x has the blocks in a dimension of their own.
+    Applies if x has the blocks in a separate dimension.
     """
     source = node_argument(node)
-    block = _block(node, source)
+    block = _match_block(node, source)
     if block is None or source.target not in VIEWS:
         return None
     dim, block_index, size = block
     blocks = node_argument(source)
-    is_joined = shape_of_node(blocks) == _blocked_shape(shape_of_node(source), dim, size)
+    is_joined = shape_of_node(blocks) == _shape_with_blocks(shape_of_node(source), dim, size)
     return writer.call(aten.select.int, blocks, dim, block_index) if is_joined else None
 
 
@@ -108,15 +133,15 @@ def slice_of_padded_sum_to_slice(node: fx.Node, writer: GraphWriter) -> fx.Node 
     """
     total = node_argument(node)
     interval, terms = sliced_rows(node, total), total.all_input_nodes
-    if interval is None or total.target is not aten.add.Tensor or len(terms) != 2 or total.kwargs or not _are_like(total, terms):
+    if interval is None or total.target is not aten.add.Tensor or len(terms) != 2 or total.kwargs or not _are_alike(total, terms):
         return None
     intervals = [sliced_rows(term, term) if term.target is aten.slice_backward.default else None for term in terms]
-    containing = [term for term, rows in zip(terms, intervals, strict=True) if rows is not None and _contains(rows, interval)]
-    disjoint = [term for term, rows in zip(terms, intervals, strict=True) if rows is not None and _is_disjoint(rows, interval)]
+    containing = [term for term, rows in zip(terms, intervals, strict=True) if rows is not None and rows.contains(interval)]
+    disjoint = [term for term, rows in zip(terms, intervals, strict=True) if rows is not None and rows.is_disjoint(interval)]
     if len(containing) != 1 or len(disjoint) != 1 or not node.meta[VALUE].is_floating_point():
         return None
-    start = intervals[terms.index(containing[0])][1]  # type: ignore[index]
-    rows = writer.call(aten.slice.Tensor, containing[0].args[0], interval[0], interval[1] - start, interval[2] - start)
+    start = intervals[terms.index(containing[0])].start  # type: ignore[union-attr]
+    rows = writer.call(aten.slice.Tensor, containing[0].args[0], interval.dim, interval.start - start, interval.stop - start)
     return writer.call(aten.add.Tensor, rows, 0.0)
 
 
@@ -130,50 +155,40 @@ def _addends(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes if node.target is aten.add.Tensor else []
 
 
-def _are_like(node: fx.Node, addends: Iterable[fx.Node]) -> bool:
+def _are_alike(node: fx.Node, addends: Iterable[fx.Node]) -> bool:
     """Return whether the addends have the sum's shape and dtype, so that none is broadcast or converted."""
     return all(shape_of_node(addend) == shape_of_node(node) and has_same_type(addend, node) for addend in addends)
 
 
-def sliced_rows(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
-    """Return (dim, first row, end row) of the rows of `whole` that a slice reads or writes; None if they are not static."""
-    arguments, shape = bound_arguments(node), shape_of_node(whole)
+def sliced_rows(node: fx.Node, source: fx.Node) -> RowSlice | None:
+    """Return the rows of `source` that a slice reads or writes; None if their bounds are not static, or without rows."""
+    arguments, shape = bound_arguments(node), shape_of_node(source)
     dim = arguments["dim"] % max(len(shape), 1)
     start, end, length = arguments["start"], arguments["end"], shape[dim] if shape else None
     is_known = all(bound is None or isinstance(bound, int) for bound in (start, end)) and isinstance(length, int)
     if not is_known or arguments["step"] != 1:
         return None
-    begin, stop, _ = slice(start, end).indices(length)  # type: ignore[arg-type]
-    return (dim, begin, stop) if begin < stop else None
+    first, stop, _ = slice(start, end).indices(length)  # type: ignore[arg-type]
+    return RowSlice(dim, first, stop) if first < stop else None
 
 
-def _contains(rows: tuple[int, int, int], inner: tuple[int, int, int]) -> bool:
-    """Return whether rows (dimension, start, end) contain other rows of the same dimension."""
-    return rows[0] == inner[0] and rows[1] <= inner[1] and inner[2] <= rows[2]
-
-
-def _is_disjoint(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
-    """Return whether rows (dimension, start, end) do not overlap other rows of the same dimension."""
-    return a[0] == b[0] and (a[2] <= b[1] or b[2] <= a[1])
-
-
-def is_fixed(shape: Iterable[Size]) -> bool:
+def is_static_shape(shape: Iterable[Size]) -> bool:
     """Return whether all sizes of a shape are static."""
     return all(isinstance(size, int) for size in shape)
 
 
-def _block(node: fx.Node, whole: fx.Node) -> tuple[int, int, int] | None:
-    """Return (dim, block index, block size) if a slice is one of several equal blocks of `whole`, else None."""
-    shape, rows = shape_of_node(whole), sliced_rows(node, whole)
-    if rows is None or not is_fixed(shape):
+def _match_block(node: fx.Node, source: fx.Node) -> RowBlock | None:
+    """Return the block of `source` that a slice reads or writes; None if the slice is not one of several equal blocks."""
+    shape, rows = shape_of_node(source), sliced_rows(node, source)
+    if rows is None or not is_static_shape(shape):
         return None
     dim, start, end = rows
     size = end - start
     is_block = 1 < size < shape[dim] and start % size == 0 and shape[dim] % size == 0  # type: ignore[operator]
-    return (dim, start // size, size) if is_block else None
+    return RowBlock(dim, start // size, size) if is_block else None
 
 
-def _blocked_shape(shape: tuple[Size, ...], dim: int, size: int) -> tuple[Size, ...]:
+def _shape_with_blocks(shape: tuple[Size, ...], dim: int, size: int) -> tuple[Size, ...]:
     """Return the shape with dimension `dim` split into blocks of `size` rows."""
     return (*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])  # type: ignore[operator]
 
@@ -185,7 +200,7 @@ def _largest_sum_with(node: fx.Node) -> fx.Node:
     return node
 
 
-def _summands(total: fx.Node) -> Iterator[fx.Node]:
+def _nested_addends(total: fx.Node) -> Iterator[fx.Node]:
     """Yield the addends of a nested sum."""
     todo = [total]
     while todo:
