@@ -143,7 +143,7 @@ def test_the_error_mentions_a_split_only_if_it_could_help(is_translator: bool) -
 
 def test_each_graph_is_searched_for_a_split_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each graph, also where `strict=True` asks before whether it streams in two parts."""
-    searched = noted(monkeypatch, streamfx.frontend.split_graphs, "where_to_split", lambda facts, graph, peak: graph)
+    searched = noted(monkeypatch, streamfx.frontend.split_graphs, "find_split", lambda facts, graph, peak: graph)
     run = torch.compile(Translator(layers=1), backend="streambp", options={"bodies": "eager", "chunk_size": 5, "strict": True})
     with however_small():
         run(*batch(96, 24))
