@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.joint import joint_graph
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.scan.row_access import rows_of
-from streamfx.passes.scan.strip_mine import cut_blocks, put_back
+from streamfx.passes.scan.row_access import find_row_accesses
+from streamfx.passes.scan.strip_mine import restore_unused_blocks, stack_sliced_blocks
 from streamfx.tools.report.listing import call_text
 from tests.support.canonical import same, special
 
@@ -38,7 +38,7 @@ def lines(graph: fx.Graph) -> list[str]:
 
 def in_blocks_and_back(graph: fx.Graph) -> None:
     writer = GraphWriter(graph)
-    put_back(cut_blocks(joint_graph(graph, 1, 1), writer), graph, writer)
+    restore_unused_blocks(stack_sliced_blocks(joint_graph(graph, 1, 1), writer), graph, writer)
     graph.eliminate_dead_code()
 
 
@@ -96,13 +96,13 @@ def buffered(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", STACKS)
 def test_a_stack_is_trimmed_to_the_rows_that_are_read(name: str) -> None:
     function, rows, count = STACKS[name]
-    graph = rewritten(function, special(5, rows, 3), rows_of)
+    graph = rewritten(function, special(5, rows, 3), find_row_accesses)
     assert [len(node.args[0]) for node in graph.find_nodes(op="call_function", target=aten.stack.default)] == [count]  # type: ignore[arg-type]
 
 
 def test_a_row_too_many(golden: Callable[[str], None]) -> None:
     """The last state is unused, and so is the row that it depends on."""
-    golden("\n".join(lines(rewritten(stacked, special(2, 4, 3), rows_of))))
+    golden("\n".join(lines(rewritten(stacked, special(2, 4, 3), find_row_accesses))))
 
 
 def padded(x: Tensor, start: int, end: int, length: int = 5) -> Tensor:
@@ -140,5 +140,5 @@ PADDINGS: dict[str, tuple[Function, bool]] = {  # whether rows of x are read ins
 @pytest.mark.parametrize("name", PADDINGS)
 def test_rows_of_a_padding(name: str) -> None:
     function, is_read = PADDINGS[name]
-    text = "\n".join(lines(rewritten(function, special(5, 4, 3), rows_of)))
+    text = "\n".join(lines(rewritten(function, special(5, 4, 3), find_row_accesses)))
     assert ("slice_backward" not in text) is is_read, text

@@ -1,11 +1,10 @@
 """Find unrolled loops that carry a state from row to row.
 
-A loop over rows that was traced operator by operator is identified by its reads and writes: rows of values with T
-rows go in (`x[:, t]`), and values with T rows come out. Each operator between them is assigned to the last row that
-it depends on, or, in the backward graph, to the first row that its cotangents come from. Together they become one
-operator whose rows run in sequence, as in a running sum: `streamfx/ir/recurrence.py`. Steps may differ from row to
-row. The conditions are that no row depends on a later one, and that the state that crosses from row to row is smaller
-than the rows themselves (it may be empty).
+A loop over rows that was traced operator by operator is identified by its reads and writes: it reads rows of values with T
+rows (`x[:, t]`), and concatenates T rows. Each operator between them belongs to the last row on which it depends, or, in
+the backward graph, to the first row from which its cotangents come. All of them become one operator, which processes its
+rows in sequence (`streamfx/ir/recurrence.py`). Steps may differ from row to row. No row may depend on a later one, and the
+state that crosses from row to row must be smaller than the rows (it may be empty).
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.axes import sequence_axes
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.traits import is_random
-from streamfx.passes.scan.rerolling import roll, sort_topologically, unrolled_name
-from streamfx.passes.scan.row_access import ConcatAccess, RowAccesses, rows_of
+from streamfx.passes.scan.rerolling import reroll, sort_topologically, unrolled_name
+from streamfx.passes.scan.row_access import ConcatAccess, RowAccesses, find_row_accesses
 from streamfx.passes.scan.row_ranges import RowInterval, row_interval_of
 from streamfx.passes.scan.schedule import NoRecurrenceError, RecurrencePair, UnrolledLoop, plan_recurrence
-from streamfx.passes.scan.strip_mine import cut_blocks, put_back
+from streamfx.passes.scan.strip_mine import restore_unused_blocks, stack_sliced_blocks
 
 aten = torch.ops.aten
-JOINS = (aten.stack.default, aten.select_scatter.default)
+CONCATENATIONS = (aten.stack.default, aten.select_scatter.default)
 
 
 @dataclass(frozen=True)
@@ -47,19 +46,19 @@ class Recurrences:
         """Reroll unrolled loops over rows into recurrence operators; restore rewritten blocks that no loop uses."""
         joint = facts.joint
         writer = GraphWriter(joint.graph)
-        blocks = cut_blocks(joint, writer)
-        if not any(node.target in JOINS for node in joint.graph.nodes):
+        blocks = stack_sliced_blocks(joint, writer)
+        if not any(node.target in CONCATENATIONS for node in joint.graph.nodes):
             return facts
-        rows = rows_of(joint.graph)
+        rows = find_row_accesses(joint.graph)
         joint = joint_graph(joint.graph, len(joint.primals), len(joint.outputs))
         self._roll(facts, joint, rows)
-        put_back(blocks, joint.graph, writer)
+        restore_unused_blocks(blocks, joint.graph, writer)
         sort_topologically(joint.graph)
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
 
     def _roll(self, facts: Facts, joint: JointGraph, rows: RowAccesses) -> None:
-        """Plan the loops of each number of rows, and replace them unless they must stay unchunked."""
-        lengths = {len(join.values) for join in rows.joins} & {row.length for row in rows.reads.values()}
+        """Replace the loops of each number of rows by recurrence operators, except loops that fall back."""
+        lengths = {len(concat.values) for concat in rows.concats} & {row.length for row in rows.reads.values()}
         if not lengths:
             return
         axes = sequence_axes(joint)
@@ -67,51 +66,51 @@ class Recurrences:
         planned_nodes, replacements = set[fx.Node](), dict[fx.Node, fx.Node]()
         for plan in [plan for family in families for plan in family.plans(axes, families, planned_nodes)]:
             if not any(half is not None and unrolled_name(half) in facts.fallbacks for half in (plan.forward, plan.backward)):
-                roll(plan, joint.graph, replacements)
+                reroll(plan, joint.graph, replacements)
 
 
 def _families_of_length(joint: JointGraph, rows: RowAccesses, length: int, axes: AxisFacts) -> list[_Family]:
-    """Return a family for each interval of the sequence with `length` rows: blocks and the rows after them may match
-    in number.
+    """Return a family for each interval of the sequence with `length` rows: blocks, and equally many rows after them.
 
-    Rows at unknown positions are assigned by the rows that they are combined with.
+    A row whose interval is unknown counts for each family; `_drop_other_intervals` decides by the rows it is combined with.
     """
     range_of = {node: row_interval_of(row, axes) for node, row in rows.reads.items() if row.length == length}
     ranges: list[RowInterval | None] = [*sorted({interval for interval in range_of.values() if interval is not None})] or [None]
-    numbers = {interval: number for number, interval in enumerate(ranges)}
+    index_of = {interval: number for number, interval in enumerate(ranges)}
     return [
-        _Family(joint, rows, length, {node: numbers.get(interval, own_number) for node, interval in range_of.items()}, own_number)
-        for own_number in numbers.values()
+        _Family(joint, rows, length, {node: index_of.get(interval, index) for node, interval in range_of.items()}, index)
+        for index in index_of.values()
     ]
 
 
 class _Family:
-    """All operators on rows of values with `length` rows, in one interval of the sequence. Intervals are numbered."""
+    """All operators on rows of values with `length` rows, in one interval of the sequence."""
 
     def __init__(
         self, joint: JointGraph, rows: RowAccesses, length: int, interval_of: Mapping[fx.Node, int], interval: int
     ) -> None:
-        """Assign a step to each operator; `interval_of` numbers the interval of each row read, `interval` is ours."""
+        """Assign a step to each operator. `interval_of` has the interval of each row, `interval` is that of this family."""
         self.joint, self.length, self.interval_of, self.interval = joint, length, interval_of, interval
         self.nodes = joint.nodes
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.reads = {node: row for node, row in rows.reads.items() if node in interval_of}
-        self.joins = [join for join in rows.joins if len(join.values) == length]
-        self.concat_nodes = {join.node for join in self.joins}
-        self.reads_of_other_intervals: set[fx.Node] = set()  # rows of other intervals
+        self.concats = [concat for concat in rows.concats if len(concat.values) == length]
+        self.concat_nodes = {concat.node for concat in self.concats}
+        self.reads_of_other_intervals: set[fx.Node] = set()
         self.step: dict[fx.Node, int] = {}
         self.component: dict[fx.Node, fx.Node] = {}
         self._forward_steps()
         self._backward_steps()
-        self._drop_other_ranges()
+        self._drop_other_intervals()
         self.useful = dict.fromkeys(self._useful())
 
     def plans(self, axes: AxisFacts, families: Iterable[_Family], planned_nodes: set[fx.Node]) -> list[RecurrencePair]:
-        """Return the loops that can be rerolled, of operators that are not yet in `planned_nodes`; a loop ends at another
-        family's.
+        """Return the loops that can be rerolled, and add their operators to `planned_nodes`.
+
+        Loops do not include operators that are already planned, or that other families need.
         """
         pairs: list[RecurrencePair] = []
-        linked: set[Dim] = set()  # axes of results of loops over the sequence
+        linked: set[Dim] = set()  # axes along which loops over the sequence concatenate results
         for pair in self.pairs({node for family in families for node in family.useful if node not in self.useful}):
             nodes = (*pair.forward, *pair.backward)
             if not planned_nodes.isdisjoint(nodes) or any(
@@ -123,7 +122,7 @@ class _Family:
             ]
             if not any(axes.sequence_atom(dim) is not None or axes.table.resolve(dim) in linked for dim in read_dims):
                 continue
-            linked |= {axes.table.resolve(axes.shapes[join.node][join.dim]) for join in pair.forward_joins}
+            linked |= {axes.table.resolve(axes.shapes[concat.node][concat.dim]) for concat in pair.forward_concats}
             try:
                 pairs.append(plan_recurrence(pair, axes, self.nodes))
                 planned_nodes.update(nodes)
@@ -138,35 +137,32 @@ class _Family:
     # -- steps
 
     def _step_of_read(self, node: fx.Node) -> int:
-        """Return the step of a row; rows of a later interval follow all rows of an earlier one."""
+        """Return the step of a row, counted over all intervals."""
         return self.interval_of[node] * self.length + self.reads[node].step
 
     def _reads_in_earlier_intervals(self, sources: Iterable[fx.Node], step: int) -> list[int]:
-        """Return the steps of rows in earlier intervals, with which the gradient of an earlier interval's final state
-        is combined.
+        """Return the steps of those `sources` that are rows of earlier intervals than `step`.
+
+        The gradient of an earlier interval's final state is combined with them.
         """
         steps = (self._step_of_read(source) for source in sources if source in self.reads)
         return [read for read in steps if read // self.length < step // self.length]
 
-    def _drop_other_ranges(self) -> None:
-        """Drop nodes of other intervals: a concatenation belongs to that of its last row, a gradient to that of its
-        first.
-        """
+    def _drop_other_intervals(self) -> None:
+        """Remove the rows, concatenations and operators of other intervals, and count steps from the first row of this one."""
         self.reads_of_other_intervals = {node for node in self.reads if self.interval_of[node] != self.interval}
         self.reads = {node: row for node, row in self.reads.items() if node not in self.reads_of_other_intervals}
-        self.joins = [join for join in self.joins if self._interval_of_concat(join) in (self.interval, None)]
+        self.concats = [concat for concat in self.concats if self._interval_of_concat(concat) in (self.interval, None)]
         steps = ((node, divmod(step, self.length)) for node, step in self.step.items())
         self.step = {node: step for node, (interval, step) in steps if interval == self.interval}
 
-    def _interval_of_concat(self, join: ConcatAccess) -> int | None:
+    def _interval_of_concat(self, concat: ConcatAccess) -> int | None:
         """Return the interval of a concatenation: of its last row if forward, of its first row if backward."""
-        interval_of = [self.step[value] // self.length for value in join.values if value in self.step]
-        return (max if self.is_forward(join.node) else min)(interval_of, default=None)
+        interval_of = [self.step[value] // self.length for value in concat.values if value in self.step]
+        return (max if self.is_forward(concat.node) else min)(interval_of, default=None)
 
     def _forward_steps(self) -> None:
-        """Assign each operator of the forward graph to the last row that it depends on, each row of a forward value
-        to its step.
-        """
+        """Assign each operator of the forward graph to the step of the last row on which it depends."""
         for node in self.nodes:
             if node in self.reads and self.is_forward(self.reads[node].source):
                 self.step[node] = self._step_of_read(node)
@@ -176,39 +172,44 @@ class _Family:
                     self.step[node] = max(steps)
 
     def _backward_steps(self) -> None:
-        """Assign each operator of the backward graph to the first row that its cotangents come from.
+        """Assign each operator of the backward graph to the step of the first row from which its cotangents come.
 
-        An operator without cotangents belongs to the last row that needs it. Gradients of a final state are combined
-        with values of the loop inside it; values computed from cotangents after the loop do not belong to it.
+        An operator that depends on values of the loop, but on no cotangent, belongs to the last step that uses it. So do
+        operators that combine gradients of a final state with values of the loop. Operators that combine cotangents with
+        values computed after the loop do not belong to it.
         """
-        touching: dict[fx.Node, bool] = {}  # whether they depend on values of the loop itself
-        chained: set[fx.Node] = set()
-        after_loop, driven = self._after_loop(), set[fx.Node](self.joint.tangents)
+        depends_on_loop: dict[
+            fx.Node, bool
+        ] = {}  # for operators without a step: whether they depend on values of the loop itself
+        has_cotangent_step: set[fx.Node] = set()
+        after_loop, depends_on_tangents = self._after_loop(), set[fx.Node](self.joint.tangents)
         for node in self.nodes:
             if self.is_forward(node) or node in self.step or self._is_boundary(node):
                 continue
             sources = node.all_input_nodes
-            steps = [self.step[source] for source in sources if source in chained]
-            driven.update([node] if any(source in driven for source in sources) else ())
+            steps = [self.step[source] for source in sources if source in has_cotangent_step]
+            depends_on_tangents.update([node] if any(source in depends_on_tangents for source in sources) else ())
             if node in self.reads:
                 self.step[node] = self._step_of_read(node)
             elif steps:
                 self.step[node] = min((min(steps), *self._reads_in_earlier_intervals(sources, min(steps))))
-            elif any(source in self.step or source in touching for source in sources):
-                in_loop = any((source in self.step and source not in after_loop) or touching.get(source) for source in sources)
-                touching.update({node: in_loop} if in_loop or node not in driven else {})
+            elif any(source in self.step or source in depends_on_loop for source in sources):
+                in_loop = any(
+                    (source in self.step and source not in after_loop) or depends_on_loop.get(source) for source in sources
+                )
+                depends_on_loop.update({node: in_loop} if in_loop or node not in depends_on_tangents else {})
                 continue
             else:
                 continue
-            chained.add(node)
-        for node in reversed(touching):
-            steps = [self.step[user] for user in node.users if user in chained]
+            has_cotangent_step.add(node)
+        for node in reversed(depends_on_loop):
+            steps = [self.step[user] for user in node.users if user in has_cotangent_step]
             if steps and len(steps) == len(node.users):
                 self.step[node] = max(steps)
-                chained.add(node)
+                has_cotangent_step.add(node)
 
     def _after_loop(self) -> set[fx.Node]:
-        """Return forward values computed from a loop's states after the loop: no concatenated row depends on them."""
+        """Return the forward values that depend on states of the loop, but on which no concatenated row depends."""
         useful = set(self._useful())
         after, reached = set[fx.Node](), set(useful)
         for node in self.step:
@@ -226,18 +227,18 @@ class _Family:
     # -- connected components
 
     def pairs(self, others: Container[fx.Node] = ()) -> list[UnrolledLoop]:
-        """Return the connected components of the steps' operators, forward and backward ones paired."""
+        """Return the connected components of the operators with a step, as loops of forward and backward components."""
         self._merge_components(self.useful)
         self._add_sums_over_steps(self.useful, others)
         groups: dict[fx.Node, list[fx.Node]] = {}
         for node in self.nodes:
             if node in self.component:
                 groups.setdefault(self._component_of(node), []).append(node)
-        return self._group_halves(groups)
+        return self._pair_components(groups)
 
     def _useful(self) -> list[fx.Node]:
-        """Return operators of the steps on which rows of a result depend."""
-        useful = {value for join in self.joins for value in join.values}
+        """Return the operators with a step on which concatenated rows depend."""
+        useful = {value for concat in self.concats for value in concat.values}
         useful &= self.step.keys()
         for node in reversed(self.nodes):
             if node in useful and node not in self.reads:
@@ -245,10 +246,10 @@ class _Family:
         return [node for node in self.nodes if node in useful and node not in self.reads]
 
     def _add_sums_over_steps(self, useful: Mapping[fx.Node, None], other_family_nodes: Container[fx.Node]) -> None:
-        """Add sums over steps, such as the gradient of a weight: no row depends on them, but they belong to the loop.
+        """Add sums over steps to the loop's component, such as a weight's gradient: no concatenated row depends on them.
 
-        Also add all operators that are traced between the steps' operators, and operators at the end that are like
-        one of those.
+        These are operators that depend on one component, and come before its last operator in the graph, or equal one of
+        its operators in type and shape; and operators that only operators of one component use.
         """
         last_position, known_kinds = dict[fx.Node, int](), set[Any]()
         for node in useful:
@@ -277,7 +278,7 @@ class _Family:
         for node in reversed(self.nodes):
             if node in self.step and node not in self.component and node not in self.reads and node not in after_loop:
                 forward = self.is_forward(node)
-                # the backward graph does not count: it saves or recomputes the values that it needs
+                # uses in the other graph are ignored: the backward graph saves or recomputes the values that it needs
                 users = [user for user in node.users if self.is_forward(user) == forward]
                 roots = {self._component_of(user) if self._is_operator_of(user, forward) else None for user in users}
                 if len(roots) == 1 and None not in roots and roots <= last_position.keys():
@@ -288,7 +289,7 @@ class _Family:
         return node in self.step and self.is_forward(node) == forward and node not in self.reads
 
     def _is_computed_in_step(self, value: fx.Node) -> bool:
-        """Return whether a step computes a value, rather than selecting a row from outside."""
+        """Return whether a step computes a value; a row that it selects from outside is not computed."""
         return value in self.step and value not in self.reads
 
     def _merge_components(self, useful: Iterable[fx.Node]) -> None:
@@ -298,8 +299,8 @@ class _Family:
             for source in node.all_input_nodes:
                 if source in self.component and self._is_operator_of(source, self.is_forward(node)):
                     self.component[self._component_of(source)] = self._component_of(node)
-        for join in self.joins:
-            values = [value for value in join.values if value in self.component]
+        for concat in self.concats:
+            values = [value for value in concat.values if value in self.component]
             for value in values[1:]:
                 self.component[self._component_of(value)] = self._component_of(values[0])
 
@@ -310,10 +311,8 @@ class _Family:
             node = parent
         return node
 
-    def _group_halves(self, groups: dict[fx.Node, list[fx.Node]]) -> list[UnrolledLoop]:
-        """Group forward components with the backward components that use their values; one of these may use two of
-        the former.
-        """
+    def _pair_components(self, groups: dict[fx.Node, list[fx.Node]]) -> list[UnrolledLoop]:
+        """Return loops: a backward component with the forward components whose values it uses, or a forward component alone."""
         group_of: dict[fx.Node, list[fx.Node]] = {root: [root] for root in groups}
         for root, nodes in groups.items():
             if not self.is_forward(nodes[0]):
@@ -325,23 +324,23 @@ class _Family:
                         self._component_of(s) for s in sources if s in self.component and self._component_of(s) in groups
                     )
                 ]
-                for forward_root in forward_roots or self._sharing_reads(nodes, groups):
+                for forward_root in forward_roots or self._components_sharing_reads(nodes, groups):
                     if group_of[forward_root] is not group_of[root]:
                         group_of[root] += group_of[forward_root]
                         group_of |= dict.fromkeys(group_of[forward_root], group_of[root])
-        joins: dict[int, list[ConcatAccess]] = defaultdict(list)
-        for join in self.joins:
-            first = next((value for value in join.values if value in self.component), None)
+        concats: dict[int, list[ConcatAccess]] = defaultdict(list)
+        for concat in self.concats:
+            first = next((value for value in concat.values if value in self.component), None)
             if first is not None and self._component_of(first) in group_of:
-                joins[id(group_of[self._component_of(first)])].append(join)
+                concats[id(group_of[self._component_of(first)])].append(concat)
         pairs = []
         for roots in {id(roots): roots for roots in group_of.values()}.values():
             nodes = sorted((node for root in roots for node in groups[root]), key=self.order.__getitem__)
-            pairs.append(self._unrolled_loop(nodes, joins[id(roots)]))
+            pairs.append(self._unrolled_loop(nodes, concats[id(roots)]))
         return [pair for pair in pairs if not any(map(is_random, (*pair.forward, *pair.backward)))]
 
-    def _sharing_reads(self, backward: Iterable[fx.Node], groups: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return a forward component whose states include rows that are needed again at another step."""
+    def _components_sharing_reads(self, backward: Iterable[fx.Node], groups: Iterable[fx.Node]) -> list[fx.Node]:
+        """Return a forward component, if any, that reads rows which the backward component uses at another step."""
         uses = ((source, node) for node in backward for source in node.all_input_nodes if source in self.reads)
         rows = [row for row, node in uses if self.is_forward(self.reads[row].source) and self.step[row] != self.step[node]]
         readers = {
@@ -349,23 +348,28 @@ class _Family:
         }
         return [root for root in groups if root in readers][:1]
 
-    def _unrolled_loop(self, nodes: list[fx.Node], joins: list[ConcatAccess]) -> UnrolledLoop:
+    def _unrolled_loop(self, nodes: list[fx.Node], concats: list[ConcatAccess]) -> UnrolledLoop:
         """Return the unrolled loop of these operators, with the rows that it reads and concatenates."""
         inside = set(nodes)
-        joins = [join for join in joins if all(value in inside for value in join.values if self._is_computed_in_step(value))]
-        forward_joins = [join for join in joins if self.is_forward(join.node)]
-        backward_joins = [join for join in joins if not self.is_forward(join.node)]
+        concats = [
+            concat for concat in concats if all(value in inside for value in concat.values if self._is_computed_in_step(value))
+        ]
+        forward_concats = [concat for concat in concats if self.is_forward(concat.node)]
+        backward_concats = [concat for concat in concats if not self.is_forward(concat.node)]
         reads = {s: self.reads[s] for node in nodes for s in node.all_input_nodes if s in self.reads}
         reads |= {
-            value: self.reads[value] for join in (*forward_joins, *backward_joins) for value in join.values if value in self.reads
+            value: self.reads[value]
+            for concat in (*forward_concats, *backward_concats)
+            for value in concat.values
+            if value in self.reads
         }
         is_forward = {node: self.is_forward(self.reads[node].source) for node in reads}
         return UnrolledLoop(
             self.length,
             tuple(node for node in nodes if self.is_forward(node)),
             tuple(node for node in nodes if not self.is_forward(node)),
-            tuple(forward_joins),
-            tuple(backward_joins),
+            tuple(forward_concats),
+            tuple(backward_concats),
             {node: row for node, row in reads.items() if is_forward[node]},
             {node: row for node, row in reads.items() if not is_forward[node]},
             self.step,
@@ -374,6 +378,6 @@ class _Family:
 
 
 def _operator_and_shape(node: fx.Node) -> Any:
-    """Return the operator and the shape of its result, to recognize like operators."""
+    """Return the operator and the shape of its result: equal ones belong to the same loop."""
     value = node.meta.get(VALUE)
     return node.target, shape_of(value) if isinstance(value, torch.Tensor) else None

@@ -14,14 +14,14 @@ from streamfx.passes.ops.traits import is_random
 from streamfx.passes.scan.schedule import RecurrenceCall, RecurrencePair
 from streamfx.runtime.chunked_recurrences import UnrolledRecurrence
 
-CROSSED = "a loop over rows needs what another one makes, and that one needs what the first makes, so that it stays unrolled"
+MUTUALLY_DEPENDENT = "two loops over rows depend on results of each other, so one of them stays unrolled"
 
 
-def roll(plan: RecurrencePair, graph: fx.Graph, replacements: dict[fx.Node, fx.Node]) -> None:
-    """Insert the recurrence operators and use their results for those of the loop, whose operators are left without
-    users.
+def reroll(plan: RecurrencePair, graph: fx.Graph, replacements: dict[fx.Node, fx.Node]) -> None:
+    """Insert the recurrence operators, and replace the loop's results by theirs, in place.
 
-    `replacements` maps results of loops rerolled before to their new nodes; the results of this loop are added.
+    The loop's operators remain, without users. `replacements` maps results of loops that were rerolled before to their new
+    nodes; the results of this loop are added.
     """
     forward = None if plan.forward is None else _insert(plan.forward, plan.inside, graph, replacements)
     if plan.backward is not None:
@@ -30,7 +30,7 @@ def roll(plan: RecurrencePair, graph: fx.Graph, replacements: dict[fx.Node, fx.N
 
 def _insert(call: RecurrenceCall, inside: frozenset[fx.Node], graph: fx.Graph, replacements: dict[fx.Node, fx.Node]) -> fx.Node:
     """Insert a recurrence operator before the output, and replace the results of the unrolled loop."""
-    values = [join.node for join in call.joins] + list(call.finals)
+    values = [concat.node for concat in call.concats] + list(call.single_row_results)
     with graph.inserting_before(graph.output_node()):
         recurrence = graph.call_function(
             UnrolledRecurrence(call.plan), tuple(replacements.get(operand, operand) for operand in call.operands)
@@ -39,9 +39,9 @@ def _insert(call: RecurrenceCall, inside: frozenset[fx.Node], graph: fx.Graph, r
     recurrence.meta = {**values[0].meta, VALUE: tuple(value.meta[VALUE] for value in values), UNROLLED: unrolled_name(call)}
     for result, value in zip(results, values, strict=True):
         result.meta = dict(value.meta)
-    for join, result in zip(call.joins, results, strict=False):
-        join.node.replace_all_uses_with(result, propagate_meta=False)
-    for node, result in zip(call.finals, results[len(call.joins) :], strict=True):
+    for concat, result in zip(call.concats, results, strict=False):
+        concat.node.replace_all_uses_with(result, propagate_meta=False)
+    for node, result in zip(call.single_row_results, results[len(call.concats) :], strict=True):
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside, propagate_meta=False)
     replacements |= dict(zip(values, results, strict=True))
     return recurrence
@@ -49,19 +49,19 @@ def _insert(call: RecurrenceCall, inside: frozenset[fx.Node], graph: fx.Graph, r
 
 def unrolled_name(half: RecurrenceCall) -> str:
     """Return the name of the first result of an unrolled loop, which identifies it before it is rerolled."""
-    return [*(join.node for join in half.joins), *half.finals][0].name
+    return [*(concat.node for concat in half.concats), *half.single_row_results][0].name
 
 
 def _cycle_error(path: Sequence[fx.Node]) -> Exception:
     """Return the error for a cycle in the graph: one of the loops on it is not rerolled."""
     loop = next((node for node in path if UNROLLED in node.meta), path[-1])
-    error = FallbackError(loop, CROSSED)
+    error = FallbackError(loop, MUTUALLY_DEPENDENT)
     error.name = loop.meta.get(UNROLLED, loop.name)
     return error
 
 
 def sort_topologically(graph: fx.Graph) -> None:
-    """Sort the graph topologically and otherwise keep its order; drop unused nodes."""
+    """Sort the graph topologically, in place, otherwise in its order, and erase unused nodes."""
     erase_unused(graph, is_random)
     for node in _topological_order(graph.nodes):
         if node.op not in ("placeholder", "output"):
@@ -70,20 +70,20 @@ def sort_topologically(graph: fx.Graph) -> None:
 
 def _topological_order(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Return the nodes in topological order, otherwise in the given order; raise an error for a cycle."""
-    placed: dict[fx.Node, None] = {}
+    sorted_nodes: dict[fx.Node, None] = {}
     for start in nodes:
         todo, on_path = [start], set[fx.Node]()
         while todo:
             node = todo[-1]
-            if node in placed:
+            if node in sorted_nodes:
                 todo.pop()
                 continue
-            unplaced = [source for source in node.all_input_nodes if source not in placed]
-            if not unplaced:
-                placed[node] = None
+            missing = [source for source in node.all_input_nodes if source not in sorted_nodes]
+            if not missing:
+                sorted_nodes[node] = None
                 continue
             if node in on_path:
                 raise _cycle_error(todo)
             on_path.add(node)
-            todo.extend(reversed(unplaced))
-    return list(placed)
+            todo.extend(reversed(missing))
+    return list(sorted_nodes)

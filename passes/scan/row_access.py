@@ -2,7 +2,7 @@
 
 x[:, 0], x[:, 1], ...                                 rows of x
 y[:, 0] = a; y[:, 1] = b; ...   or  stack([a, b])     a value whose rows are a, b, ...
-select_backward(a, 0) + select_backward(b, 1) + ...   likewise: the gradient of the first line
+select_backward(a, 0) + select_backward(b, 1) + ...   the same: the gradient of the first line
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import fill_of
 from streamfx.passes.ops.traits import is_random
-from streamfx.passes.scan.trim import cut_rows, cut_stacks, is_plain_sum
+from streamfx.passes.scan.trim import is_same_type_addition, trim_rows, trim_stacks
 
 aten = torch.ops.aten
-FEWEST_ROWS = 3  # rows of a loop: two are more likely to be halves
+MIN_ROWS = 3  # rows of a loop: two are more likely to be two halves of a value
 
 
-class RowPlace(NamedTuple):
-    """Row `step` of `length` rows along dimension `dim`."""
+class RowIndex(NamedTuple):
+    """Row `step` of the `length` rows along dimension `dim`."""
 
     dim: int
     step: int
@@ -38,7 +38,7 @@ class RowPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class RowAccess:
-    """One of `length` rows of a value."""
+    """Row `step` of the `length` rows of `source` along dimension `dim`."""
 
     source: fx.Node
     dim: int
@@ -60,12 +60,15 @@ class RowAccesses:
     """The nodes that select a row of a value, and the values assembled from rows."""
 
     reads: dict[fx.Node, RowAccess] = field(default_factory=dict)
-    joins: list[ConcatAccess] = field(default_factory=list)
+    concats: list[ConcatAccess] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _Chain:
-    """Rows written into `root` in sequence; `written` maps each row to (link positions, values)."""
+    """A chain of operators (`links`), each of which writes one row into the result of the one before, starting from `root`.
+
+    `written` has, for each row, the positions of the links that write it, and the values that they write.
+    """
 
     root: fx.Node
     dim: int
@@ -80,17 +83,17 @@ class _Chain:
         self.links.append(link)
 
     def at(self, step: int, link: int) -> fx.Node | None:
-        """Return the value of a row after a link of the chain; None if it is the root's."""
+        """Return the value that a row has after a link; None if it is still the row of `root`."""
         positions, values = self.written.get(step, ([], []))
         count = bisect_right(positions, link)
         return values[count - 1] if count else None
 
 
-def rows_of(graph: fx.Graph) -> RowAccesses:
+def find_row_accesses(graph: fx.Graph) -> RowAccesses:
     """Return all selected rows of a graph, and all values assembled from rows.
 
-    The graph is simplified on the way: reads of a row that was just written are forwarded, and rows that are written
-    into zeros, or zero-padded and summed, are stacked.
+    Before, simplify the graph in place: a read of a row that a chain has written becomes the written value, and rows that
+    are written into zeros, or padded with zeros and summed, become stacks.
     """
     writer = GraphWriter(graph)
     accesses, chains = _single_rows(graph)
@@ -100,20 +103,20 @@ def rows_of(graph: fx.Graph) -> RowAccesses:
     for chain in dict.fromkeys(chain for chain, _ in chains.values()):
         _stack_chain([link for link in chain.links if link in chains], chain, writer)
     _stack_sums(graph, writer)
-    cut_stacks(graph, {node: (row.source, row.length) for node, row in accesses.reads.items()}, writer)
-    cut_rows(accesses.reads, writer)
+    trim_stacks(graph, {node: (row.source, row.length) for node, row in accesses.reads.items()}, writer)
+    trim_rows(accesses.reads, writer)
     erase_unused(graph, is_random)
     accesses, _ = _single_rows(graph)  # the sources may have changed
     for node in graph.nodes:
-        if node.target is aten.stack.default and len(node.args[0]) >= FEWEST_ROWS:
+        if node.target is aten.stack.default and len(node.args[0]) >= MIN_ROWS:
             dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
-            accesses.joins.append(ConcatAccess(node, dim, tuple(node.args[0])))
+            accesses.concats.append(ConcatAccess(node, dim, tuple(node.args[0])))
     accesses.reads = {node: row for node, row in accesses.reads.items() if node.users}
     return accesses
 
 
 def _single_rows(graph: fx.Graph) -> tuple[RowAccesses, dict[fx.Node, tuple[_Chain, int]]]:
-    """Return the rows selected from values, and, for each link, its chain of writes and position."""
+    """Return the rows selected from values, and the chain and position of each write of a row."""
     accesses, chains = RowAccesses(), dict[fx.Node, tuple[_Chain, int]]()
     for node in list(graph.nodes):
         if node.target is aten.select_scatter.default:
@@ -123,24 +126,24 @@ def _single_rows(graph: fx.Graph) -> tuple[RowAccesses, dict[fx.Node, tuple[_Cha
         elif node.target is operator.getitem and node_argument(node).target is aten.unbind.int:
             source = node_argument(node_argument(node))
             row = _static_row(source, bound_arguments(node_argument(node))["dim"], node.args[1])
-            if row is not None and row.length >= FEWEST_ROWS:
+            if row is not None and row.length >= MIN_ROWS:
                 accesses.reads[node] = RowAccess(source, *row)
     return accesses, chains
 
 
-def _static_row(source: fx.Node, dim: Any, step: Any) -> RowPlace | None:
-    """Return the row that an operator selects or writes if it is static."""
+def _static_row(source: fx.Node, dim: Any, step: Any) -> RowIndex | None:
+    """Return the row that an operator selects or writes; None if it is not static."""
     shape = shape_of_node(source)
     if not isinstance(dim, int) or not isinstance(step, int) or not isinstance(length := shape[dim % len(shape)], int):
         return None
-    return RowPlace(dim % len(shape), step % length, length)
+    return RowIndex(dim % len(shape), step % length, length)
 
 
 def _record_write(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]]) -> None:
     """Record a `select_scatter` as a link of a chain of row writes, a new chain if it extends none."""
     row = _static_row(node, *node.args[2:4])
     same_type = node_argument(node, 1).meta[VALUE].dtype == node.meta[VALUE].dtype  # otherwise the write converts the value
-    if row is None or row.length < FEWEST_ROWS or not same_type:
+    if row is None or row.length < MIN_ROWS or not same_type:
         return
     base = node_argument(node)
     chain, position = chains.get(base, (None, -1))
@@ -154,7 +157,7 @@ def _record_read(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]], acces
     """Record a selected row; if a chain of writes has just written it, use the written value instead."""
     source = node_argument(node)
     row = _static_row(source, *node.args[1:3])
-    if row is None or row.length < FEWEST_ROWS:
+    if row is None or row.length < MIN_ROWS:
         return
     dim, step, length = row
     while source in chains and chains[source][0].dim == dim:
@@ -169,7 +172,7 @@ def _record_read(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]], acces
 
 
 def _stack_chain(remaining: list[fx.Node], chain: _Chain, writer: GraphWriter) -> None:
-    """Stack the rows of a chain if only its last link is used in full and nothing but zeros is left of its root."""
+    """Replace a chain by a stack, if only its last link has other users, and all rows of its root that remain are zeros."""
     if not remaining or remaining != chain.links[: len(remaining)]:
         return
     *inner, end = remaining
@@ -182,7 +185,7 @@ def _stack_chain(remaining: list[fx.Node], chain: _Chain, writer: GraphWriter) -
 
 
 def _stack_rows(values: Sequence[fx.Node | None], dim: int, like_node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Return a value like `like_node` with these rows, and zeros for missing ones."""
+    """Insert a stack of these rows, with zeros for missing ones, before `like_node`, with its metadata."""
     like, zeros = like_node.meta[VALUE], None
     if None in values:
         sizes = size_arguments(next(value for value in values if value is not None), writer.before(like_node))
@@ -195,11 +198,11 @@ def _stack_rows(values: Sequence[fx.Node | None], dim: int, like_node: fx.Node, 
 
 
 def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
-    """Stack zero-padded rows that are summed, at the last addition of each sum."""
+    """Replace each sum of zero-padded rows by a stack, in place."""
     partial_sums: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.target is aten.select_backward.default or (
-            is_plain_sum(node) and any(item in partial_sums for item in node.args)
+            is_same_type_addition(node) and any(item in partial_sums for item in node.args)
         ):
             partial_sums[node] = None
     order = {node: i for i, node in enumerate(graph.nodes)} if partial_sums else {}
@@ -209,12 +212,16 @@ def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
 
 
 def _is_summand(node: fx.Node, partial_sums: Collection[fx.Node]) -> bool:
-    """Return whether a sum is only used as a summand of another one."""
+    """Return whether the only use of a sum is as a summand of another one."""
     return len(node.users) == 1 and (user := next(iter(node.users))) in partial_sums and user.target is aten.add.Tensor
 
 
 def _stack_sum(node: fx.Node, partial_sums: Collection[fx.Node], order: Mapping[fx.Node, int], writer: GraphWriter) -> None:
-    """Replace a sum of zero-padded rows by stacks of rows; other summands are added as before."""
+    """Replace a sum of zero-padded rows by stacks of rows, plus the other summands, in place.
+
+    Nothing changes if less than half of the rows are written. Several values of a row come from several loops, in the
+    order of the graph: there is a stack for each loop.
+    """
     todo, other_summands = list(node.args), list[Any]()
     rows: dict[tuple[int, int], dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     padded: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
@@ -229,14 +236,14 @@ def _stack_sum(node: fx.Node, partial_sums: Collection[fx.Node], order: Mapping[
         else:
             other_summands.append(addend)
     dim, length = max(rows, key=lambda key: len(rows[key]), default=(0, 0))
-    if length < FEWEST_ROWS or 2 * len(rows[dim, length]) < length:
+    if length < MIN_ROWS or 2 * len(rows[dim, length]) < length:
         return
     other_summands += [addend for key, summands in padded.items() if key != (dim, length) for addend in summands]
-    most = max(len(summands) for summands in rows[dim, length].values())
-    for number in range(most):  # several values for a row come from several loops, in order
+    num_stacks = max(len(summands) for summands in rows[dim, length].values())
+    for index in range(num_stacks):
         values = [sorted(rows[dim, length].get(step, ()), key=lambda value: order.get(value, 0)) for step in range(length)]
         other_summands.append(
-            _stack_rows([row_values[number] if number < len(row_values) else None for row_values in values], dim, node, writer)
+            _stack_rows([row_values[index] if index < len(row_values) else None for row_values in values], dim, node, writer)
         )
     total = other_summands[0]
     for summand in other_summands[1:]:

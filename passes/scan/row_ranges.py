@@ -1,7 +1,7 @@
 """Find the interval of the sequence that a row is selected from.
 
-Loops are distinguished by their number of rows, but blocks, and the rows left over after them, may be equally many.
-If the positions of both are known, they are two loops, the first of which ends before the second starts.
+Loops are distinguished by their number of rows. But a loop over blocks and a loop over the rows after the last block may
+have equally many. Then their positions distinguish them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from streamfx.ir.facts import AxisFacts
 from streamfx.ir.sizes import numeric
 from streamfx.passes.scan.row_access import RowAccess
 
-RowInterval: TypeAlias = "tuple[float, int]"
+RowInterval: TypeAlias = "tuple[float, int]"  # the position of the first row, and the number of sequence rows per row
 
 
 def row_interval_of(row: RowAccess, axes: AxisFacts) -> RowInterval | None:
-    """Return the position of the first row, and the number of sequence rows per row; None if unknown."""
+    """Return the interval of the value from which a row is selected; None if unknown."""
     dim = axes.table.resolve(axes.shapes[row.source][row.dim])
     if axes.sequence is None or len(dim) != 1 or dim[0] not in axes.sequence.members:
         return None

@@ -1,7 +1,7 @@
 """Plan how an unrolled loop runs in chunks of its rows.
 
-Values that cross from row to row get slots of the carry; operands and results get axis labels. If a loop does not
-fit, `NoRecurrenceError` gives the reason and the loop stays unrolled.
+Values that cross from row to row get slots of the carry; operands and results get axis labels. If a loop cannot run in
+chunks, `NoRecurrenceError` has the reason, and the loop stays unrolled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from streamfx.passes.ops.traits import READS_LAYOUT
 from streamfx.passes.scan.row_access import ConcatAccess, RowAccess
 from streamfx.runtime.outer import COPYING_VIEWS
 
-MOST_FINALS = 24  # limit on results of single rows
+MAX_SINGLE_ROW_RESULTS = 24  # per loop: more results of single rows are not supported
 
 
 class NoRecurrenceError(Exception):
@@ -47,13 +47,16 @@ class NoRecurrenceError(Exception):
 
 @dataclass(frozen=True)
 class UnrolledLoop:
-    """The operators of an unrolled loop, forward and backward, with the rows that they read and concatenate."""
+    """The operators of an unrolled loop, forward and backward, with the rows that they read and concatenate.
+
+    `step` has the step of each operator and row, `order` the position of each node in the graph.
+    """
 
     length: int
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
-    forward_joins: tuple[ConcatAccess, ...]
-    backward_joins: tuple[ConcatAccess, ...]
+    forward_concats: tuple[ConcatAccess, ...]
+    backward_concats: tuple[ConcatAccess, ...]
     forward_reads: Mapping[fx.Node, RowAccess]
     backward_reads: Mapping[fx.Node, RowAccess]
     step: Mapping[fx.Node, int]
@@ -66,8 +69,8 @@ class RecurrenceCall:
 
     plan: RecurrencePlan
     operands: tuple[fx.Node, ...]
-    joins: tuple[ConcatAccess, ...]
-    finals: tuple[fx.Node, ...]
+    concats: tuple[ConcatAccess, ...]
+    single_row_results: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
@@ -87,47 +90,49 @@ def plan_recurrence(pair: UnrolledLoop, axes: AxisFacts, nodes: list[fx.Node]) -
 
 
 def _check_order(inside: frozenset[fx.Node], nodes: list[fx.Node]) -> None:
-    """Check that no operator of the loop depends on results of the loop through operators outside of it."""
+    """Raise an error if an operator of the loop depends on results of the loop through operators outside it."""
     after: set[fx.Node] = set()
     for node in nodes:
         sources = node.all_input_nodes
         if node not in inside:
             after.update([node] if any(source in inside or source in after for source in sources) else ())
         elif any(source in after for source in sources):
-            raise NoRecurrenceError("it needs what follows from its own results")
+            raise NoRecurrenceError("it depends on its own results through operators outside the loop")
 
 
 class _Planner:
-    """Numbers the values of an unrolled loop, and translates its operators to steps with a carry."""
+    """Translates the operators of an unrolled loop to steps with a carry."""
 
     def __init__(self, pair: UnrolledLoop, axes: AxisFacts) -> None:
-        """ValueId the values of the loop, its operators and the rows that it reads."""
+        """Assign an identifier to each value of the loop: the results of its operators, and the rows that it reads."""
         self.pair, self.axes = pair, axes
         self.values = {*pair.forward, *pair.backward, *pair.forward_reads, *pair.backward_reads}
         self.forward_values = {*pair.forward, *pair.forward_reads}  # values of the forward graph
-        numbers = count()
-        self.number: dict[fx.Node, ValueId] = defaultdict(lambda: next(numbers))
-        self.concat_nodes = {join.node for join in (*pair.forward_joins, *pair.backward_joins)}
+        ids = count()
+        self.value_ids: dict[fx.Node, ValueId] = defaultdict(lambda: next(ids))
+        self.concat_nodes = {concat.node for concat in (*pair.forward_concats, *pair.backward_concats)}
 
     def plan_recurrence(self) -> RecurrencePair:
         """Check the loop, and return its forward and backward recurrence operators."""
         pair = self.pair
         self._check()
-        uses = self._steps_using(pair.forward, pair.forward_joins), self._steps_using(pair.backward, pair.backward_joins)
+        uses = self._steps_using(pair.forward, pair.forward_concats), self._steps_using(pair.backward, pair.backward_concats)
         forward_lifetimes, backward_lifetimes = self._lifetimes(*uses)
         dtype = _carry_type([*forward_lifetimes, *backward_lifetimes])
-        forward_steps = self._steps(pair.forward, pair.forward_reads, pair.forward_joins, forward_lifetimes, dtype, reverse=False)
+        forward_steps = self._steps(
+            pair.forward, pair.forward_reads, pair.forward_concats, forward_lifetimes, dtype, reverse=False
+        )
         backward_steps = self._steps(
-            pair.backward, pair.backward_reads, pair.backward_joins, backward_lifetimes, dtype, reverse=True
+            pair.backward, pair.backward_reads, pair.backward_concats, backward_lifetimes, dtype, reverse=True
         )
         if not pair.forward and not backward_steps.carry_size:
-            raise NoRecurrenceError("nothing crosses from row to row, and the forward half has them as they are")
+            raise NoRecurrenceError("no value crosses from row to row, and the forward graph has no such loop")
         name = "recurrence"
-        forward = self._recurrence_call(name, forward_steps, None, pair.forward_joins, pair.forward) if pair.forward else None
+        forward = self._recurrence_call(name, forward_steps, None, pair.forward_concats, pair.forward) if pair.forward else None
         backward = None
         if pair.backward:
             recomputed = forward_steps if pair.forward or pair.forward_reads else None
-            backward = self._recurrence_call(f"{name}_backward", backward_steps, recomputed, pair.backward_joins, pair.backward)
+            backward = self._recurrence_call(f"{name}_backward", backward_steps, recomputed, pair.backward_concats, pair.backward)
         self._check_size(forward or backward, max(forward_steps.carry_size, backward_steps.carry_size))
         return RecurrencePair(forward, backward, frozenset(self.values | self.concat_nodes))
 
@@ -135,15 +140,15 @@ class _Planner:
         """Raise an error for dynamic sizes, operators that read strides, or rows that are not read one by one."""
         for node in (*self.pair.forward, *self.pair.backward):
             if any(is_size(source) for source in node.all_input_nodes) or not _has_static_sizes(node):
-                raise NoRecurrenceError(f"{node.name} has sizes that change from call to call")
+                raise NoRecurrenceError(f"{node.name} has dynamic sizes")
             if node.target in READS_LAYOUT:
                 raise NoRecurrenceError(f"{node.name} reads the memory layout of a computed value")
         if 4 * sum(map(self._depends_on_sequence, self._inputs_of_one_step())) > self.pair.length:
-            raise NoRecurrenceError("steps read other rows than those that are taken out one by one")
+            raise NoRecurrenceError("steps read rows other than those that are selected one by one")
 
     def _inputs_of_one_step(self) -> list[fx.Node]:
-        """Return outside values used by a single step, except for the first and last step, which use states and
-        gradients.
+        """Return values from outside that a single step uses, except the first and the last step: these use initial
+        states and gradients of final states.
         """
         steps: dict[fx.Node, set[int]] = defaultdict(set)
         for node in (*self.pair.forward, *self.pair.backward):
@@ -166,24 +171,24 @@ class _Planner:
     def _check_size(self, half: RecurrenceCall | None, carry_size: int) -> None:
         """Raise an error if the carry is larger than the rows, or grows from step to step."""
         assert half is not None
-        if carry_size > sum(value.meta[VALUE].numel() for value in (*half.operands, *(join.node for join in half.joins))):
-            raise NoRecurrenceError("as much crosses from row to row as the rows hold")
+        if carry_size > sum(value.meta[VALUE].numel() for value in (*half.operands, *(concat.node for concat in half.concats))):
+            raise NoRecurrenceError("the carry is larger than the rows")
         sizes = [sum(slot.stop - slot.start for slot in slots) for slots in half.plan.steps.crossing]
         quarter = self.pair.length // 4
         if quarter > 1 and 2 * max(sizes[quarter], sizes[-1 - quarter]) > 3 * max(min(sizes[quarter], sizes[-1 - quarter]), 1):
-            raise NoRecurrenceError("what crosses from row to row grows with the rows")
+            raise NoRecurrenceError("the carry grows from row to row")
 
     # -- uses
 
-    def _steps_using(self, nodes: Iterable[fx.Node], joins: Iterable[ConcatAccess]) -> dict[fx.Node, list[int]]:
+    def _steps_using(self, nodes: Iterable[fx.Node], concats: Iterable[ConcatAccess]) -> dict[fx.Node, list[int]]:
         """Return the steps at which each value is used, by operators and as a row of a concatenation."""
         steps_of: dict[fx.Node, list[int]] = defaultdict(list)
         for node in nodes:
             for source in node.all_input_nodes:
                 if source in self.values:
                     steps_of[source].append(self.pair.step[node])
-        for join in joins:
-            for step, item in enumerate(join.values):
+        for concat in concats:
+            for step, item in enumerate(concat.values):
                 if item in self.values:
                     steps_of[item].append(step)
         return steps_of
@@ -191,7 +196,10 @@ class _Planner:
     def _lifetimes(
         self, forward: Mapping[fx.Node, list[int]], backward: Mapping[fx.Node, list[int]]
     ) -> tuple[dict[fx.Node, tuple[int, int]], dict[fx.Node, tuple[int, int]]]:
-        """Return the first and last boundary between steps that each value crosses: left to right, and right to left."""
+        """Return the first and last boundary between steps that each value crosses, for the forward and the backward loop.
+
+        Boundary b lies before step b. Raise an error if a value is needed by a step that runs before its own.
+        """
         forward_lifetimes, backward_lifetimes = {}, {}
         step = self.pair.step
         for value in sorted(self.values, key=self.pair.order.__getitem__):
@@ -215,7 +223,7 @@ class _Planner:
         self,
         nodes: tuple[fx.Node, ...],
         reads: Mapping[fx.Node, RowAccess],
-        joins: tuple[ConcatAccess, ...],
+        concats: tuple[ConcatAccess, ...],
         lifetimes: Mapping[fx.Node, tuple[int, int]],
         dtype: torch.dtype,
         reverse: bool,
@@ -223,34 +231,34 @@ class _Planner:
         """Return the instructions of each step, the carry between steps, and the results of one graph."""
         steps: list[list[Instruction]] = [[] for _ in range(self.pair.length)]
         for node, row in reads.items():
-            steps[row.step].append(RowRead(self.number[node], self.number[row.source], row.dim, row.step))
+            steps[row.step].append(RowRead(self.value_ids[node], self.value_ids[row.source], row.dim, row.step))
         for node in nodes:
             steps[self.pair.step[node]].append(self._operation(node))
-        results = tuple(self._concat_result(join) for join in joins)
-        finals = tuple(self._single_step_result(node) for node in self._values_used_outside(nodes))
-        crossing = _assign_carry_slots(lifetimes, self.number, self.pair.length, reverse)
-        kept = {slot.value for slots in crossing for slot in slots} | {final.value for final in finals}
-        kept |= {number for join in results for number in join.values}
-        dead_after = _dead_values(steps, kept, reverse)
-        return Steps(tuple(map(tuple, steps)), crossing, results, finals, dtype, reverse, dead_after)
+        results = tuple(self._concat_result(concat) for concat in concats)
+        single_row_results = tuple(self._single_step_result(node) for node in self._values_used_outside(nodes))
+        crossing = _assign_carry_slots(lifetimes, self.value_ids, self.pair.length, reverse)
+        live_values = {slot.value for slots in crossing for slot in slots} | {result.value for result in single_row_results}
+        live_values |= {value_id for concat in results for value_id in concat.values}
+        dead_after = _dead_values(steps, live_values, reverse)
+        return Steps(tuple(map(tuple, steps)), crossing, results, single_row_results, dtype, reverse, dead_after)
 
     def _operation(self, node: fx.Node) -> Operation:
-        """Return an operator as an instruction whose operands are value numbers."""
+        """Return an operator as an instruction on values of the steps."""
 
-        def numbered(item: fx.Node) -> Any:
-            return StepValue(self.number[item])
+        def as_value(item: fx.Node) -> Any:
+            return StepValue(self.value_ids[item])
 
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), numbered)
-        return Operation(self.number[node], COPYING_VIEWS.get(node.target, node.target), args, dict(kwargs))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), as_value)
+        return Operation(self.value_ids[node], COPYING_VIEWS.get(node.target, node.target), args, dict(kwargs))
 
-    def _concat_result(self, join: ConcatAccess) -> ConcatResult:
-        """Return a concatenation of rows as a result that lists the value number of each row."""
-        value = join.node.meta[VALUE]
-        numbers = tuple(self.number[item] for item in join.values)
-        return ConcatResult(numbers, join.dim, tuple(value.shape), value.dtype)
+    def _concat_result(self, concat: ConcatAccess) -> ConcatResult:
+        """Return a concatenation of rows as a result of the loop."""
+        value = concat.node.meta[VALUE]
+        ids = tuple(self.value_ids[item] for item in concat.values)
+        return ConcatResult(ids, concat.dim, tuple(value.shape), value.dtype)
 
     def _values_used_outside(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
-        """Return values that are used outside of the loop, other than through concatenated rows."""
+        """Return the values that operators outside the loop use directly, not through concatenated rows."""
         return tuple(node for node in nodes if any(self._is_outside(user) for user in node.users))
 
     def _is_outside(self, user: fx.Node) -> bool:
@@ -260,35 +268,35 @@ class _Planner:
     def _single_step_result(self, node: fx.Node) -> SingleStepResult:
         """Return a value of a single step as a result of the loop."""
         if not is_tensor(node) or node.meta[VALUE].dtype == torch.bool:
-            raise NoRecurrenceError(f"{node.name} is no number")
+            raise NoRecurrenceError(f"{node.name} is not a numeric tensor")
         value = node.meta[VALUE]
-        return SingleStepResult(self.number[node], self.pair.step[node], tuple(value.shape), value.dtype)
+        return SingleStepResult(self.value_ids[node], self.pair.step[node], tuple(value.shape), value.dtype)
 
     # -- operands and results
 
     def _recurrence_call(
-        self, name: str, steps: Steps, recomputed: Steps | None, joins: tuple[ConcatAccess, ...], nodes: tuple[fx.Node, ...]
+        self, name: str, steps: Steps, recomputed: Steps | None, concats: tuple[ConcatAccess, ...], nodes: tuple[fx.Node, ...]
     ) -> RecurrenceCall:
-        """Return the recurrence operator of one graph; `recomputed` has the forward steps that a backward graph reruns."""
+        """Return the recurrence operator of one graph; `recomputed` has the forward steps that a backward graph recomputes."""
         rows: dict[fx.Node, int] = {}
         inputs: dict[fx.Node, None] = {}
         reads = (self.pair.forward_reads, self.pair.backward_reads) if recomputed is not None else None
         for row in (r for part in (reads or (self._reads_of(steps),)) for r in part.values()):
             if rows.setdefault(row.source, row.dim) != row.dim:
                 raise NoRecurrenceError(f"{row.source.name} is read along two dimensions")
-        everything = (*(self.pair.forward if recomputed is not None else ()), *nodes)
-        for source in (source for node in everything for source in node.all_input_nodes):
+        operators = (*(self.pair.forward if recomputed is not None else ()), *nodes)
+        for source in (source for node in operators for source in node.all_input_nodes):
             if source not in self.values:
                 inputs[source] = None
-        for item in (item for join in joins for item in join.values):
+        for item in (item for concat in concats for item in concat.values):
             if item not in self.values:
                 inputs[item] = None
         if not rows or not all(is_tensor(value) for value in inputs):
-            raise NoRecurrenceError("it reads no rows, or something else than tensors")
+            raise NoRecurrenceError("it reads no rows, or values that are not tensors")
         operands = [(value, True) for value in rows] + [(value, False) for value in inputs]
-        finals = self._values_used_outside(nodes)
-        if len(finals) > MOST_FINALS:
-            raise NoRecurrenceError(f"{len(finals)} values of single rows are used elsewhere")
+        single_row_results = self._values_used_outside(nodes)
+        if len(single_row_results) > MAX_SINGLE_ROW_RESULTS:
+            raise NoRecurrenceError(f"{len(single_row_results)} values of single rows are used elsewhere")
         plan = RecurrencePlan(
             name,
             self.pair.length,
@@ -296,21 +304,26 @@ class _Planner:
             recomputed,
             tuple(self._operand(value, has_rows) for value, has_rows in operands),
             {self._operand(value, has_rows=True): dim for value, dim in rows.items()},
-            {self._operand(value, has_rows=False): self.number[value] for value in inputs},
-            self._axis_labels([(value, rows[value] if has_rows else None) for value, has_rows in operands], joins, finals),
+            {self._operand(value, has_rows=False): self.value_ids[value] for value in inputs},
+            self._axis_labels(
+                [(value, rows[value] if has_rows else None) for value, has_rows in operands], concats, single_row_results
+            ),
         )
-        return RecurrenceCall(plan, tuple(value for value, _ in operands), joins, finals)
+        return RecurrenceCall(plan, tuple(value for value, _ in operands), concats, single_row_results)
 
     def _reads_of(self, steps: Steps) -> Mapping[fx.Node, RowAccess]:
         """Return the rows that the steps read: those of the backward graph if the steps run in reverse."""
         return self.pair.backward_reads if steps.reverse else self.pair.forward_reads
 
     def _operand(self, value: fx.Node, has_rows: bool) -> ValueId:
-        """Return the operand number. A value that is read by rows and also used in full becomes two operands."""
-        return self.number[value] if has_rows else -1 - self.number[value]
+        """Return the identifier of an operand. A value that is read by rows and also used in full becomes two operands."""
+        return self.value_ids[value] if has_rows else -1 - self.value_ids[value]
 
     def _axis_labels(
-        self, operands: list[tuple[fx.Node, int | None]], joins: tuple[ConcatAccess, ...], finals: tuple[fx.Node, ...]
+        self,
+        operands: list[tuple[fx.Node, int | None]],
+        concats: tuple[ConcatAccess, ...],
+        single_row_results: tuple[fx.Node, ...],
     ) -> RecurrenceAxes:
         """Assign axis labels: dimensions with the same axis in the unrolled loop get the same label."""
         letters: dict[Dim, int] = {}
@@ -321,7 +334,10 @@ class _Planner:
             return tuple((0,) if i == row_dim else dim for i, dim in enumerate(labels))
 
         shapes = tuple(labels_of(value, row_dim) for value, row_dim in operands)
-        results = (*(labels_of(join.node, join.dim) for join in joins), *(labels_of(final, None) for final in finals))
+        results = (
+            *(labels_of(concat.node, concat.dim) for concat in concats),
+            *(labels_of(result, None) for result in single_row_results),
+        )
         return RecurrenceAxes(shapes, results, 0)
 
 
@@ -337,15 +353,15 @@ def _carry_type(values: Iterable[fx.Node]) -> torch.dtype:
     dtypes = {value.meta[VALUE].dtype if is_tensor(value) else None for value in values}
     wide = [dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) if dtype in dtypes]
     if dtypes - {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool}:
-        raise NoRecurrenceError("other values than numbers cross from row to row")
+        raise NoRecurrenceError("values that are not numbers cross from row to row")
     mixed = {torch.bfloat16, torch.float16} <= dtypes
     return torch.float32 if mixed and wide[0] not in (torch.float64, torch.float32) else (wide or [torch.float32])[0]
 
 
 def _assign_carry_slots(
-    lifetimes: Mapping[fx.Node, tuple[int, int]], number: Mapping[fx.Node, ValueId], length: int, reverse: bool
+    lifetimes: Mapping[fx.Node, tuple[int, int]], value_ids: Mapping[fx.Node, ValueId], length: int, reverse: bool
 ) -> tuple[tuple[CarrySlot, ...], ...]:
-    """Assign a slot of the carry to each value for its lifetime; slots of expired values are reused."""
+    """Return the slots of the carry at each boundary; the memory of a value that ends is reused."""
     crossing: list[list[CarrySlot]] = [[] for _ in range(length + 1)]
     free: dict[int, list[int]] = defaultdict(list)
     ending: dict[int, list[CarrySlot]] = defaultdict(list)
@@ -362,7 +378,7 @@ def _assign_carry_slots(
                 start = free[size].pop()
             else:
                 start, end = end, end + size
-            slot = CarrySlot(number[value], start, shape, value.meta[VALUE].dtype)
+            slot = CarrySlot(value_ids[value], start, shape, value.meta[VALUE].dtype)
             low, high = lifetimes[value]
             for crossed in range(low, high + 1):
                 crossing[crossed].append(slot)
@@ -370,8 +386,8 @@ def _assign_carry_slots(
     return tuple(map(tuple, crossing))
 
 
-def _dead_values(steps: list[list[Instruction]], kept: set[ValueId], reverse: bool) -> tuple[tuple[ValueId, ...], ...]:
-    """Return, for each step, the values that no later step needs."""
+def _dead_values(steps: list[list[Instruction]], live_values: set[ValueId], reverse: bool) -> tuple[tuple[ValueId, ...], ...]:
+    """Return, for each step, the values that no later step uses, except `live_values`."""
     last: dict[ValueId, int] = {}
     positions = range(len(steps) - 1, -1, -1) if reverse else range(len(steps))
     defined: set[ValueId] = set()
@@ -380,18 +396,18 @@ def _dead_values(steps: list[list[Instruction]], kept: set[ValueId], reverse: bo
             defined.add(item.result_id)
             last[item.result_id] = step
             if isinstance(item, Operation):
-                last.update(dict.fromkeys(numbers_in((item.args, item.kwargs)), step))
+                last.update(dict.fromkeys(value_ids_in((item.args, item.kwargs)), step))
     dead: list[list[ValueId]] = [[] for _ in steps]
-    for number, step in last.items():
-        if number in defined and number not in kept:
-            dead[step].append(number)
+    for value_id, step in last.items():
+        if value_id in defined and value_id not in live_values:
+            dead[step].append(value_id)
     return tuple(map(tuple, dead))
 
 
-def numbers_in(item: Any) -> list[ValueId]:
-    """Return the values that an operator's arguments refer to."""
+def value_ids_in(item: Any) -> list[ValueId]:
+    """Return the identifiers of the values in an operator's arguments."""
     if isinstance(item, StepValue):
         return [item.value_id]
     if isinstance(item, Mapping):
-        return [number for part in item.values() for number in numbers_in(part)]
-    return [number for part in item for number in numbers_in(part)] if isinstance(item, (tuple, list)) else []
+        return [value_id for part in item.values() for value_id in value_ids_in(part)]
+    return [value_id for part in item for value_id in value_ids_in(part)] if isinstance(item, (tuple, list)) else []

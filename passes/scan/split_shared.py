@@ -2,9 +2,9 @@
 
     cat([x[:8] * table, x[8:16] * table])  ->  cat([x[:8] * view of table, x[8:16] * another view of table])
 
-Operands of one operator share an axis. A table without rows, such as the decays of a block, would unify the axes of
-the blocks that read it; their rows are at two positions of the sequence, so that the axis would have no position.
-Each reader reads the table independently and may have separate axes: a view of the full table, sliced at row 0.
+The operands of an operator share an axis. So a table that two blocks of rows read, such as the decays of a block, unifies
+the axes of these blocks. But they lie at two positions of the sequence, so the common axis would have no position. With a
+view for each reader, the axes stay separate.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SplitShared:
-    """Split shared tables if more concatenations are in place afterwards, according to the recomputed axes."""
+    """The pass: it splits shared tables if more concatenations then keep rows of the sequence at their positions."""
 
     name: ClassVar[str] = "split_shared"
 
     def apply(self, facts: Facts) -> Facts:
-        """Return the facts with split tables if that puts more concatenations in place, else the facts unchanged."""
+        """Return the facts with split tables, without axes, or the same object if splitting does not help."""
         axes = facts.found_axes
         shared = set() if axes is None or axes.sequence is None else _axes_shared_by_operands(facts.joint, axes)
         if axes is None or not shared or not (views := _insert_views(facts.joint, axes, shared)):
@@ -54,14 +54,14 @@ def _axes_shared_by_operands(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
     """Return axis factors of the sequence that several operands of one concatenation share."""
     shared: set[Atom] = set()
     for node in joint.nodes:
-        if node.target is aten.cat.default and node in axes.signatures and (join := find_concat_axis(node, axes)) is not None:
-            operand_axes = [part for part, _ in join.parts]
+        if node.target is aten.cat.default and node in axes.signatures and (concat := find_concat_axis(node, axes)) is not None:
+            operand_axes = [part for part, _ in concat.parts]
             shared |= {part for part in operand_axes if operand_axes.count(part) > 1 and axes.sequence_atom((part,)) is not None}
     return shared
 
 
 def _insert_views(joint: JointGraph, axes: AxisFacts, shared: set[Atom]) -> list[fx.Node]:
-    """Insert a view of each table with these axes before each reader."""
+    """Insert a view of each table with one of these axes before each of its readers; return the views."""
     writer, views = GraphWriter(joint.graph), []
     tables = _tables(joint)
     for table in tables:

@@ -1,13 +1,12 @@
-"""Rewrite blocks of rows that a loop slices and concatenates one by one as rows of a value with a dimension of
-blocks.
+"""Rewrite blocks of rows that a loop slices and concatenates one by one: select them from a block dimension.
 
     x[:, 0:4], x[:, 4:8], x[:, 8:12]                ->   v[:, 0], v[:, 1], v[:, 2]   of v = x[:, 0:12].view(b, 3, 4)
     cat([a, b, c, rest], 1)                         ->   cat([stack([a, b, c], 1).view(b, 12), rest], 1)
     slice_backward(a, 0:4) + slice_backward(b, 4:8) + ...   ->   of a stack, likewise: the gradient of the first line
 
-The rewrite applies if the number of slices of one size equals the number of concatenated blocks, except that the
-first or the last slice may be missing: the state after the last block is unused, and so is everything computed for it
-alone. Blocks that no recurrence uses are restored.
+The rewrite applies if there are as many slices of one size as concatenated blocks. The first or the last slice may be
+missing: the state after the last block is unused, and so are values computed only for it. Blocks that no recurrence uses
+are restored.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -25,9 +24,9 @@ from streamfx.ir.joint import JointGraph, bound_arguments, int_argument, node_ar
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.axes import widths
-from streamfx.passes.rewrite.views.tile_views import is_static_shape, sliced_rows
-from streamfx.passes.scan.row_access import FEWEST_ROWS
-from streamfx.passes.scan.trim import is_plain_sum
+from streamfx.passes.rewrite.views.tile_views import RowSlice, is_static_shape, sliced_rows
+from streamfx.passes.scan.row_access import MIN_ROWS
+from streamfx.passes.scan.trim import is_same_type_addition
 
 aten = torch.ops.aten
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
@@ -45,57 +44,71 @@ class Blocks:
     def rows(self) -> int:
         return self.count * self.size
 
+    @property
+    def shape(self) -> BlockShape:
+        """The blocks without their dimension."""
+        return BlockShape(self.count, self.size)
+
+
+class BlockShape(NamedTuple):
+    """The number of blocks, and the rows of each."""
+
+    num_blocks: int
+    size: int
+
 
 @dataclass(frozen=True)
-class CutBlocks:
-    """Rewritten nodes: views from which blocks are selected, and views of stacked blocks."""
+class StackedBlocks:
+    """Rewritten nodes: `sliced` has views from which blocks are selected, `concatenated` views of stacked blocks."""
 
-    cut: tuple[tuple[fx.Node, Blocks], ...]
-    joined: tuple[tuple[fx.Node, Blocks], ...]
+    sliced: tuple[tuple[fx.Node, Blocks], ...]
+    concatenated: tuple[tuple[fx.Node, Blocks], ...]
 
 
-def cut_blocks(joint: JointGraph, writer: GraphWriter) -> CutBlocks:
-    """Rewrite blocks that loops slice and concatenate as rows of values with a dimension of blocks; features do not
-    count.
+def stack_sliced_blocks(joint: JointGraph, writer: GraphWriter) -> StackedBlocks:
+    """Replace blocks of rows that are sliced one by one, and blocks that are concatenated.
+
+    The slices become selections from a block dimension, the concatenations stacks along one. Blocks along feature
+    dimensions are not rewritten. Returns the views that were inserted.
     """
     graph = joint.graph
-    joins = {
+    concats = {
         node: blocks
         for node in graph.find_nodes(op="call_function", target=aten.cat.default)
         if (blocks := _leading_blocks(node))
     }
-    kinds = {(blocks.count, blocks.size) for blocks in joins.values()}
-    slices_by_range = _sliced_row_ranges(graph) if kinds else {}
-    cuts = {
-        source: blocks_cut
+    block_shapes = {blocks.shape for blocks in concats.values()}
+    slices_by_range = _sliced_row_ranges(graph) if block_shapes else {}
+    sliced_blocks = {
+        source: found
         for source, ranges in slices_by_range.items()
-        if (blocks_cut := _matching_blocks(ranges, shape_of_node(source), kinds))
+        if (found := _matching_blocks(ranges, shape_of_node(source), block_shapes))
     }
-    if cuts:
-        is_width = widths(joint)
-        cuts = {source: blocks for source, blocks in cuts.items() if not is_width(source, blocks.dim)}
-    kinds &= {(blocks.count, blocks.size) for blocks in cuts.values()}
-    if not kinds:
-        return CutBlocks((), ())
-    joined = [
+    if sliced_blocks:
+        is_feature_dim = widths(joint)
+        sliced_blocks = {source: blocks for source, blocks in sliced_blocks.items() if not is_feature_dim(source, blocks.dim)}
+    block_shapes &= {blocks.shape for blocks in sliced_blocks.values()}
+    if not block_shapes:
+        return StackedBlocks((), ())
+    concatenated = [
         (_stack_concat_operands(node, blocks, _operands(node)[: blocks.count], writer), blocks)
-        for node, blocks in joins.items()
-        if (blocks.count, blocks.size) in kinds
+        for node, blocks in concats.items()
+        if blocks.shape in block_shapes
     ]
-    joined += _rewrite_gradient_sums(graph, kinds, writer)
-    return CutBlocks(
+    concatenated += _rewrite_gradient_sums(graph, block_shapes, writer)
+    return StackedBlocks(
         tuple(
             (_select_blocks_from_view(source, own_blocks, slices_by_range[source], writer), own_blocks)
-            for source, own_blocks in cuts.items()
+            for source, own_blocks in sliced_blocks.items()
         ),
-        tuple(joined),
+        tuple(concatenated),
     )
 
 
-def put_back(blocks: CutBlocks, graph: fx.Graph, writer: GraphWriter) -> None:
-    """Restore slices and concatenations from the views and stacks that no recurrence uses."""
+def restore_unused_blocks(blocks: StackedBlocks, graph: fx.Graph, writer: GraphWriter) -> None:
+    """Replace views and stacks that no recurrence uses by the original slices and concatenations, in place."""
     remaining = set(graph.nodes)
-    for view, own_blocks in blocks.cut:
+    for view, own_blocks in blocks.sliced:
         for node in list(view.users) if view in remaining else ():
             if node.target is aten.select.int and node.args[1] == own_blocks.dim:
                 start = int_argument(node, 2) * own_blocks.size
@@ -103,7 +116,7 @@ def put_back(blocks: CutBlocks, graph: fx.Graph, writer: GraphWriter) -> None:
                     aten.slice.Tensor, node_argument(view), own_blocks.dim, start, start + own_blocks.size
                 )
                 node.replace_all_uses_with(rows, propagate_meta=False)
-    for view, own_blocks in blocks.joined:
+    for view, own_blocks in blocks.concatenated:
         if (
             view in remaining
             and (stacked := node_argument(view)).target is aten.stack.default
@@ -117,9 +130,9 @@ def put_back(blocks: CutBlocks, graph: fx.Graph, writer: GraphWriter) -> None:
 # -- slices
 
 
-def _sliced_row_ranges(graph: fx.Graph) -> dict[fx.Node, dict[tuple[int, int, int], list[fx.Node]]]:
-    """Return, by value, the row ranges that are sliced from it (dimension, start, stop), with the slicing nodes."""
-    ranges: dict[fx.Node, dict[tuple[int, int, int], list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+def _sliced_row_ranges(graph: fx.Graph) -> dict[fx.Node, dict[RowSlice, list[fx.Node]]]:
+    """Return, by value, the row slices that are read from it, with the slicing nodes."""
+    ranges: dict[fx.Node, dict[RowSlice, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         source = node_argument(node)
         if is_static_shape(shape_of_node(source)) and (rows := sliced_rows(node, source)) is not None:
@@ -131,44 +144,44 @@ def _sliced_row_ranges(graph: fx.Graph) -> dict[fx.Node, dict[tuple[int, int, in
     return ranges
 
 
-def _split_outputs(split: fx.Node) -> Iterator[tuple[tuple[int, int, int], fx.Node]]:
-    """Yield each output of a split, with its row range (dimension, start, stop)."""
+def _split_outputs(split: fx.Node) -> Iterator[tuple[RowSlice, fx.Node]]:
+    """Yield each output of a split, with its row slice."""
     shape, sizes = shape_of_node(node_argument(split)), [tuple(part.shape) for part in split.meta[VALUE]]
     if not is_static_shape(shape) or not all(map(is_static_shape, sizes)):
         return
     dim = bound_arguments(split)["dim"] % len(shape)
     for part in split.users:
         if part.target is operator.getitem:
-            number = int_argument(part, 1)
-            start = sum(size[dim] for size in sizes[:number])
-            yield (dim, start, start + sizes[number][dim]), part
+            index = int_argument(part, 1)
+            start = sum(size[dim] for size in sizes[:index])
+            yield RowSlice(dim, start, start + sizes[index][dim]), part
 
 
 def _matching_blocks(
-    row_ranges: Collection[tuple[int, int, int]], shape: Sequence[Any], kinds: Collection[tuple[int, int]]
+    row_ranges: Collection[RowSlice], shape: Sequence[Any], block_shapes: Collection[BlockShape]
 ) -> Blocks | None:
-    """Return blocks of one of these kinds if a value has them and all are sliced, except perhaps the first or last."""
+    """Return blocks of one of these shapes that are all sliced, except the first or the last; None if there are none."""
     for dim in sorted({dim for dim, _, _ in row_ranges}):
-        for count, size in sorted(kinds, reverse=True):
-            missing = [number for number in range(count) if (dim, number * size, number * size + size) not in row_ranges]
+        for count, size in sorted(block_shapes, reverse=True):
+            missing = [index for index in range(count) if RowSlice(dim, index * size, index * size + size) not in row_ranges]
             if missing in ([], [0], [count - 1]) and count * size <= shape[dim]:
                 return Blocks(dim, count, size)
     return None
 
 
 def _select_blocks_from_view(
-    source: fx.Node, blocks: Blocks, slices_by_range: Mapping[tuple[int, int, int], Sequence[fx.Node]], writer: GraphWriter
+    source: fx.Node, blocks: Blocks, slices_by_range: Mapping[RowSlice, Sequence[fx.Node]], writer: GraphWriter
 ) -> fx.Node:
-    """Select the blocks from a view of the source that has them in a dimension."""
+    """Replace slices of blocks by selections from a view with a block dimension, in place; return the view."""
     writer.before(source.next)
     shape = [int(size) for size in shape_of_node(source)]
     rows = source if shape[blocks.dim] == blocks.rows else writer.call(aten.slice.Tensor, source, blocks.dim, 0, blocks.rows)
     in_blocks = [*shape[: blocks.dim], blocks.count, blocks.size, *shape[blocks.dim + 1 :]]
     view = writer.call(aten.view.default, rows, in_blocks)
-    for number in range(blocks.count):
-        start = number * blocks.size
-        for node in slices_by_range.get((blocks.dim, start, start + blocks.size), ()):
-            block = writer.before(node).call(aten.select.int, view, blocks.dim, number)
+    for index in range(blocks.count):
+        start = index * blocks.size
+        for node in slices_by_range.get(RowSlice(blocks.dim, start, start + blocks.size), ()):
+            block = writer.before(node).call(aten.select.int, view, blocks.dim, index)
             node.replace_all_uses_with(block, propagate_meta=False)
     for row_range, nodes in slices_by_range.items():  # outputs of a split after the blocks
         for node in nodes:
@@ -186,21 +199,19 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _leading_blocks(node: fx.Node) -> Blocks | None:
-    """Return the blocks of equal size with which a concatenation begins; smaller operands may follow."""
+    """Return the blocks of equal size with which a concatenation begins; None if these are fewer than `MIN_ROWS`."""
     operands = _operands(node)
     dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
-    if not all(
-        is_static_shape(shape_of_node(part)) and len(shape_of_node(part)) == len(shape_of_node(node)) for part in operands
-    ):
+    if not all(is_static_shape(shape_of_node(part)) and len(shape_of_node(part)) == len(shape_of_node(node)) for part in operands):
         return None
     sizes = [int(shape_of_node(part)[dim]) for part in operands]
-    count = next((number for number, size in enumerate(sizes) if size != sizes[0]), len(sizes))
+    count = next((index for index, size in enumerate(sizes) if size != sizes[0]), len(sizes))
     is_like = len({part.meta[VALUE].dtype for part in operands}) == 1
-    return Blocks(dim, count, sizes[0]) if is_like and sizes[0] > 0 and count >= FEWEST_ROWS else None
+    return Blocks(dim, count, sizes[0]) if is_like and sizes[0] > 0 and count >= MIN_ROWS else None
 
 
 def _stack_concat_operands(node: fx.Node, blocks: Blocks, values: Sequence[fx.Node], writer: GraphWriter) -> fx.Node:
-    """Replace the leading blocks of a concatenation by a view of their stack; return the view."""
+    """Replace the first blocks of a concatenation by a view of their stack, in place; return the view."""
     view = _stack_blocks(values, blocks, writer.before(node))
     rest = _operands(node)[blocks.count :]
     concatenated = writer.call(aten.cat.default, [view, *rest], blocks.dim) if rest else view
@@ -209,11 +220,11 @@ def _stack_concat_operands(node: fx.Node, blocks: Blocks, values: Sequence[fx.No
 
 
 def _stack_blocks(values: Sequence[fx.Node | None], blocks: Blocks, writer: GraphWriter) -> fx.Node:
-    """Concatenate blocks, with zeros for missing ones."""
+    """Return the concatenation of blocks, as a view of their stack, with zeros for missing ones."""
     like = next(value.meta[VALUE] for value in values if value is not None)
     shape = [int(size) for size in like.shape]
-    is_short = None in values
-    zeros = writer.call(aten.full.default, shape, 0, dtype=like.dtype, device=like.device) if is_short else None
+    has_missing = None in values
+    zeros = writer.call(aten.full.default, shape, 0, dtype=like.dtype, device=like.device) if has_missing else None
     stacked = writer.call(aten.stack.default, [zeros if value is None else value for value in values], blocks.dim)
     return writer.call(aten.view.default, stacked, [*shape[: blocks.dim], blocks.rows, *shape[blocks.dim + 1 :]])
 
@@ -222,38 +233,41 @@ def _stack_blocks(values: Sequence[fx.Node | None], blocks: Blocks, writer: Grap
 
 
 def _rewrite_gradient_sums(
-    graph: fx.Graph, kinds: Collection[tuple[int, int]], writer: GraphWriter
+    graph: fx.Graph, block_shapes: Collection[BlockShape], writer: GraphWriter
 ) -> list[tuple[fx.Node, Blocks]]:
-    """Rewrite sums of zero-padded gradients of blocks."""
+    """Replace sums of zero-padded gradients of blocks by stacks, in place; return the views."""
     partial_sums: dict[fx.Node, None] = {}
     for node in graph.nodes:
         is_padded = node.target is aten.slice_backward.default and is_static_shape(shape_of_node(node))
-        if is_padded or (is_plain_sum(node) and any(item in partial_sums for item in node.args)):
+        if is_padded or (is_same_type_addition(node) and any(item in partial_sums for item in node.args)):
             partial_sums[node] = None
-    order = {node: number for number, node in enumerate(graph.nodes)} if partial_sums else {}
-    joined: list[tuple[fx.Node, Blocks]] = []
+    order = {node: index for index, node in enumerate(graph.nodes)} if partial_sums else {}
+    concatenated: list[tuple[fx.Node, Blocks]] = []
     for node in partial_sums:
         is_summand = len(node.users) == 1 and (user := next(iter(node.users))) in partial_sums and user.target is aten.add.Tensor
         if node.target is aten.add.Tensor and not is_summand:
             padded, other_summands = _summands(node, partial_sums)
-            blocks = _matching_blocks(padded, shape_of_node(node), kinds)
+            blocks = _matching_blocks(padded, shape_of_node(node), block_shapes)
             if blocks is not None:
-                joined += _stack_gradients(node, blocks, padded, other_summands, order, writer)
-    return joined
+                concatenated += _stack_gradients(node, blocks, padded, other_summands, order, writer)
+    return concatenated
 
 
-def _summands(
-    total: fx.Node, partial_sums: Collection[fx.Node]
-) -> tuple[dict[tuple[int, int, int], list[fx.Node]], list[fx.Node]]:
-    """Return the summands: zero-padded gradients by their row range, and others."""
-    padded: dict[tuple[int, int, int], list[fx.Node]] = defaultdict(list)
+def _summands(total: fx.Node, partial_sums: Collection[fx.Node]) -> tuple[dict[RowSlice, list[fx.Node]], list[fx.Node]]:
+    """Return the summands: zero-padded gradients by their row slice, and others."""
+    padded: dict[RowSlice, list[fx.Node]] = defaultdict(list)
     todo, other_summands = list(total.all_input_nodes) if total.args[0] is not total.args[1] else [], list[fx.Node]()
     while todo:
         addend = todo.pop()
         rows = sliced_rows(addend, addend) if addend.target is aten.slice_backward.default else None
         if rows is not None:
             padded[rows].append(addend)
-        elif addend in partial_sums and is_plain_sum(addend) and len(addend.users) == 1 and addend.args[0] is not addend.args[1]:
+        elif (
+            addend in partial_sums
+            and is_same_type_addition(addend)
+            and len(addend.users) == 1
+            and addend.args[0] is not addend.args[1]
+        ):
             todo.extend(addend.all_input_nodes)
         else:
             other_summands.append(addend)
@@ -263,16 +277,16 @@ def _summands(
 def _stack_gradients(
     node: fx.Node,
     blocks: Blocks,
-    padded: Mapping[tuple[int, int, int], list[fx.Node]],
+    padded: Mapping[RowSlice, list[fx.Node]],
     others: list[fx.Node],
     order: Mapping[fx.Node, int],
     writer: GraphWriter,
 ) -> list[tuple[fx.Node, Blocks]]:
-    """Concatenate the gradients of blocks, with zeros for missing ones.
+    """Replace a sum of zero-padded gradients of blocks by stacks of these, with zeros for missing ones; return the views.
 
-    Several gradients of a block come from several loops, in order.
+    If each block has several gradients, these come from several loops, in the order of the graph: one stack for each.
     """
-    block_ranges = [(blocks.dim, number * blocks.size, number * blocks.size + blocks.size) for number in range(blocks.count)]
+    block_ranges = [RowSlice(blocks.dim, index * blocks.size, index * blocks.size + blocks.size) for index in range(blocks.count)]
     gradients_by_block = [sorted(padded.get(row_range, ()), key=order.__getitem__) for row_range in block_ranges]
     counts = {len(gradients) for gradients in gradients_by_block if gradients}
     if len(counts) != 1:
@@ -280,8 +294,8 @@ def _stack_gradients(
     shape = list(node.meta[VALUE].shape)
     writer.before(node)
     rows = [
-        [node_argument(gradients[number]) if gradients else None for gradients in gradients_by_block]
-        for number in range(counts.pop())
+        [node_argument(gradients[index]) if gradients else None for gradients in gradients_by_block]
+        for index in range(counts.pop())
     ]
     views = [_stack_blocks(values, blocks, writer) for values in rows]
     pad = (blocks.dim, 0, blocks.rows, 1)

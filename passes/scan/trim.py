@@ -1,12 +1,11 @@
-"""Trim loops that produce one row more than they have steps, and whose row gradients autograd pads by one.
+"""Trim the results of loops that return one row more than they have steps, and gradients that autograd pads by one row.
 
     stack([a, b, c, d])[:3]            ->  stack([a, b, c])    if a, b, c depend on x[0], x[1], x[2], and d is left over
     slice_backward(g, 0, 3)[1], [3]    ->  g[1], 0             if their results are stacked to 3 rows, not to 4
 
-A loop that records its state before each step, and the final state after all of them, produces an extra row, which is
-sliced off at its uses. Loops are identified by their number of rows, so the slice is rewritten with the remaining
-rows alone. A matching number proves nothing by itself: it must be the number of the rows from which these are
-computed, or which are computed from these.
+A loop that returns its state before each step, and after the last one, returns an extra row, and its uses slice it off.
+Loops are identified by their number of rows, so the slice becomes a stack of the remaining rows. A matching number is not
+sufficient: it must be the number of the rows from which these are computed, or that are computed from these.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ from streamfx.passes.rewrite.views.tile_views import sliced_rows
 aten = torch.ops.aten
 
 
-def cut_stacks(graph: fx.Graph, reads: Mapping[fx.Node, tuple[fx.Node, int]], writer: GraphWriter) -> None:
+def trim_stacks(graph: fx.Graph, reads: Mapping[fx.Node, tuple[fx.Node, int]], writer: GraphWriter) -> None:
     """Shorten a stack that is sliced to the number of rows from which its rows are computed.
 
     `reads` maps each selected row to its source and the source's number of rows.
     """
     reads_per_source = Counter(source for source, _ in reads.values())
-    # the last row of a block is not a step
+    # a single selected row, such as the last row of a block, is not a step
     lengths = {node: length for node, (source, length) in reads.items() if reads_per_source[source] > 1}
     for node in list(graph.nodes):
         source = node_argument(node) if node.target is aten.slice.Tensor else node
         rows_range = sliced_rows(node, source) if source.target is aten.stack.default and source is not node else None
-        if rows_range is None or rows_range[0] != _row_dim(source):
+        if rows_range is None or rows_range.dim != _row_dim(source):
             continue
         values: list[fx.Node] = source.args[0]  # type: ignore[assignment]
-        kept = values[rows_range[1] : rows_range[2]]
+        kept = values[rows_range.start : rows_range.stop]
         counts = _first_matching_counts(
             kept, lambda value: value.all_input_nodes, lambda value: lengths.get(value, 0), {len(kept), len(values)}
         )
         if len(kept) in counts and len(values) not in counts:
-            node.replace_all_uses_with(writer.before(node).call(aten.stack.default, kept, rows_range[0]), propagate_meta=False)
+            node.replace_all_uses_with(writer.before(node).call(aten.stack.default, kept, rows_range.dim), propagate_meta=False)
 
 
-def cut_rows(reads: Iterable[fx.Node], writer: GraphWriter) -> None:
-    """Select rows from the operand of a padding, or zeros, if the results have as many rows as the operand."""
+def trim_rows(reads: Iterable[fx.Node], writer: GraphWriter) -> None:
+    """Replace rows of a padded value by rows of its operand, or zeros, if results have as many rows as the operand; in place."""
     padded: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for read in reads:
         if read.target is aten.select.int and node_argument(read).target in (aten.slice_backward.default, aten.add.Tensor):
@@ -68,28 +67,28 @@ def cut_rows(reads: Iterable[fx.Node], writer: GraphWriter) -> None:
 
 
 def _padded_summands(source: fx.Node, dim: int) -> dict[fx.Node, range]:
-    """Return the summands of a value that are padded along a dimension to its shape, with the rows of each.
+    """Return the summands of a value, each padded along a dimension to its shape, with its rows.
 
-    Summands must not overlap. Return nothing if the value has any other form.
+    Return an empty dictionary if a summand is not padded, or if two overlap.
     """
     summands, todo = dict[fx.Node, range](), [source]
     while todo:
         addend = todo.pop()
-        if is_plain_sum(addend):
+        if is_same_type_addition(addend):
             todo.extend(addend.args)  # type: ignore[arg-type]
             continue
         rows_range = sliced_rows(addend, addend) if addend.target is aten.slice_backward.default else None
         if (
             rows_range is None
-            or rows_range[0] != dim
-            or any(rows_range[1] < rows.stop and rows.start < rows_range[2] for rows in summands.values())
+            or rows_range.dim != dim
+            or any(rows_range.start < rows.stop and rows.start < rows_range.stop for rows in summands.values())
         ):
             return {}  # including x + x, which has its rows twice
-        summands[addend] = range(rows_range[1], rows_range[2])
+        summands[addend] = range(rows_range.start, rows_range.stop)
     return summands
 
 
-def is_plain_sum(node: fx.Node) -> bool:
+def is_same_type_addition(node: fx.Node) -> bool:
     """Return whether two tensors of equal shape and dtype are added, without broadcasting, conversion or scaling."""
     if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
         return False
@@ -99,12 +98,13 @@ def is_plain_sum(node: fx.Node) -> bool:
 
 def _first_matching_counts(
     start: Iterable[fx.Node],
-    following: Callable[[fx.Node], Iterable[fx.Node]],
+    next_nodes: Callable[[fx.Node], Iterable[fx.Node]],
     rows: Callable[[fx.Node], int],
-    numbers: Container[Size],
+    counts_to_find: Container[Size],
 ) -> set[int]:
-    """Follow edges from the start nodes; on each path, stop at the first node whose count is among `numbers`. Return
-    these counts.
+    """Return the first of `counts_to_find` on each path from the start nodes.
+
+    `next_nodes` returns the nodes to which edges lead, `rows` the number of rows that a node stands for.
     """
     todo, seen, counts = list(start), set[fx.Node](), set[int]()
     while todo:
@@ -112,10 +112,10 @@ def _first_matching_counts(
         if node in seen:
             continue
         seen.add(node)
-        if (count := rows(node)) in numbers:
+        if (count := rows(node)) in counts_to_find:
             counts.add(count)
         else:
-            todo.extend(following(node))
+            todo.extend(next_nodes(node))
     return counts
 
 
@@ -125,13 +125,13 @@ def _stacked_rows(node: fx.Node) -> int:
 
 
 def _row_dim(node: fx.Node) -> int:
-    """Return the dimension along which rows are stacked, or one is selected."""
-    of = node if node.target is aten.stack.default else node_argument(node)
-    return int(bound_arguments(node)["dim"]) % len(shape_of_node(of))
+    """Return the dimension along which a node stacks rows, or selects one."""
+    value = node if node.target is aten.stack.default else node_argument(node)
+    return int(bound_arguments(node)["dim"]) % len(shape_of_node(value))
 
 
 def _select_padded_row(read: fx.Node, row: int, summands: Mapping[fx.Node, range], writer: GraphWriter) -> fx.Node:
-    """Select a row from a sum of padded values, from the value that has it; the zeros of the others turn -0 into 0."""
+    """Return a row of a sum of padded values: of the summand that has it, plus 0 if there are others, which turns -0 into 0."""
     like = read.meta[VALUE]
     for summand, rows in summands.items():
         if row in rows:
