@@ -202,7 +202,9 @@ def _leading_blocks(node: fx.Node) -> Blocks | None:
     """Return the blocks of equal size with which a concatenation begins; None if these are fewer than `MIN_ROWS`."""
     operands = _operands(node)
     dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
-    if not all(is_static_shape(shape_of_node(part)) and len(shape_of_node(part)) == len(shape_of_node(node)) for part in operands):
+    if not all(
+        is_static_shape(shape_of_node(part)) and len(shape_of_node(part)) == len(shape_of_node(node)) for part in operands
+    ):
         return None
     sizes = [int(shape_of_node(part)[dim]) for part in operands]
     count = next((index for index, size in enumerate(sizes) if size != sizes[0]), len(sizes))
