@@ -1,4 +1,4 @@
-"""Bags of embeddings stream if each bag is a row of as many indices; others run whole, and the reason says what would stream."""
+"""Embedding bags stream if each bag is a row of equally many indices; others fall back, and the reason names a remedy."""
 
 from __future__ import annotations
 
@@ -51,14 +51,12 @@ def weighted(model: Bags, ids: Tensor) -> Tensor:
 
 
 STREAM: dict[str, Bag] = {
-    "sums": in_rows(mode="sum"),
     "means but for padding": in_rows(mode="mean", padding_idx=-1),
     "weighted": weighted,
-    "by offsets": by_offsets(lambda count: torch.arange(count) * EACH, mode="sum"),
     "by offsets in steps": by_offsets(lambda count: torch.arange(0, count * EACH, EACH), mode="mean"),
     "by listed offsets": by_offsets(lambda count: torch.tensor([EACH * i for i in range(count)]), mode="sum"),
 }
-RUN_WHOLE: dict[str, tuple[Bag, str]] = {
+FALL_BACK: dict[str, tuple[Bag, str]] = {
     "the largest": (in_rows(mode="max"), MAX_MODE),
     "other lengths": (by_offsets(lambda n: torch.tensor([0, 1, *range(2 * EACH, EACH * n, EACH)]), mode="mean"), UNEQUAL_LENGTHS),
     "with the end": (by_offsets(lambda n: torch.arange(n + 1) * EACH, mode="sum", include_last_offset=True), LAST_OFFSET),
@@ -68,7 +66,7 @@ RUN_WHOLE: dict[str, tuple[Bag, str]] = {
 
 def batch() -> dict[str, Tensor]:
     ids = torch.randint(0, VOCABULARY, (2, ROWS, EACH))
-    ids[0, 1], ids[1, 2], ids[1, 3] = 0, VOCABULARY - 1, 2  # bags of nothing but padding
+    ids[0, 1], ids[1, 2], ids[1, 3] = 0, VOCABULARY - 1, 2  # bags of padding only
     return {"ids": ids, "labels": ids[..., 0]}
 
 
@@ -77,9 +75,9 @@ def test_bags_of_one_length_stream(name: str) -> None:
     compare(made(lambda: Bags(STREAM[name])), batch(), also=(5,))
 
 
-@pytest.mark.parametrize("name", only(["other lengths"], RUN_WHOLE))
-def test_other_bags_run_whole(name: str) -> None:
-    bag, why = RUN_WHOLE[name]
+@pytest.mark.parametrize("name", only(["other lengths"], FALL_BACK))
+def test_other_bags_fall_back(name: str) -> None:
+    bag, why = FALL_BACK[name]
     report = compare(made(lambda: Bags(bag)), batch(), streams=False)
     assert any(f"_embedding_bag.default {why}" in reason for facts in report.facts for reason in facts.reasons())
 
@@ -88,7 +86,7 @@ def test_other_bags_run_whole(name: str) -> None:
     "bag", [in_rows(mode="sum", sparse=True), lambda model, ids: F.embedding(ids, model.table, sparse=True).sum(-2).flatten(0, 1)]
 )
 def test_sparse_gradients_have_bytes(bag: Bag) -> None:
-    """They have no storage: their indices and values do. Gradients stay sparse, and are eager's."""
+    """The bytes of their indices and values: they have no storage. Gradients stay sparse, and equal eager's."""
     model, inputs = made(lambda: Bags(bag)), batch()
     assert "sparse=False" in str(explain(model, **inputs, chunk_size=4))
     model(**inputs).backward()
@@ -97,7 +95,7 @@ def test_sparse_gradients_have_bytes(bag: Bag) -> None:
     torch.testing.assert_close(model.table.grad, eager, rtol=1e-12, atol=1e-12)  # type: ignore[union-attr]
 
 
-# -- by themselves; where the last bag is longer, nothing is rewritten
+# -- the operators alone; if the last bag is longer, there is no rewrite
 
 
 def backward(mode: int, padding: int = -1, step: int = 3) -> Case:
@@ -123,11 +121,11 @@ def forward(mode: int, step: int = 3) -> Case:
     return Case(function, (plain(5, 2), torch.arange(12) % 5), changes=step == 3, bits=False)
 
 
-BY_THEMSELVES = [forward(0, 2), forward(1, 2), *(backward(mode, *how) for mode in (0, 1) for how in ((), (2,), (-1, 2)))]
+ALONE = [forward(0, 2), forward(1, 2), *(backward(mode, *how) for mode in (0, 1) for how in ((), (2,), (-1, 2)))]
 
 
-@pytest.mark.parametrize("case", BY_THEMSELVES)
-def test_bags_by_themselves(case: Case) -> None:
+@pytest.mark.parametrize("case", ALONE)
+def test_the_operators_of_bags(case: Case) -> None:
     check(case)
     bags = [str(target) for target in targets(graphs(case)[1]) if "_embedding_bag" in str(target)]
     assert all(name.endswith("_embedding_bag.default") for name in bags) or not case.changes

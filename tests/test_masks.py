@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,29 +18,25 @@ from tests.support.decoders.parts import VOCABULARY, Decoder, Heads, made
 from tests.support.exactness import compare
 from tests.support.masks import FUSED, HIDE, INF, LENGTH, MIN, Mask, Seen, attention, columns, fused, qkv, rows, under
 from tests.support.spread import only, spread
+from tests.support.tables import read
 from tests.support.tracing import compare_function
 
 T = LENGTH
 U8, I8, F16, BF16, F32 = torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32
 SIZES = (2, 1, 4)
-UNDERSTOOD: dict[str, tuple[Seen, str]] = {
-    "window": (lambda r, c: (c <= r) & (c > r - 3), "window(3)"),
-    "column <= row": (lambda r, c: c <= r, "causal"),
-    "not column > row": (lambda r, c: ~(c > r), "causal"),
-    "difference": (lambda r, c: (r - c) >= 0, "causal"),
-    "scaled": (lambda r, c: 3 * c <= 3 * r + 2, "causal"),
-    "from minus": (lambda r, c: -r <= -c, "causal"),
-    "tril of booleans": (lambda r, c: torch.ones(T, T, dtype=torch.bool).tril(), "causal"),
-    "not triu": (lambda r, c: torch.ones(T, T).triu(1) == 0, "causal"),
-    "band of two triangles": (lambda r, c: torch.ones(T, T).tril().triu(-2).bool(), "window(3)"),
-    "distance": (lambda r, c: (r - c).abs() < 3, "band([s-2, e+2))"),
-    "cumulated ones": (lambda r, c: c < torch.ones(T, dtype=torch.long).cumsum(0)[:, None], "causal"),
-    "only itself": (lambda r, c: c == r, "window(1)"),
-    "strictly before or itself": (lambda r, c: (c < r) | (c == r), "causal"),
-    "one step ahead": (lambda r, c: c <= r + 1, "band([0, e+1))"),
-    "tril(1)": (lambda r, c: torch.ones(T, T).tril(1) != 0, "band([0, e+1))"),
-    "transposed": (lambda r, c: c >= r, "band([s, T))"),
-}
+TABLES = read(Path(__file__).parent / "support" / "masks.txt", 3)
+UNDERSTOOD, NEAR, HIDDEN, BIASES, READ, PARTS = (
+    {name: (verdict, made) for name, verdict, made in TABLES[section]}
+    for section in ("understood", "scores that look causal", "hidden keys", "biases", "buffers", "parts of random masks")
+)
+
+
+def value(made: str, **names: Any) -> Tensor:
+    """An expression of `masks.txt`, of row and column indices and other values."""
+    result: Tensor = eval(made, {**globals(), "r": rows(T), "c": columns(T), **names})
+    return result
+
+
 PROVEN = [way for way in HIDE if "1e" not in way]
 
 
@@ -47,8 +45,8 @@ PROVEN = [way for way in HIDE if "1e" not in way]
     spread([*((name, "masked_fill") for name in UNDERSTOOD), *(("window", way) for way in (*PROVEN[1:], *FUSED))], 2),
 )
 def test_masks_that_are_understood(name: str, way: str) -> None:
-    seen, verdict = UNDERSTOOD[name]
-    compare_function(under(way, seen), qkv(), SIZES, streams=True, attention={verdict})
+    verdict, made = UNDERSTOOD[name]
+    compare_function(under(way, lambda r, c: value(made)), qkv(), SIZES, streams=True, attention={verdict})
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -63,20 +61,16 @@ def spans_of(mask: Mask, data: tuple[Tensor, ...] = ()) -> set[str]:
     return set(facts.key_spans.span_kinds.values())
 
 
-NEAR: dict[str, Mask] = {  # of scores, and numbers of rows and columns
-    "-1e9": lambda s, r, c: s.masked_fill(c > r, -1e9),
-    "times zero": lambda s, r, c: s * (c <= r),
-    "columns twice": lambda s, r, c: s.masked_fill(2 * c > r, -INF),
-    "flipped": lambda s, r, c: s.masked_fill((c > r).flip(1), -INF),
-    "by value": lambda s, r, c: s.masked_fill(s > 0.3, -INF),
-    "counted rows": lambda s, r, c: s.masked_fill(torch.ones(T, T).cumsum(0) <= 1, -INF),
-    "swapped rows": lambda s, r, c: s.masked_fill(c > r[torch.arange(T - 1, -1, -1)], -INF),
-}
-
-
 @pytest.mark.parametrize("name", NEAR)
-def test_masks_that_look_causal(name: str) -> None:
-    assert spans_of(lambda s: NEAR[name](s, rows(T), columns(T))) != {"causal"}
+def test_scores_that_look_causal(name: str) -> None:
+    assert spans_of(lambda s: value(NEAR[name][1], s=s)) != {"causal"}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_arithmetic_of_indices(name: str) -> None:
+    verdict, made = HIDDEN[name]
+    spans = spans_of(lambda s: s.masked_fill(value(made) & (columns(T) != rows(T)), -INF))
+    assert (spans == {"causal"}) is (verdict == "causal")
 
 
 PRODUCTS: dict[str, tuple[Callable[..., Tensor], set[str] | None]] = {  # of the scores and values, and their verdicts
@@ -151,81 +145,21 @@ def test_triangle_between_shifted_slices(first: int | None) -> None:
     compare_function(function, qkv(), SIZES)
 
 
-# -- index arithmetic that depends on arguments, or that a type wraps or rounds
-
-HIDDEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # by numbers of rows and columns
-    "sub with alpha": lambda r, c: torch.sub(c, r, alpha=2) > 0,
-    "add with alpha": lambda r, c: torch.add(c, r, alpha=-2) > 0,
-    "rsub with alpha": lambda r, c: torch.rsub(r, c, alpha=2) > 0,
-    "alpha after the difference": lambda r, c: torch.sub(c - r, 3, alpha=2) > 0,
-    "unsigned difference": lambda r, c: (c.to(U8) - r.to(U8)) > 0,
-    "wide difference, cast": lambda r, c: (c - r).to(U8) > 0,
-    "products of small integers": lambda r, c: (c.to(I8) * 40 - r.to(I8) * 40) > 0,
-    "products of small integers, widened": lambda r, c: (c.to(I8) * 40).long() > (r.to(I8) * 40).long(),
-    "sums of small integers": lambda r, c: (c.to(I8) + 124) > (r.to(I8) + 124),
-    "distance as truth": lambda r, c: (c - r).bool() > 0,
-    "rounded positions": lambda r, c: (c.to(BF16) + 512) > (r.to(BF16) + 512),
-    "rounded where it is compared": lambda r, c: c - r + 512 > torch.full((1,), 512, dtype=BF16),
-    "halves that do not underflow beside a number": lambda r, c: ((c - r).to(F16) * 1e-8) > 0,
-    "a number beside halves that they would round": lambda r, c: ((c - r).to(F16) - 1.0004) >= 0,
-    "a number beside bfloat16 that it would round": lambda r, c: torch.rsub((c - r).to(BF16), 1.003) <= 0,
-    "halves that overflow": lambda r, c: (c.to(F16) * 20000) > (r.to(F16) * 20000),
-    "a number that wraps": lambda r, c: (c.to(U8) - r.to(U8)) > torch.tensor([255]).to(U8),
-    "every other number": lambda r, c: c > torch.arange(0, 2 * T, 2)[:, None],
-    "one row, repeated": lambda r, c: c > torch.arange(1)[:, None].expand(T, 1),
-    "the first part again": lambda r, c: torch.cat([torch.arange(3), torch.arange(3), torch.arange(6, T)]) > r,
-    "negative start of a slice": lambda r, c: torch.arange(2 * T)[-T:][None] > r + T + 1,
-    "rows counted from the end": lambda r, c: c > torch.arange(2 * T)[-T:][:, None],
-    "start in front of the first": lambda r, c: torch.arange(T)[-2 * T :][None] > r + 1,
-    "transposed beside itself": lambda r, c: (c > r).transpose(0, 1) | (c > r + 2),
-}
-CAUSAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sub with alpha": lambda r, c: torch.sub(2 * c, r, alpha=2) > 0,
-    "small integers without overflow": lambda r, c: (c.to(I8) - r.to(I8)) > 0,
-    "float positions": lambda r, c: (c.to(F32) - r.to(F32)) > 0.5,
-    "bfloat16 positions": lambda r, c: c.to(BF16) > r.to(BF16),
-    "unsigned positions compared": lambda r, c: c.to(U8) > r.to(U8),
-}
-
-
-@pytest.mark.parametrize("name", HIDDEN)
-def test_arithmetic_that_misleads(name: str) -> None:
-    """Each row sees itself, so eager's result is finite."""
-    r, c = rows, columns
-    assert spans_of(lambda s: s.masked_fill(HIDDEN[name](r(T), c(T)) & (c(T) != r(T)), -INF)) != {"causal"}
-
-
-@pytest.mark.parametrize("name", CAUSAL)
-def test_arithmetic_that_is_causal(name: str) -> None:
-    assert spans_of(lambda s: s.masked_fill(CAUSAL[name](rows(T), columns(T)), -INF)) == {"causal"}
-
-
 # -- scores that are as large as the numbers that hide keys
 
 GATE = torch.tensor([1.0, 1, 1, 1, -1, 1, -1, 1, -1], dtype=torch.float64)
 COUNT = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1])
-BIASES: dict[str, Mask] = {  # of scores, a gate and a count
-    "looked up": lambda s, gate, count: s + torch.tensor([-INF, 0.0], dtype=s.dtype)[count],
-    "embedded": lambda s, gate, count: s + F.embedding(count, torch.tensor([[-1e300], [0.0]], dtype=s.dtype))[:, 0],
-    "by one-hot": lambda s, gate, count: s + (F.one_hot(count, 2).to(s.dtype) @ gate.new_tensor([-1e300, 0])),
-    "one less than a reciprocal": lambda s, gate, count: s + (1 - 1 / count.to(s.dtype)),
-    "exponential": lambda s, gate, count: s - torch.exp((1 - count.to(s.dtype)) * 1000),
-    "products one by one": lambda s, gate, count: s - (1 - count) * 1e100 * 1e100 * 1e108,
-    "quotient": lambda s, gate, count: s - (1 - count) / torch.tensor(1e-308, dtype=s.dtype),
-    "its own key": lambda s, gate, count: s - 1e306 * torch.eye(T, dtype=s.dtype),
-    "reciprocal root": lambda s, gate, count: s - torch.relu(-gate).rsqrt(),
-}
 
 
-def ordinary(s: Tensor, gate: Tensor, count: Tensor) -> Tensor:
-    return 30 * torch.tanh((s + torch.tanh(gate) - count.clamp(0, 7) * 2.0 + torch.where(gate < 0, 0.5, -3.0)) / 30)
+@pytest.mark.parametrize("name", BIASES)
+def test_rows_whose_visible_keys_are_all_hidden(name: str) -> None:
+    """They see keys that a finite number hides, too, unless a key is proven to be visible."""
+    verdict, made = BIASES[name]
 
+    def mask(s: Tensor, gate: Tensor, count: Tensor) -> Tensor:
+        return value(made, s=s, gate=gate, count=count).masked_fill(columns(T) > rows(T), MIN)
 
-@pytest.mark.parametrize("bias", [*BIASES.values(), ordinary], ids=[*BIASES, "ordinary"])
-def test_rows_whose_visible_keys_are_all_hidden(bias: Mask) -> None:
-    """They see keys that a finite number hides, too: no key is proven to be visible."""
-    spans = spans_of(lambda s, gate, count: bias(s, gate, count).masked_fill(columns(T) > rows(T), MIN), (GATE, COUNT))
-    assert spans == {"causal" if bias is ordinary else "masked"}
+    assert spans_of(mask, (GATE, COUNT)) == {verdict}
 
 
 @pytest.mark.compiled
@@ -287,23 +221,13 @@ def test_a_softmax_over_heads_sees_hidden_keys() -> None:
 
 # -- buffers with a pattern that operators change
 
-READ: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "one column, repeated": lambda buffer, t: buffer[:t, :1].expand(t, t),
-    "one row, repeated": lambda buffer, t: buffer[:1, :t].expand(t, t),
-    "from the second row": lambda buffer, t: buffer[1 : t + 1, :t],
-    "every other row": lambda buffer, t: buffer[: 2 * t : 2, :t],
-    "looked up": lambda buffer, t: buffer[torch.arange(t).flip(0)][:, :t],
-    "turned": lambda buffer, t: buffer.transpose(0, 1)[:t, :t],
-    "flipped": lambda buffer, t: buffer[:t, :t].flip(0),
-}
-
 
 class Buffered(Heads):
     """Attention under a registered triangle, read in some way."""
 
-    def __init__(self, read: Callable[[Tensor, int], Tensor]) -> None:
+    def __init__(self, read: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.read = read
+        self.read: Any = read
         self.register_buffer("seen", torch.ones(40, 40, dtype=torch.bool).tril())
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -314,7 +238,7 @@ class Buffered(Heads):
 @pytest.mark.parametrize("name", spread(READ, 2))
 def test_patterns_of_buffers(name: str) -> None:
     class Own(Decoder):
-        attention = lambda _: Buffered(READ[name])  # type: ignore[assignment]  # noqa: E731
+        attention = lambda _: Buffered(eval(f"lambda buffer, t: {READ[name][1]}"))  # type: ignore[assignment]  # noqa: E731
 
     ids, labels = torch.randint(0, VOCABULARY, (2, 2, 13), generator=torch.Generator().manual_seed(1))
     compare(made(lambda: Own(layers=1)), {"ids": ids, "labels": labels}, chunk_size=4)
@@ -323,21 +247,6 @@ def test_patterns_of_buffers(name: str) -> None:
 # -- random masks
 
 SHORT = 7
-LEAVES = [  # of positions r and c, a number n, and data: `keep` [B, 1, 1, T], `doc` [B, 1, T, 1], `docs` [B, 1, 1, T]
-    "(c <= r + {n})",
-    "(r - c < abs({n}) + 1)",
-    "(c > r - {n})",
-    "((r - c).abs() <= abs({n}))",
-    "(c != r + {n})",
-    "(2 * c <= 2 * r + {n})",
-    "(c < abs({n}))",
-    "(r >= abs({n}))",
-    "(torch.ones(t, t).tril({n}) == 1)",
-    "(torch.ones(t, t).triu({n}) == 0)",
-    "torch.ones(t, t, dtype=torch.bool).triu({n})",
-    "keep",
-    "(doc == docs)",
-]
 FORMS = ["({} & {})", "({} & {})", "({} | {})", "torch.where({}, {}, r >= c)"]
 
 
@@ -346,7 +255,7 @@ def visible(draw: st.DrawFn, depth: int = 2) -> str:
     """An expression of what is seen."""
     if depth and draw(st.booleans()):
         return draw(st.sampled_from(FORMS)).format(draw(visible(depth - 1)), draw(visible(depth - 1)))
-    leaf = draw(st.sampled_from(LEAVES)).format(n=draw(st.integers(-4, 4)))
+    leaf = draw(st.sampled_from([made for _, made in PARTS.values()])).format(n=draw(st.integers(-4, 4)))
     return f"(~{leaf})" if draw(st.integers(0, 4)) == 0 else leaf
 
 
@@ -357,7 +266,7 @@ def test_random_masks(way: str, expression: str, causal: bool, chunk_size: int, 
     """Every operator with scores has rows and keys. Without a fused kernel each row sees itself, else eager's result is NaN."""
 
     def seen(r: Tensor, c: Tensor, keep: Tensor, document: Tensor) -> Tensor:
-        names = {"r": r, "c": c, "t": SHORT, "torch": torch, "keep": keep[:, None, None]}
+        names = {"r": r, "c": c, "T": SHORT, "torch": torch, "keep": keep[:, None, None]}
         found = eval(expression, {**names, "doc": document[:, None, :, None], "docs": document[:, None, None]})
         found = found & (r >= c) if causal else found
         return found if way in FUSED else found | (r == c)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from tests.support.canonical import INF, NAN, Case, Function, plain, scores, special
+from tests.support.tables import read
 
 __all__ = ["RELATIVE_SHIFT", "RELATIVE_SHIFT_BACKWARD", "F"]  # names in rewrites.txt
 
@@ -206,13 +207,7 @@ def grouped(q: Tensor, k: Tensor, g: Tensor, summed: Function) -> list[Tensor]:
 
 # -- the table
 
-LINE = re.compile(r"(?P<name>.*?)(?: \((?P<rules>[^)]*)\))? \| (?P<mark>[=~-]) \| (?P<operands>.*?) \| (?P<made>.*)")
-
-
-def _lines() -> Iterator[str]:
-    text = Path(__file__).with_suffix(".txt").read_text()
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    yield from "\n".join(lines).replace("\n  ", " ").splitlines()
+NAME = re.compile(r"(?P<name>.*?)(?: \((?P<rules>[^)]*)\))?")
 
 
 def _case(mark: str, operands: str, made: str) -> Case:
@@ -223,10 +218,11 @@ def _case(mark: str, operands: str, made: str) -> Case:
 
 
 def _read() -> Iterator[tuple[str, list[str], Case]]:
-    for line in _lines():
-        found = LINE.fullmatch(line)
-        assert found, line
-        yield found["name"], (found["rules"] or "").split(", "), _case(found["mark"], found["operands"], found["made"])
+    for section in read(Path(__file__).with_suffix(".txt"), 4).values():
+        for name, *case in section:
+            found = NAME.fullmatch(name)
+            assert found, name
+            yield found["name"], (found["rules"] or "").split(", "), _case(*case)
 
 
 def _constants() -> Iterator[tuple[str, Case]]:
@@ -239,5 +235,6 @@ def _constants() -> Iterator[tuple[str, Case]]:
 
 
 TABLE = list(_read())
+assert len({name for name, *_ in TABLE}) == len(TABLE), "a name is there twice"
 CASES = {**{name: case for name, _, case in TABLE}, **dict(_constants())}
 EXAMPLES = {rule: case for _, rules, case in TABLE for rule in rules if rule}  # by rule, and by "not rule"
