@@ -150,7 +150,7 @@ def test_bodies_compile_without_cuda_graphs() -> None:
     x, family = torch.randn(4, 3), Family((1, 0, 0, 0), (0, 3, 3, 1), 0)
     with inductor_config.patch(user):
         for own in (family, single_member((4, 3, 3, 1))):
-            form = compiled_segments.compiled(fx.symbolic_trace(lambda x: (x + 1,)), own, (4, 3, 3, 1), [x])
+            form = compiled_segments.compile_segment(fx.symbolic_trace(lambda x: (x + 1,)), own, (4, 3, 3, 1), [x])
             assert not isinstance(form.run, fx.GraphModule)
     assert noted.found == [(False, None, False)] * 2
 
@@ -185,7 +185,7 @@ def test_code_for_one_size_is_not_reused_for_another(caplog: pytest.LogCaptureFi
         return (x + x.new_full((32, 4), 2.0),)
 
     x, numbers = torch.randn(32, 4), (32, 4, 4, 1)
-    form = compiled_segments.compiled(fx.symbolic_trace(add), Family((1, 0, 0, 0), (0, 4, 4, 1), 0), numbers, [x])
+    form = compiled_segments.compile_segment(fx.symbolic_trace(add), Family((1, 0, 0, 0), (0, 4, 4, 1), 0), numbers, [x])
     assert not said(caplog) and not isinstance(form.run, fx.GraphModule)
     assert (form.fits(numbers), form.fits((33, 4, 4, 1))) == (True, False)
     assert torch.equal(form.call(numbers, [x])[0], x + 2)

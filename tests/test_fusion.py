@@ -12,7 +12,7 @@ from torch import Tensor
 
 from streamfx.cost.kernels import kernel_of
 from streamfx.cost.meter import Meter
-from streamfx.cost.work import ATTENTION, Work, summed
+from streamfx.cost.work import ATTENTION, Work, total_work
 from streamfx.kernels.device_kinds import pretend_device
 from streamfx.tools.planner.devices import device_called
 from streamfx.torch_private import FakeTensorMode
@@ -98,4 +98,4 @@ def test_seconds_depend_on_the_kernel() -> None:
     assert set(card.attention) == set(ATTENTION)
     found = Work(flops=100, attention_flops=40, masked_flops=40, cudnn=30, flash=10).without_hidden(20)
     assert (found.flops, found.attention_flops, found.cudnn, found.flash) == (80, 20, 15, 5), "hidden pairs, of every kernel"
-    assert summed([found, found]).cudnn == 30
+    assert total_work([found, found]).cudnn == 30

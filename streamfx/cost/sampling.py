@@ -158,7 +158,7 @@ class SampledLoop(Loop):
         terms = zip((*self.spec.buffers, *stacked), (*self.terms.buffers, *self.terms.stacked), strict=True)
         return next(term for candidate, term in terms if candidate is item)
 
-    def _adopted(self, item: ConcatOutput, result: Tensor) -> Tensor:
+    def _adopt(self, item: ConcatOutput, result: Tensor) -> Tensor:
         """Count the memory of a result that the loop body returned under the category of `item`."""
         self.meter.rename(result, self._term(item))
         return result
@@ -175,10 +175,10 @@ class SampledLoop(Loop):
         with self._named(self._term(item)):
             return super()._new_buffer(item, env, zeroed)
 
-    def _finished(self, item: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
+    def _finish_buffer(self, item: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
         """Return the result of a buffer, with copies counted under the buffer's category."""
         with self._named(self.terms.buffers[item.buffer]):
-            return super()._finished(item, buffers, env)
+            return super()._finish_buffer(item, buffers, env)
 
     def _clipping_rows(self, env: Env) -> set[int]:
         """Return the chunk bounds at which the slice of any operand starts or stops being clipped."""

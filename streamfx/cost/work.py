@@ -79,6 +79,6 @@ ATTENTION = ("cudnn", "cudnn_backward", "flash", "flash_backward")  # fields wit
 NO_WORK = Work()
 
 
-def summed(works: Iterable[Work]) -> Work:
+def total_work(works: Iterable[Work]) -> Work:
     """Return the sum of all works."""
     return reduce(Work.plus, works, NO_WORK)

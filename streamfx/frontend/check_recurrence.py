@@ -14,7 +14,7 @@ from streamfx.frontend.register_rules import TENSORS, overload_of
 from streamfx.ir.scan_schema import NotStatefulError, Stateful, StatefulPlan, backward_plan, forward_plan
 from streamfx.passes.ops.rules.stateful import STATEFUL
 from streamfx.runtime.chunked_recurrences import Recurrence
-from streamfx.runtime.custom_scan import Backward, Forward, call_operator, rows_of
+from streamfx.runtime.custom_scan import Backward, Forward, call_operator, num_rows
 from streamfx.torch_private import FakeTensor
 
 MISMATCH = "in chunks of {size} rows, each started from the previous state, {value} differs from the unchunked one by {error:.1e}"
@@ -105,7 +105,7 @@ class _ChunkComparison:
             raise RuleError(
                 asked, found=f"with these arguments it raises {describe_error(error)}", do="give the arguments of a real call"
             ) from error
-        self.length = rows_of(self.plan, arguments)
+        self.length = num_rows(self.plan, arguments)
         self.device = next(item.device for item in self.results if isinstance(item, Tensor))
         block = self.plan.block
         sizes = {-(-size // block) * block for size in ([chunk_size] if chunk_size else [1, -(-self.length // 3)])}

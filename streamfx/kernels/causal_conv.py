@@ -18,10 +18,10 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, first: T
 
     `first` is the state before x; if None, x begins the sequence.
     """
-    seen = x if first is None else torch.cat((first, x), 2)
-    out, width = torch.empty_like(seen), weight.shape[1] - 1
-    _package()._causal_conv1d_fwd_cpp(seen, weight, bias, None, None, out, None, silu)
-    last = pad(x, [width, 0]) if first is None else seen
+    with_state = x if first is None else torch.cat((first, x), 2)
+    out, width = torch.empty_like(with_state), weight.shape[1] - 1
+    _package()._causal_conv1d_fwd_cpp(with_state, weight, bias, None, None, out, None, silu)
+    last = pad(x, [width, 0]) if first is None else with_state
     return (out if first is None else out[..., width:]), last[..., x.shape[2] :].clone()
 
 
@@ -34,11 +34,11 @@ def backward(
     """
     width = weight.shape[1] - 1
     state = x.new_zeros(*x.shape[:2], width) if first is None else first
-    seen, dout = torch.cat((state, x), 2), pad(dy, [width, 0])
+    with_state, dout = torch.cat((state, x), 2), pad(dy, [width, 0])
     wide = torch.promote_types(weight.dtype, torch.float32)
-    dseen, dweight = torch.empty_like(seen), torch.zeros_like(weight, dtype=wide)
+    dseen, dweight = torch.empty_like(with_state), torch.zeros_like(weight, dtype=wide)
     dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-    _package()._causal_conv1d_bwd_cpp(seen, weight, bias, dout, None, None, None, dseen, dweight, dbias, None, silu)
+    _package()._causal_conv1d_bwd_cpp(with_state, weight, bias, dout, None, None, None, dseen, dweight, dbias, None, silu)
     if dlast is not None:
         dseen[..., x.shape[2] :] += dlast
     return dseen[..., width:].clone(), dweight, dbias, dseen[..., :width].clone()

@@ -107,7 +107,7 @@ def to_kernel_layout(
     """
     if query.shape[-1] % layouts.ALIGNMENT:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-    query, key, value = (layouts.aligned(layouts.padded_last(item, layouts.ALIGNMENT)) for item in (query, key, value))
+    query, key, value = (layouts.align(layouts.padded_last(item, layouts.ALIGNMENT)) for item in (query, key, value))
     return query, key, value, scale
 
 
@@ -117,7 +117,7 @@ def results_to_kernel_layout(gradient: Tensor, out: Tensor, query: Tensor) -> tu
     attention_backward.cu makes gradients contiguous, but misreads them if their dtype differs from the query's.
     """
     gradient, out = (layouts.padded_last(item.to(query.dtype), layouts.ALIGNMENT) for item in (gradient, out))
-    return layouts.aligned(gradient), out
+    return layouts.align(gradient), out
 
 
 def _flash_backward(
@@ -131,7 +131,7 @@ def _flash_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients by flash attention, in blocks if its workspace would be large."""
-    out, lse = layouts.aligned(out), lse.contiguous()  # flash_api.cpp: set_params_fprop reads its pointer and ignores its strides
+    out, lse = layouts.align(out), lse.contiguous()  # flash_api.cpp: set_params_fprop reads its pointer and ignores its strides
     return gradients(_flash_block, (gradient, query, key, value, out, lse), causal, scale, sizes)
 
 
@@ -221,7 +221,7 @@ def _padded_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | No
         return None
     keys = key.shape[2]
     bias = bias.to(query.dtype).expand(*bias.shape[:-1], keys)
-    bias = layouts.aligned(layouts.padded_last(bias, BIAS_ALIGNMENT))[..., :keys]
+    bias = layouts.align(layouts.padded_last(bias, BIAS_ALIGNMENT))[..., :keys]
     return bias.expand(query.shape[0], query.shape[1], query.shape[2], keys)
 
 
@@ -230,4 +230,4 @@ def padded_lse(lse: Tensor) -> Tensor:
 
     It is padded with infinity, so that the weights of these rows are zero.
     """
-    return layouts.aligned(F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=float("inf")))
+    return layouts.align(F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=float("inf")))

@@ -103,7 +103,7 @@ def backward(
 
 def _packed(tensor: Tensor) -> Tensor:
     """Return heads [b h m e] whose memory is contiguous as [b m h e]."""
-    return layouts.aligned(tensor.transpose(1, 2).contiguous()).transpose(1, 2)
+    return layouts.align(tensor.transpose(1, 2).contiguous()).transpose(1, 2)
 
 
 def _with_unique_stride(query: Tensor) -> Tensor:

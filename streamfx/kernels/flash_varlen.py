@@ -37,12 +37,12 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output [b h m e] and log-sum-exp [b h m], as `flash_window.forward` does, also for documents."""
-    causal = _simplified(causal)
+    causal = _simplify(causal)
     if not isinstance(causal, Varlen):
         return flash_window.forward(query, key, value, bias, causal, scale)
     query, key, value, scale = cuda_attention.to_kernel_layout(query, key, value, scale)
     results = [_flash(*sequence, causal, scale) for sequence in zip(query, key, value, strict=True)]
-    out, lse = (_stacked(of_sequences) for of_sequences in zip(*results, strict=True))
+    out, lse = (_stack(of_sequences) for of_sequences in zip(*results, strict=True))
     return out, lse
 
 
@@ -58,13 +58,13 @@ def backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
-    causal = _simplified(causal)
+    causal = _simplify(causal)
     if not isinstance(causal, Varlen):
         return flash_window.backward(gradient, query, key, value, out, lse, bias, causal, scale)
     query, key, value, scale = cuda_attention.to_kernel_layout(query, key, value, scale)
     gradient, out = cuda_attention.results_to_kernel_layout(gradient, out, query)
     results = [_gradients(sequence, causal, scale) for sequence in zip(gradient, query, key, value, out, lse, strict=True)]
-    dq, dk, dv = (_stacked(of_sequences) for of_sequences in zip(*results, strict=True))
+    dq, dk, dv = (_stack(of_sequences) for of_sequences in zip(*results, strict=True))
     return dq, dk, dv
 
 
@@ -92,14 +92,14 @@ def _matches_reference(documents: Varlen, device: torch.device, dtype: torch.dty
     )
 
 
-def _simplified(causal: Causal) -> Causal:
+def _simplify(causal: Causal) -> Causal:
     """Replace a single document by a bottom-right mask, or by no mask, over all rows; return any other mask unchanged."""
     if not isinstance(causal, Varlen) or len(causal.rows) > 2:
         return causal
     return BottomRightCausal(causal.left) if causal.causal else False
 
 
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
     """Stack the results of sequences along a new batch dimension."""
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tuple(tensors))
 
@@ -144,7 +144,7 @@ def _documents_slice(documents: Varlen, first: int, stop: int) -> Varlen:
 
 def _call_gradients(operands: Operands, documents: Varlen, scale: float | None) -> Sequence[Tensor]:
     """Return the gradients of one call; a single document takes the kernels for windows."""
-    causal = _simplified(documents)
+    causal = _simplify(documents)
     if isinstance(causal, Varlen):
         return _flash_backward(operands, causal, scale)
     gradient, query, key, value, out, lse = (item.unsqueeze(0) for item in operands)
@@ -166,7 +166,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Varlen, scale: 
 def _flash_backward(operands: Operands, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward of the variable-length kernel on one sequence."""
     gradient, query, key, value, out, lse = operands
-    out, lse = layouts.aligned(out), lse.contiguous()  # set_params_fprop reads its pointer and ignores its strides
+    out, lse = layouts.align(out), lse.contiguous()  # set_params_fprop reads its pointer and ignores its strides
     by_rows = (item.transpose(0, 1) for item in (gradient, query, key, value, out))
     ends, states = _ends(documents, query.device), cuda_attention.no_dropout(query.device)
     results = aten._flash_attention_backward(*by_rows, lse, *ends, 0.0, False, *states, scale=scale, **_window(documents))

@@ -150,7 +150,7 @@ def _flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, left: int, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward of flash attention with a window."""
-    out, lse = layouts.aligned(out), lse.contiguous()  # flash_api.cpp: set_params_fprop reads its pointer and ignores its strides
+    out, lse = layouts.align(out), lse.contiguous()  # flash_api.cpp: set_params_fprop reads its pointer and ignores its strides
     by_rows = (item.transpose(1, 2) for item in (gradient, query, key, value, out))
     ends = (None, None, query.shape[2], key.shape[2])
     window = {"window_size_left": left, "window_size_right": 0}

@@ -135,7 +135,7 @@ class KernelSelftest:
         key = (device, flash, arguments)
         outcome = self._outcomes.get(key)
         if outcome is None:
-            question = {"check": self.name, "arguments": [_encoded(item) for item in arguments], "flash": flash}
+            question = {"check": self.name, "arguments": [_encode(item) for item in arguments], "flash": flash}
             outcome = self._outcomes[key] = _ask_child(question, device) if device.type == "cuda" else _run_test(question, device)
             if not outcome.is_correct:
                 log.warning(KERNELS_NOT_USED, self.label, device, ", ".join(map(str, arguments)), outcome.reason)
@@ -154,11 +154,11 @@ def selftest(label: str) -> Callable[[Callable[..., bool]], KernelSelftest]:
     return partial(KernelSelftest, label)
 
 
-def _encoded(item: Any) -> Any:
+def _encode(item: Any) -> Any:
     return str(item) if isinstance(item, torch.dtype) else item
 
 
-def _decoded(item: Any) -> Any:
+def _decode(item: Any) -> Any:
     return getattr(torch, item.removeprefix("torch.")) if isinstance(item, str) else item
 
 
@@ -167,7 +167,7 @@ def _run_test(question: Question, device: torch.device) -> Outcome:
     module, name = question["check"].split(":")
     try:
         check = getattr(importlib.import_module(module), name).check
-        is_correct = check(device, *map(_decoded, question["arguments"]))
+        is_correct = check(device, *map(_decode, question["arguments"]))
     except torch.AcceleratorError:
         raise  # the context is lost, so no further test can run in this process
     except Exception as error:  # the build has no such kernels, Triton has no compiler, or the device lacks a resource
@@ -227,7 +227,7 @@ class Child:
                 return Outcome(bool(is_correct), str(reason), bool(is_permanent)), False
             self.stop()
             return Outcome(False, "the process that tested them gave an answer that cannot be read", is_permanent=False), False
-        reason = f"gave no answer for {TEST_SECONDS} s" if line is None else self._how_it_ended(process)
+        reason = f"gave no answer for {TEST_SECONDS} s" if line is None else self._describe_exit(process)
         has_ended = line is not None and process.returncode == 0
         self.stop()
         return Outcome(False, f"the process that tested them {reason}", is_permanent=False), has_ended
@@ -261,7 +261,7 @@ class Child:
             )
         return self._process
 
-    def _how_it_ended(self, process: subprocess.Popen[bytes]) -> str:
+    def _describe_exit(self, process: subprocess.Popen[bytes]) -> str:
         """Wait for the process to end; return how it ended, with the last line of its errors."""
         try:
             code = process.wait(EXIT_SECONDS)

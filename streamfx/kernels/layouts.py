@@ -16,7 +16,7 @@ def dense_last(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def aligned(tensor: Tensor) -> Tensor:
+def align(tensor: Tensor) -> Tensor:
     """Return the tensor with contiguous rows that begin at multiples of `ALIGNMENT` elements."""
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 

@@ -49,16 +49,16 @@ def _longest(rows: Sequence[RowInterval], start: int, causal: bool) -> DocumentI
     Causal documents have a window if both ends of the visible interval move by one key from one row to the next.
     """
     starts, width, index = [start], None, start + 1
-    longest = rows[start].stop - rows[start].first
+    max_length = rows[start].stop - rows[start].first
     while index < len(rows) and rows[index - 1].is_solid and rows[index].is_solid:
         previous, current = rows[index - 1], rows[index]
         length, is_next = current.stop - current.first, current.first == previous.stop
         slides = causal and not is_next and (current.first, current.stop) == (previous.first + 1, previous.stop + 1)
         continues = current.first == previous.first and current.stop == previous.stop + causal
-        shown = width if not slides else length if width is None else min(width, length)
-        if not (is_next or slides or continues) or (shown is not None and max(longest, length) > shown):
+        max_visible = width if not slides else length if width is None else min(width, length)
+        if not (is_next or slides or continues) or (max_visible is not None and max(max_length, length) > max_visible):
             break
-        width, longest = shown, max(longest, length)
+        width, max_length = max_visible, max(max_length, length)
         starts += [index] * is_next
         index += 1
     return _interval(rows, [*starts, index], causal, None if width is None else width - 1)

@@ -102,13 +102,13 @@ class Segment:
                 code = find_code(codes, numbers) or self._compile_new(kinds, numbers, inputs, codes, has_several_lengths)
                 codes += [code] if code is not None and code not in codes else []
         if code is None and len(codes) < MAX_VERSIONS:
-            return self._interpreted  # not cached: a later call may find a compiled version
+            return self._run_eagerly  # not cached: a later call may find a compiled version
         if len(self._code_by_layout) >= MAX_CACHED_LAYOUTS:
             self._code_by_layout.clear()
-        run = self._code_by_layout[layout] = self._interpreted if code is None else code.bound(numbers, arguments)
+        run = self._code_by_layout[layout] = self._run_eagerly if code is None else code.bound(numbers, arguments)
         return run
 
-    def _interpreted(self, *inputs: Any) -> Sequence[Any]:
+    def _run_eagerly(self, *inputs: Any) -> Sequence[Any]:
         """Run the subgraph eagerly."""
         return self.module.forward(*map(with_contiguous_rows, inputs))  # type: ignore[no-any-return]
 
@@ -120,21 +120,21 @@ class Segment:
             first_numbers = self._first_numbers.setdefault(kinds, numbers)
             if first_numbers == numbers:
                 return None
-            return self._compiled(family_of(first_numbers, numbers) or single_member(numbers), numbers, inputs)
-        return self._compiled(widened_family(codes, numbers), numbers, inputs)
+            return self._try_compile(family_of(first_numbers, numbers) or single_member(numbers), numbers, inputs)
+        return self._try_compile(widened_family(codes, numbers), numbers, inputs)
 
-    def _compiled(self, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode | None:
+    def _try_compile(self, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode | None:
         """Return the compiled version for a family, or None if memory ran out."""
         with nullcontext() if self.tally is None else self.tally.next_activity():
             try:
-                return compiled(self.module, family, numbers, inputs)
+                return compile_segment(self.module, family, numbers, inputs)
             except InductorMemoryError as error:
                 self._pause.begin()
                 warn_once(NO_MEMORY, str(error))
                 return None
 
 
-def compiled(module: fx.GraphModule, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode:
+def compile_segment(module: fx.GraphModule, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode:
     """Compile a subgraph for a family of sizes, or for those of the family for which Inductor's guards hold.
 
     If Inductor cannot compile the subgraph, it runs eagerly.

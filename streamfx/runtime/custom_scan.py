@@ -47,7 +47,7 @@ class _Stateful(Recurrence):
 
         Only the chunk with the last row returns final states as results.
         """
-        plan, count = self.plan, rows_of(self.plan, operands)
+        plan, count = self.plan, num_rows(self.plan, operands)
         states_before = {slot.argument: states[slot.argument] for slot in plan.slots}
         outputs: Sequence[Any] | Mapping[int, Any]
         if count:
@@ -110,7 +110,7 @@ class Backward(_Stateful):
         if forward_plan is None or not recomputed:
             return operands
         outputs = call_operator(forward_plan, operands)
-        return {**operands, **{name: outputs[number] for name, number in recomputed.items()}}
+        return {**operands, **{name: outputs[index] for name, index in recomputed.items()}}
 
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
@@ -122,9 +122,9 @@ class Backward(_Stateful):
             **states_from_carry(self.plan.forward_plan, states[chunk]),
         }
         values |= empty_saved(self.plan, values)
-        if self.plan.recomputed_per_chunk and (count := rows_of(self.plan, values)):
+        if self.plan.recomputed_per_chunk and (count := num_rows(self.plan, values)):
             outputs = call_operator(self.plan.forward_plan, values, count)
-            values |= {name: outputs[number] for name, number in self.plan.recomputed_per_chunk.items()}
+            values |= {name: outputs[index] for name, index in self.plan.recomputed_per_chunk.items()}
         cotangents = initial_states(self.plan, values, carry) if before == 0 else states_from_carry(self.plan, carry)
         return self._run_chunk(before, after, chunk, carry, cotangents, values)
 
@@ -149,7 +149,7 @@ def call_operator(plan: StatefulPlan, values: Mapping[str, Any], count: int | No
         name: with_dimension_order(value, plan.orders.get(name)) for name, value in values.items() if name in plan.argument_names
     }
     constants = {name: value for name, value in plan.constants.items() if name in plan.argument_names}
-    constants |= dict.fromkeys(plan.counts & plan.argument_names, rows_of(plan, values) if count is None else count)
+    constants |= dict.fromkeys(plan.counts & plan.argument_names, num_rows(plan, values) if count is None else count)
     if count is not None:
         constants |= plan.always
     return listed(plan.function(**{**constants, **arguments}))
@@ -198,11 +198,11 @@ def meta_results_of_block(plan: StatefulPlan, values: Mapping[str, Any]) -> Sequ
     meta_values = {name: like(name, value) for name, value in values.items()}
     if plan.forward_plan is not None and plan.recomputed_per_chunk:
         outputs = meta_results_of_block(plan.forward_plan, values)
-        meta_values |= {name: outputs[number] for name, number in plan.recomputed_per_chunk.items()}
+        meta_values |= {name: outputs[index] for name, index in plan.recomputed_per_chunk.items()}
     return call_operator(plan, meta_values, plan.block)
 
 
-def rows_of(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
+def num_rows(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
     """Return the number of rows of the operands."""
     name, dim = next(iter(plan.rows.items()))
     count: int = operands[name].shape[dim]

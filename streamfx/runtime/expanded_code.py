@@ -214,9 +214,9 @@ def dead_values(inputs: Sequence[fx.Node], calls: Sequence[CodeStep], result: An
 def _blame(nodes_by_line: dict[int, tuple[fx.Node, ...]]) -> Callable[[Exception], None]:
     """Return a function that adds the user's source line to an error, found by the line of the generated code."""
 
-    def failed(error: Exception) -> None:
+    def on_error(error: Exception) -> None:
         """Name the user's line for the nodes of the generated line that raised."""
         trace = error.__traceback__
         name_line(error, nodes_by_line.get(trace.tb_lineno, ()) if trace is not None else ())
 
-    return failed
+    return on_error

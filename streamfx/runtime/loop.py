@@ -71,9 +71,9 @@ class Loop(nn.Module):
         if len(bounds):
             code, masks = self._code(is_single)
             loop_arguments = bounds, step, chunks, env, tensors, buffers, results
-            with upcoming_inputs(lambda program: _upcoming(masks, program, loop_arguments)) if masks else nullcontext():
+            with upcoming_inputs(lambda program: _upcoming_inputs(masks, program, loop_arguments)) if masks else nullcontext():
                 code(run, *loop_arguments)
-        buffer_results = (self._finished(item, buffers, env) for item in spec.yields if isinstance(item, BufferOutput))
+        buffer_results = (self._finish_buffer(item, buffers, env) for item in spec.yields if isinstance(item, BufferOutput))
         return (*results, *buffer_results)
 
     def _code(self, is_single: bool) -> tuple[Run, Masks]:
@@ -143,15 +143,15 @@ class Loop(nn.Module):
             if not is_alone(rows, item, taken_tensors):
                 return self._result(item, tensors, env), True
             taken_tensors.append(rows)
-            return self._adopted(item, rows).view(shape), False
+            return self._adopt(item, rows).view(shape), False
 
         return adopt
 
-    def _adopted(self, item: ConcatOutput, rows: Tensor) -> Tensor:
+    def _adopt(self, item: ConcatOutput, rows: Tensor) -> Tensor:
         """Return rows that become a result without a copy; subclasses override this to observe them."""
         return rows
 
-    def _finished(self, item: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
+    def _finish_buffer(self, item: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
         """Return a buffer as a result: divided by its count for means, in the dtype of the result."""
         total, count = buffers[item.buffer], self.size(item.count, env)
         return (total / count if count != 1 else total).to(item.dtype)
@@ -184,6 +184,6 @@ def _mask_inputs_of(spec: LoopSpec) -> Masks:
     return inputs_of
 
 
-def _upcoming(masks: Masks, program: MaskProgram, loop_arguments: tuple[Any, ...]) -> Iterator[Inputs]:
+def _upcoming_inputs(masks: Masks, program: MaskProgram, loop_arguments: tuple[Any, ...]) -> Iterator[Inputs]:
     """Yield the inputs of all calls of a mask program in the loop, for all chunks."""
     return chain.from_iterable(inputs(None, *loop_arguments) for inputs in masks.get(program, ()))

@@ -19,13 +19,13 @@ _library.define("relative_shift(Tensor x, int dim, SymInt first, SymInt columns)
 _library.define("relative_shift_backward(Tensor gradient, int dim, SymInt first, SymInt width) -> Tensor")
 
 
-def shifted(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
+def shift_rows(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
     """Return the scores indexed by key: the operator's implementation."""
     return _read_elements(_rows_contiguous(x, dim), dim, first, columns).clone(memory_format=torch.contiguous_format)
 
 
-def gradient_of_shifted(gradient: Tensor, dim: int, first: int, width: int) -> Tensor:
-    """Return the gradient of x: zeros, with `gradient` written where `shifted` read."""
+def shift_rows_backward(gradient: Tensor, dim: int, first: int, width: int) -> Tensor:
+    """Return the gradient of x: zeros, with `gradient` written where `shift_rows` read."""
     result = gradient.new_zeros(_with_columns(gradient, dim, width))
     _read_elements(result, dim, first, gradient.shape[dim + 1]).copy_(gradient)
     return result
@@ -37,7 +37,7 @@ def _rows_contiguous(x: Tensor, dim: int) -> Tensor:
 
 
 def _read_elements(x: Tensor, dim: int, first: int, columns: int) -> Tensor:
-    """Return the elements of x that `shifted` reads, as a view without overlapping elements."""
+    """Return the elements of x that `shift_rows` reads, as a view without overlapping elements."""
     rows, width, step = x.shape[dim], x.shape[dim + 1], x.stride(dim + 1)
     shape, strides = _with_columns(x, dim, columns), list(x.stride())
     if 0 in shape:
@@ -65,5 +65,5 @@ def _register(name: str, function: Any) -> Any:
     return getattr(torch.ops.streamfx, name).default
 
 
-RELATIVE_SHIFT = _register("relative_shift", shifted)
-RELATIVE_SHIFT_BACKWARD = _register("relative_shift_backward", gradient_of_shifted)
+RELATIVE_SHIFT = _register("relative_shift", shift_rows)
+RELATIVE_SHIFT_BACKWARD = _register("relative_shift_backward", shift_rows_backward)

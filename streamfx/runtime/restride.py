@@ -48,31 +48,31 @@ def resolve_conj_and_neg(value: Any) -> Any:
     return value.resolve_conj().resolve_neg() if isinstance(value, Tensor) and has_lazy_bit(value) else value
 
 
-def restride_at(value: Tensor, begins: int, *strides: int) -> Tensor:
+def restride_at(value: Tensor, offset: int, *strides: int) -> Tensor:
     """Return the value with these strides and this storage offset, copied if they differ.
 
     AOTAutograd reads the offset of a result to recreate it as a view of its base.
     """
-    if (_has_strides(value, strides) and value.storage_offset() == begins) or _overlap(
+    if (_has_strides(value, strides) and value.storage_offset() == offset) or _overlap(
         _without_repeats(value, strides).shape, strides
     ):
         return value
-    return restride_together([value], [begins], [strides])[0]
+    return restride_together([value], [offset], [strides])[0]
 
 
-def restride_together(values: Sequence[Tensor], begins: Sequence[int], strides: Sequence[Sequence[int]]) -> list[Tensor]:
+def restride_together(values: Sequence[Tensor], offsets: Sequence[int], strides: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return views of one storage, filled with the values; overlapping elements must be equal."""
     dtype, device = values[0].dtype, values[0].device
     shapes = [value.shape for value in values]
     ends = [
-        begin + sum((size - 1) * step for size, step in zip(shape, value_strides, strict=True)) + 1
-        for shape, begin, value_strides in zip(shapes, begins, strides, strict=True)
+        offset + sum((size - 1) * step for size, step in zip(shape, value_strides, strict=True)) + 1
+        for shape, offset, value_strides in zip(shapes, offsets, strides, strict=True)
         if 0 not in shape
     ]
     memory = torch.empty(max(ends, default=0), dtype=dtype, device=device)
     views = [
-        memory.as_strided(shape, value_strides, begin).detach()
-        for shape, begin, value_strides in zip(shapes, begins, strides, strict=True)
+        memory.as_strided(shape, value_strides, offset).detach()
+        for shape, offset, value_strides in zip(shapes, offsets, strides, strict=True)
     ]
     for view, value, value_strides in zip(views, values, strides, strict=True):
         _without_repeats(view, value_strides).copy_(_without_repeats(value, value_strides))

@@ -113,24 +113,24 @@ class _Board:
 
     def exchanged(self, text: str) -> list[str]:
         """Write a text, and wait for the texts of the others with the same index, or for one that a failed rank has left."""
-        number, own_text = self.store.add(self._counter, 1), self._new_text(text)
-        self._store_text(self._slot(number, self.rank), own_text)
+        index, own_text = self.store.add(self._counter, 1), self._new_text(text)
+        self._store_text(self._slot(index, self.rank), own_text)
         deadline, pause = time.monotonic() + WAIT_LIMIT.total_seconds(), MIN_PAUSE
         texts: dict[int, _Text] = {}
         while True:
-            self._read_texts(number, texts)
+            self._read_texts(index, texts)
             # left texts are read after the others, because a rank leaves a text before it writes its next one
             answered_ranks = {rank for rank, item in texts.items() if item.subject == self.subject}
             left_texts = {rank: item for rank, item in self._left_instead_of(own_text).items() if rank not in answered_ranks}
             if left_texts:
-                self.store.set(self._slot(number, self.rank), WITHDRAWN)
+                self.store.set(self._slot(index, self.rank), WITHDRAWN)
                 self.store.add(self._counter, -1)
                 return [left_texts.get(rank, text) for rank in self.ranks]
             if len(texts) == len(self.ranks):
                 return [texts[rank].text for rank in self.ranks]
             if time.monotonic() > deadline:
                 raise RanksMissingError(
-                    f"nothing from rank {self._missing_ranks(number)} within {WAIT_LIMIT.total_seconds():.0f} seconds"
+                    f"nothing from rank {self._missing_ranks(index)} within {WAIT_LIMIT.total_seconds():.0f} seconds"
                 )
             time.sleep(pause)
             pause = min(MAX_PAUSE, 1.2 * pause)
@@ -153,16 +153,16 @@ class _Board:
         """Start a text of this rank about the subject, and count it."""
         return _Text(self.subject, int(self.store.add(f"{self.name}/begun/{self.subject}/{self.rank}", 1)), text)
 
-    def _read_texts(self, number: int, texts: dict[int, _Text]) -> None:
+    def _read_texts(self, index: int, texts: dict[int, _Text]) -> None:
         """Add the texts with an index to `texts`, if all ranks have written: one check covers hundreds of ranks."""
         absent = [rank for rank in self.ranks if rank not in texts]
-        if self.store.check([self._slot(number, rank) for rank in absent]):
-            new_texts = {rank: item for rank in absent if (item := self._load_text(self._slot(number, rank))) is not None}
+        if self.store.check([self._slot(index, rank) for rank in absent]):
+            new_texts = {rank: item for rank in absent if (item := self._load_text(self._slot(index, rank))) is not None}
             texts.update({rank: item for rank, item in new_texts.items() if not self._is_withdrawn(item, {**texts, **new_texts})})
 
-    def _missing_ranks(self, number: int) -> str:
+    def _missing_ranks(self, index: int) -> str:
         """Return the ranks whose text is missing."""
-        texts = {rank: item for rank in self.ranks if (item := self._load_text(self._slot(number, rank))) is not None}
+        texts = {rank: item for rank in self.ranks if (item := self._load_text(self._slot(index, rank))) is not None}
         present_ranks = {rank for rank, item in texts.items() if not self._is_withdrawn(item, texts)}
         return ", ".join(str(rank) for rank in self.ranks if rank not in present_ranks)
 
@@ -193,9 +193,9 @@ class _Board:
         """Store a text under a key."""
         self.store.set(key, text.written())
 
-    def _slot(self, number: int, rank: int) -> str:
+    def _slot(self, index: int, rank: int) -> str:
         """Return the key of a rank's text with an index."""
-        return f"{self.name}/{number}/{rank}"
+        return f"{self.name}/{index}/{rank}"
 
     def _left_key(self, rank: int, subject: str) -> str:
         """Return the key of the text that a rank left about a subject."""

@@ -20,7 +20,7 @@ from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import Cost, cost_of, streamed_share
 from streamfx.cost.rates import rates_of
 from streamfx.cost.released_gradients import ReleasedGradients
-from streamfx.cost.work import summed
+from streamfx.cost.work import total_work
 from streamfx.errors import NotTracedError, ReportError
 from streamfx.frontend.unpicklable import Unpicklable
 from streamfx.ir.joint import bound_arguments, is_parameter
@@ -341,7 +341,7 @@ class Explanation(Unpicklable, Exports):
         costs = self._costs_by_call([_cost_without_backend(graph) for graph in self.call.graphs])
         gradients = [bytes_of_parameters(graph.facts.joint) for graph in self._graph_calls]
         peak, curve = peak_of_calls(costs, gradients), curve_of_calls(costs, gradients)
-        return Cost(peak, peak, sum(cost.held for cost in costs), summed(cost.work for cost in costs), forward_curve=curve)
+        return Cost(peak, peak, sum(cost.held for cost in costs), total_work(cost.work for cost in costs), forward_curve=curve)
 
 
 def _cost_with_backend(graph: TracedGraph, updates: bool) -> Cost:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from streamfx.cost.comm import EXCHANGES, GATHERS, REDUCTIONS, Traffic, total_traffic
 from streamfx.cost.memory import Cost
-from streamfx.cost.work import NO_WORK, Work, summed
+from streamfx.cost.work import NO_WORK, Work, total_work
 from streamfx.ir.facts import Facts
 from streamfx.runtime.loop import Loop
 from streamfx.tools.planner.host_memory import Copies, copies_by_loop
@@ -74,7 +74,7 @@ def _interval_of(
     """Sum up work, communication and copies of consecutive loops of one stage."""
     loops = [cost.loops[name] for name in names]
     columns_of_loops = [sent[name][half] for name in names if name in sent]
-    work = summed(loop.work for loop in loops)
+    work = total_work(loop.work for loop in loops)
     gathered, reduced = (total_traffic(columns[kind] for columns in columns_of_loops) for kind in (GATHERS, REDUCTIONS))
     exposed = total_traffic(columns[kind] for columns in columns_of_loops for kind in (EXCHANGES, IN_LOOPS))
     copied = Copies(*map(sum, zip(*(copies.get(name, NO_COPIES) for name in names), strict=True)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from streamfx.cost.categories import INPUTS, OPTIMIZER, OTHER, PARAMETERS
 from streamfx.cost.curve import Curve
 from streamfx.cost.memory import Cost
-from streamfx.cost.work import Work, summed
+from streamfx.cost.work import Work, total_work
 from streamfx.tools.inspect.curves import curve_of_call
 from streamfx.tools.inspect.eager import Around, eager_cost
 from streamfx.tools.inspect.explain import Explanation
@@ -116,7 +116,7 @@ def predict(
         batch=next(iter(inputs.values())).shape[0],
         peak_bytes=peak,
         peak_by_term={name: size for name, size in sorted(bytes_by_term.items(), key=lambda item: -item[1]) if size},
-        work=summed(cost.work for cost in costs),
+        work=total_work(cost.work for cost in costs),
         stages=list(summary["stages"]),
         streams=streams_of(summary),
         choices=[item.as_dict() for fitting in budget_searches for item in fitting.candidates],
