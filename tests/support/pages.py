@@ -5,7 +5,6 @@ from __future__ import annotations
 from html.parser import HTMLParser
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
-CLOSED = {"path", "rect", "line", "circle"}  # of SVG, written as <path .../>
 
 
 class Read(HTMLParser):

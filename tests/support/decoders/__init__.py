@@ -50,24 +50,6 @@ class Triangle(Decoder):
     attention = UnfusedHeads
 
 
-class BufferHeads(UnfusedHeads):
-    """A registered `tril` buffer for the longest sequence, cut to size."""
-
-    tril: Tensor
-
-    def __init__(self, longest: int = 48) -> None:
-        super().__init__()
-        self.register_buffer("tril", torch.tril(torch.ones(longest, longest)).view(1, 1, longest, longest))
-
-    def mask(self, scores: Tensor) -> Tensor:
-        t = scores.shape[-1]
-        return scores.masked_fill(self.tril[:, :, :t, :t] == 0, -INF)
-
-
-class TrilBuffer(Decoder):
-    attention = BufferHeads
-
-
 class WindowHeads(UnfusedHeads):
     """Each row sees itself and the four before it."""
 
