@@ -224,4 +224,9 @@ FOUND: dict[str, tuple[Decoder, ...]] = {
         Decoder(layers=(Layer(rotary='interleaved', norm='layer', wiring='post', mlp='fused'), Layer(core='boolean', mask='none', keys='shared', query_norm=True, rotary='half', norm='none', wiring='post', mlp='sorted experts')), length=11, batch=4, heads=4, head_size=4, vocabulary=8, chunk_size=4, also=6, save='projections', keep_every=2, accumulate='same', compiled=True, calls='split 16', seed=491),
         Decoder(layers=(Layer(core='retention', query_norm=True, rotary='half', norm='layer', wiring='gated', mlp='experts'),), length=11, batch=3, embedding='given', loss='divergence', chunk_size=2, loss_chunk_size=7, save='attention', accumulate='same', compiled=True, scale=0.3, extra='several heads of three calls', seed=488),
     ),
+    "picked": (  # rows that are picked by lists and indices, bags, pools over neighbors
+        Decoder(length=6, extra='bags of other sizes'),
+        Decoder(length=6, extra='largest of neighbors'),
+        Decoder(length=7, extra='rows of a list'),
+    ),
 }
