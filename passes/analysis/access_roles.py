@@ -306,10 +306,9 @@ class _Analysis:
 
     def _reads_loop_values(self, node: fx.Node, signature: Signature) -> bool:
         """Return whether an unchunked operator reads values that loops compute. A slice of a table, or its gradient, does not."""
-        is_sliced_from_table = any(
-            self._is_sliced_from_table(node, letter, window.source) for letter, window in signature.windows.items()
-        )
-        return node not in self.axes.static and not is_sliced_from_table
+        windows = signature.windows.items()
+        is_from_table = any(self._is_sliced_from_table(node, letter, window.source) for letter, window in windows)
+        return node not in self.axes.static and not is_from_table
 
     def _is_sliced_from_table(self, node: fx.Node, letter: Letter, source: Letter) -> bool:
         """Return whether a window label is the sequence while its source axis is not."""
@@ -351,13 +350,9 @@ class _Analysis:
         """Return whether an operator splits rows into blocks so that each chunk has whole blocks, of its own rows."""
         sequence, table = self.axes.sequence, self.axes.table
         outer, inner = (table.resolve(self.axes.letters[node][item]) for item in (letter, rows))
-        if (
-            sequence is None
-            or len(outer) != 1
-            or len(inner) != 1
-            or outer[0] not in sequence.blocks
-            or inner[0] in sequence.blocks
-        ):
+        if sequence is None or not len(outer) == len(inner) == 1:
+            return False
+        if outer[0] not in sequence.blocks or inner[0] in sequence.blocks:
             return False
         have_same_offset = inner[0] in sequence.members and sequence.members[inner[0]].offset == sequence.members[outer[0]].offset
         return have_same_offset and product((table.size(outer[0]), sequence.block(outer[0]))) == table.size(inner[0])

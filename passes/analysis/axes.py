@@ -257,7 +257,6 @@ def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
         atoms = {letter: set(axes.table.resolve(dim)) for letter, dim in axes.letters[node].items()}
         keys = {atom for letter in signature.keys for atom in atoms.get(letter, ())}
         votes.update(keys & {atom for letter, dim in atoms.items() if letter not in signature.keys for atom in dim})
-
     if not votes:
         weights = weight_nodes(joint)
         for node in (node for node in joint.nodes if node in joint.forward and node not in weights):
@@ -319,10 +318,9 @@ def widths(joint: JointGraph) -> Callable[[fx.Node, int], bool]:
 
 
 def _feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
-    """Return the axes of weights that products contract: widths.
+    """Return the axes of weights that products contract: widths. Axes along which a weight is expanded are excluded.
 
-    Products do not contract the axes of a mask or position table in a buffer. An axis along which a weight is expanded is
-    not a feature axis: a softmax sink is expanded along rows.
+    A softmax sink, for example, is expanded along rows.
     """
     parameters = {node for node in joint.primals if is_tensor(node) and is_parameter(node)}
     features: set[Atom] = set()
@@ -358,8 +356,7 @@ def _ordered_axes(axes: AxisFacts) -> set[Atom]:
 def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     """Return the axis along which the most bytes can be chunked; None if there is none.
 
-    Bytes of views and results are not counted, because chunks do not save them. Values along a slice of an axis count for
-    both axes. The order of preference:
+    Views and results do not count, because chunks do not save their bytes. The order of preference:
     - ordered axes of the inputs, even if an operator needs all their rows. Features are excluded: they are contiguous in
       memory, and their slices are concatenated in another order, as in rotary embeddings;
     - axes that no parameter has and that no operator needs in full;

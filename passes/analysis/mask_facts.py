@@ -276,10 +276,8 @@ class Masks:
         sign = 1 if last_role is Role.KEYS else -1  # column - row = sign * delta, plus the offsets of the axes
         relation = "le" if node.target is aten.tril.default else "ge"
         inside = compare_slope(relation, Slope(sign, -sign * offsets), diagonal)
-        source_facts = self._operand_facts(source, node)
-        return combine_pieces(
-            lambda keep, fact: constant_pieces(fact if keep == constant(True) else constant(0)), inside, source_facts
-        )
+        facts = self._operand_facts(source, node)
+        return combine_pieces(lambda keep, fact: constant_pieces(fact if keep == constant(True) else constant(0)), inside, facts)
 
     def _key_offset_less_row_offset(self, node: fx.Node) -> int | None:
         """Return the offset of the key axis minus the offset of the row axis."""
@@ -299,10 +297,8 @@ class Masks:
         if role is None:
             return constant_pieces(probability)
         score_facts = self._operand_facts(scores, node)
-        hidden = self.hidden_test(node, score_facts)
-        return combine_pieces(
-            lambda fact: constant_pieces(Range(0, 0, probability.nan) if hidden(fact) else probability), score_facts
-        )
+        hidden, zero = self.hidden_test(node, score_facts), Range(0, 0, probability.nan)
+        return combine_pieces(lambda fact: constant_pieces(zero if hidden(fact) else probability), score_facts)
 
     def hidden_test(self, node: fx.Node, scores: Pieces) -> Callable[[Fact], bool]:
         """Return a test for scores that do not contribute to a softmax or maximum over keys.
@@ -338,11 +334,7 @@ class Masks:
     def _record_maximum(self, node: fx.Node) -> None:
         """Record a range for the maximum over keys: it is at least the score of each row's own key."""
         source = tensor_operands(node)[0]
-        if (
-            node.target in (aten.amax.default, aten.max.dim, aten.logsumexp.default)
-            and source in self._pieces
-            and self._has_own_keys(node)
-        ):
+        if source in self._pieces and self._has_own_keys(node):
             diagonal = self._intervals.range(self._operand_facts(source, node).at(0))
             bounds = self.values.of(node if is_tensor(node) else source)
             dim = bound_arguments(node)["dim"]

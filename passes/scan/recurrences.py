@@ -28,10 +28,11 @@ from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.axes import sequence_axes
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.traits import is_random
+from streamfx.passes.scan.carry import NoRecurrenceError
 from streamfx.passes.scan.rerolling import reroll, sort_topologically, unrolled_name
 from streamfx.passes.scan.row_access import ConcatAccess, RowAccesses, find_row_accesses
 from streamfx.passes.scan.row_ranges import RowInterval, row_interval_of
-from streamfx.passes.scan.schedule import NoRecurrenceError, RecurrencePair, UnrolledLoop, plan_recurrence
+from streamfx.passes.scan.schedule import RecurrencePair, UnrolledLoop, plan_recurrence
 from streamfx.passes.scan.strip_mine import restore_unused_blocks, stack_sliced_blocks
 
 aten = torch.ops.aten

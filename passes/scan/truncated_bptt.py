@@ -25,7 +25,7 @@ from streamfx.ir.joint import descendants
 from streamfx.ir.recurrence import CarryIntervals, Instruction, Operation, RowRead, Steps, StepValue, Truncation, ValueId
 from streamfx.options import Options
 from streamfx.passes.ops.collectives import is_collective
-from streamfx.passes.scan.schedule import value_ids_in
+from streamfx.passes.scan.carry import value_ids_in
 from streamfx.runtime.associative import AssociativeBackward
 from streamfx.runtime.chunked_recurrences import Recurrence, UnrolledRecurrence
 from streamfx.runtime.custom_scan import Backward
