@@ -121,9 +121,9 @@ class Preferences(Decoder):
 
     @property
     def objective(self) -> Any:
-        from streamfx.tools.planner.objectives import objective_called
+        from streamfx.tools.planner.objectives import objective_by_name
 
-        return objective_called(self.feed, group=2)
+        return objective_by_name(self.feed, group=2)
 
     @cached_property
     def inputs(self) -> dict[str, Tensor]:

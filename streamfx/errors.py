@@ -192,7 +192,7 @@ class NotTracedError(StreamFXError, RuntimeError):
         ...     streamfx.explain(lambda number: number + 1, 2)
         ... except streamfx.NotTracedError as error:
         ...     print(error.asked)
-        explain and plan follow calls that torch.compile can trace
+        explain and plan trace calls that torch.compile can trace
     """
 
 
@@ -285,7 +285,7 @@ class ProfileError(StreamFXError, RuntimeError):
         ...         profile.summary()
         ...     except streamfx.ProfileError as error:
         ...         print(error.asked)
-        a profile is asked for what it has measured
+        the profile has no measurement yet
     """
 
 

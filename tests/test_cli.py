@@ -121,7 +121,7 @@ def test_verify_prints_a_result_or_json(folder: Path, capsys: pytest.CaptureFixt
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["max_error"] < 1e-12
     assert main(["verify", MINE + "by_name"]) == 0
-    assert "the same as eager" in capsys.readouterr().out
+    assert "equal to eager" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("factory", only(["own_table"], ["compiled", "bound", "gathering", "own_table"]))
@@ -240,7 +240,7 @@ def test_a_configuration_has_many_names(cached: Path, tmp_path: Path, monkeypatc
 MEANT = {
     "Qwen3-9B": "did you mean 'Qwen3-8B'?",
     "lama-3.1-8b": "did you mean 'Llama-3.1-8B'?",
-    "Qwen/Qwen3-80B": "did you mean 'Qwen3-8B'? `hf download Qwen/Qwen3-80B config.json` puts it into the cache",
+    "Qwen/Qwen3-80B": "did you mean 'Qwen3-8B'? `hf download Qwen/Qwen3-80B config.json` stores it in the cache",
     "some-org/another": "`hf download some-org/another config.json`",
     **dict.fromkeys(("../nowhere", "an org/with -- odd..letters", "xyz", "~/mine"), "do    give a path, or one of GPT-OSS-20B"),
 }

@@ -29,20 +29,20 @@ def test_nothing_is_compared_with_checkpointing_if_the_layers_are_not_called() -
     found = streamfx.explain(lambda x: model.head(x).square().mean(), WIDE, chunk_size=16)
     summary = found.summary()
     assert summary["checkpointing_peak_bytes"] is None
-    assert "layers that were found in the model are not called" in summary["not_checkpointed"]
+    assert "the layers of the model are not called" in summary["not_checkpointed"]
     assert "gradient checkpointing" not in str(found).splitlines()[0]
     assert f"not compared with gradient checkpointing: {summary['not_checkpointed']}" in str(found)
 
 
 def test_empty_inputs_zeros_and_nans_are_refused() -> None:
     for ids in (IDS[:, :0], IDS[:0]):
-        with pytest.raises(streamfx.NotTracedError, match=r"(?s)input \[0\] of shape .*, and no products.*at least one"):
+        with pytest.raises(streamfx.NotTracedError, match=r"(?s)input \[0\] of shape .*, and no matrix products.*at least one"):
             streamfx.explain(Causal(), ids, ids)
         with pytest.raises(streamfx.NotComparableError, match=r"(?s)input \[0\] of shape .*nothing was compared.*at least one"):
             streamfx.verify(Causal(), ids, ids)
     model = Causal()
     for factor in (0.0, math.nan):
-        with pytest.raises(streamfx.NotComparableError, match=r"zero or not a number: nothing was compared"):
+        with pytest.raises(streamfx.NotComparableError, match=r"zero or NaN: nothing was compared"):
             streamfx.verify(lambda ids: model(ids, ids) * factor, IDS)  # noqa: B023
 
 
@@ -100,7 +100,7 @@ SINGLE_ROWS: list[tuple[Callable[..., Any], tuple[Tensor, ...], bool]] = [
 def test_a_single_row_is_a_reason_of_its_own() -> None:
     for model, given, is_named in SINGLE_ROWS:
         (stage,) = streamfx.explain(model, *given).summary()["stages"]
-        for part in ("the inputs are a single row", "give sequences of more rows"):
+        for part in ("the inputs are a single row", "give longer sequences"):
             assert (part in stage["reason"]) == is_named
 
 

@@ -70,7 +70,7 @@ def test_custom_decoders_stream_exactly(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys.modules["running"], "CHUNKS", {"chunk_size": 20, "loss_chunk_size": 13})
     decoder.show(model, *inputs, steps=1)
     shown = capsys.readouterr().out
-    assert "every stage streams" in shown and "the same as eager" in shown
+    assert "every stage streams" in shown and "equal to eager" in shown
     exact = streamfx.verify(model.double(), *inputs, options={"chunk_size": 7, "loss_chunk_size": 13})
     assert exact.max_error < (1e-12 if name != "unbatched_rope" else 1e-6), exact  # that loss is in float32
 

@@ -18,7 +18,7 @@ from streamfx.tools.inspect import repeated_analysis, tracing
 from streamfx.tools.inspect.eager import EagerCall, allow_real_inputs, checkpointed, faker_of
 from streamfx.tools.inspect.full_depth import FullGraph, LayerSubset, of_all_layers
 from streamfx.tools.inspect.layer_segments import LayersDifferError
-from streamfx.tools.inspect.layers import layers_of, repeat_of
+from streamfx.tools.inspect.layers import find_repeat, layers_of
 from streamfx.tools.inspect.repeated_analysis import facts_of_all_layers
 from streamfx.tools.planner.predict import Prediction, predict
 
@@ -120,9 +120,9 @@ def test_few_layers_predict_the_cost_of_eager(model: Stack, are_alike: bool) -> 
     for around in (None, checkpointed):
         with allow_real_inputs(mode), mode:
             call, every = (EagerCall(model, (), inputs, faker) for _ in range(2))
-            every.__dict__["alike"] = None
+            every.__dict__["repeat"] = None
             found, full = call.cost(around), every.cost(around)
-        assert (call.alike is not None) == are_alike
+        assert (call.repeat is not None) == are_alike
         assert found is not None and full is not None and found == full and found.gradients > 0
         assert found.forward_curve == full.forward_curve and found.backward_curve == full.backward_curve
 
@@ -135,9 +135,9 @@ def test_layers_repeat_unless_they_share_a_weight_or_have_a_hook() -> None:
     shared, hooked = stack(), stack()
     shared.layers[7].out = shared.layers[3].out
     hooked.layers[7].register_forward_hook(lambda module, given, out: out + 1)
-    assert repeat_of(shared) is repeat_of(hooked) is repeat_of(widths(), by_settings=True) is None
-    assert repeat_of(in_turn()) == Repeat(1, 1, 4, 12)
-    assert repeat_of(in_turn(), by_settings=True).period == 2  # type: ignore[union-attr]
+    assert find_repeat(shared) is find_repeat(hooked) is find_repeat(widths(), by_settings=True) is None
+    assert find_repeat(in_turn()) == Repeat(1, 1, 4, 12)
+    assert find_repeat(in_turn(), by_settings=True).period == 2  # type: ignore[union-attr]
 
 
 class Watched:
@@ -186,7 +186,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 def test_all_layers_are_traced_if_they_differ(does: list[str], how: dict[str, Any], watched: Watched) -> None:
     """Even if they were assumed to repeat."""
     model = stack(*does, **how)
-    repeat = repeat_of(model, by_settings=True)
+    repeat = find_repeat(model, by_settings=True)
     assert repeat is not None
     found = watched.predict(model, (lambda call: LayerSubset(repeat, "layers")) if how else None)
     assert not watched.extended and sum(stage["attention"] != [] for stage in found.stages) == 9
@@ -244,7 +244,7 @@ def test_few_layers_predict_the_plan_and_the_facts_of_all(
     assert sum(stage["attention"] != [] for stage in found.stages) == len(model.layers)
 
 
-@pytest.mark.parametrize(("does", "why"), [("draws", "more than an operator"), ("unfused", "not all operators agree")])
+@pytest.mark.parametrize(("does", "why"), [("draws", "is not a plain operator"), ("unfused", "operators disagree")])
 def test_facts_of_the_full_graph_are_not_derived_from_few_layers(does: str, why: str, watched: Watched) -> None:
     watched.predict(stack(*[does] * 9))
     assert watched.derived is None and why in watched.refused
@@ -260,4 +260,4 @@ def test_no_facts_are_derived_if_periods_differ(watched: Watched, monkeypatch: p
 
     monkeypatch.setattr(repeated_analysis, "_node_facts", found)
     watched.predict(stack())
-    assert watched.derived is None and "what is found of" in watched.refused
+    assert watched.derived is None and "different facts about" in watched.refused

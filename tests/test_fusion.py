@@ -14,7 +14,7 @@ from streamfx.cost.kernels import kernel_of
 from streamfx.cost.meter import Meter
 from streamfx.cost.work import ATTENTION, Work, total_work
 from streamfx.kernels.device_kinds import pretend_device
-from streamfx.tools.planner.devices import device_called
+from streamfx.tools.planner.devices import device_by_name
 from streamfx.torch_private import FakeTensorMode
 
 ROWS, WIDTH, INNER = 64, 8, 32
@@ -84,14 +84,14 @@ def test_fused_kernels_are_counted_with_their_bytes(what: str) -> None:
     ],
 )
 def test_attention_is_attributed_to_its_kernel(device: str, name: str, masked: bool, width: int, kernel: str) -> None:
-    with FakeTensorMode(), pretend_device(device_called(device).kind):
+    with FakeTensorMode(), pretend_device(device_by_name(device).kind):
         heads = torch.empty(1, 4, 256, width, dtype=torch.bfloat16)
         given = {"query": heads, "key": heads, "value": heads, "attn_mask": torch.empty(256, 256) if masked else None}
         assert kernel_of(name, given) == kernel
 
 
 def test_seconds_depend_on_the_kernel() -> None:
-    card, other = device_called("H100"), device_called("L40S")
+    card, other = device_by_name("H100"), device_by_name("L40S")
     attention = Work(flops=100, attention_flops=40, cudnn=30, flash_backward=10)
     expected = 60 / card.flops + 30 / card.attention["cudnn"] + 10 / card.attention["flash_backward"]
     assert card.seconds(attention) == pytest.approx(expected) and other.seconds(attention) == pytest.approx(100 / other.flops)

@@ -16,8 +16,8 @@ from streamfx.cost.loop_sampling import FIRST_COUNT, LAST_COUNT, IterationsDiffe
 from streamfx.runtime.chunks import Chunks
 from streamfx.tools.inspect.eager import checkpointed, eager_cost
 from streamfx.tools.planner import baselines
-from streamfx.tools.planner.models import built, loss_of
-from streamfx.tools.planner.objectives import objective_called
+from streamfx.tools.planner.models import build_model, loss_of
+from streamfx.tools.planner.objectives import objective_by_name
 from streamfx.tools.report.verdict import IN_CHUNKS
 from streamfx.torch_private import FakeTensorMode
 from tests.support.small import EXAMPLES, Causal
@@ -105,11 +105,11 @@ def test_only_heads_of_torch_are_sampled(head: type[nn.Linear], monkeypatch: pyt
         return run_iterations(function, pieces)
 
     monkeypatch.setattr(baselines, "run_iterations", noted)
-    monkeypatch.setattr(baselines, "BUSY", ROWS)
-    model = built({"model_type": "llama", **SIZES}, "float32")
+    monkeypatch.setattr(baselines, "EFFICIENT_TOKENS", ROWS)
+    model = build_model({"model_type": "llama", **SIZES}, "float32")
     model.lm_head = head(32, 100, bias=False, device="meta")
-    chunked, around = baselines.ways_of(model)[IN_CHUNKS]
-    found = eager_cost(loss_of(chunked), objective_called("sft", 1).inputs(1, 30 * ROWS), around)
+    chunked, around = baselines.baselines_of(model)[IN_CHUNKS]
+    found = eager_cost(loss_of(chunked), objective_by_name("sft", 1).inputs(1, 30 * ROWS), around)
     assert found is not None and bool(counts) is (head is nn.Linear)
 
 

@@ -15,7 +15,7 @@ import streamfx
 from streamfx.tools.cli import main
 from streamfx.tools.inspect.layers import first_layers
 from streamfx.tools.planner.model_names import builtin_names
-from streamfx.tools.planner.models import built, configuration
+from streamfx.tools.planner.models import build_model, configuration
 
 pytestmark = pytest.mark.compiled
 
@@ -47,7 +47,7 @@ BILLIONS = {
 def test_shipped_configurations_have_the_published_sizes() -> None:
     assert set(builtin_names()) == set(BILLIONS)
     for name in BILLIONS:
-        count = sum(parameter.numel() for parameter in built(name.upper()).parameters())
+        count = sum(parameter.numel() for parameter in build_model(name.upper()).parameters())
         assert count / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)
 
 
@@ -57,7 +57,7 @@ def test_a_plan_has_all_figures(tmp_path: Path, capsys: pytest.CaptureFixture[st
     summary = json.loads(capsys.readouterr().out)
     assert summary["max_length"] is None
     assert summary["peak_bytes"] == sum(summary["peak_by_term"].values())
-    parameters = sum(parameter.nbytes for parameter in built(TINY).parameters())
+    parameters = sum(parameter.nbytes for parameter in build_model(TINY).parameters())
     assert parameters <= summary["peak_by_term"]["parameters"] < 1.01 * parameters
     assert set(summary["ways"]) == {"eager", "gradient checkpointing", "gradient checkpointing with the loss in chunks"}
     assert summary["flops"] <= summary["ways"]["gradient checkpointing"]["flops"] < summary["baseline_flops"]
@@ -110,7 +110,7 @@ def test_inputs_of_a_custom_model_have_the_given_batch_and_length() -> None:
 
 def test_a_sharded_plan_does_not_change_its_model() -> None:
     given: dict[str, Any] = {"world": 8, "tensor": 2, "context": 2, "shard": "zero3"}
-    model: nn.Module = built(TINY)
+    model: nn.Module = build_model(TINY)
 
     def seen() -> list[Any]:
         return [
@@ -129,10 +129,10 @@ def test_a_sharded_plan_does_not_change_its_model() -> None:
 
 CONFIGURATIONS = {
     "not JSON": "{",
-    "of a model_type that .* does not know": '{"model_type": "no such type"}',
+    "has a model_type that .* does not know": '{"model_type": "no such type"}',
     "did you mean 'llama'": '{"model_type": "llamma"}',
-    "is no configuration that": '{"model_type": "llama", "hidden_size": "wide"}',
-    "makes no causal language model": '{"model_type": "t5"}',
+    "is not a configuration that": '{"model_type": "llama", "hidden_size": "wide"}',
+    "cannot build a causal language model": '{"model_type": "t5"}',
     "has no model_type": "{}",
     "does not know\n.*found 'hidden_sise'\n.*did you mean 'hidden_size'": '{"model_type": "llama", "hidden_sise": 64}',
     "found 'vocab_sizes'\n.*did you mean 'vocab_size'": (
@@ -146,4 +146,4 @@ def test_wrong_configurations_are_refused(message: str, tmp_path: Path) -> None:
     """transformers keeps a misspelled key, and takes the default."""
     (tmp_path / "config.json").write_text(CONFIGURATIONS[message])
     with pytest.raises(streamfx.PlanError, match=message):
-        built(tmp_path / "config.json")
+        build_model(tmp_path / "config.json")

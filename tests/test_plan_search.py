@@ -17,10 +17,10 @@ from streamfx.options import OFFLOADS
 from streamfx.tools.inspect.explain import OURS
 from streamfx.tools.planner.baselines import ON_HOST
 from streamfx.tools.planner.break_even import gains_from
-from streamfx.tools.planner.initial_guess import guessed
+from streamfx.tools.planner.initial_guess import guess_length
 from streamfx.tools.planner.predict import Prediction
 from streamfx.tools.planner.scaling import growth_of
-from streamfx.tools.planner.search import Limits, SearchedSize, largest
+from streamfx.tools.planner.search import Limits, SearchedSize, find_largest
 from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, IN_CHUNKS, MIN_GAIN, times
 from tests.test_plan import TINY
 
@@ -53,24 +53,24 @@ class Predicting:
 @pytest.mark.parametrize("first", [10_000, 65_536, 150_000])
 def test_the_longest_length_was_traced_and_fits(first: int) -> None:
     predict = Predicting(lambda length: 1000 + 3 * length + (length > 60_000) * length)  # steeper beyond 60,000
-    best = largest(predict, Limits(400_000), {"keep_every": 1}, first, LENGTH, 9)
+    best = find_largest(predict, Limits(400_000), {"keep_every": 1}, first, LENGTH, 9)
     assert best is not None and best[0] == best[1].length
     assert (1, 512) in [(own["keep_every"], own["chunk_size"]) for length, own in predict.traced if length == best[0]]
     assert 97_000 < best[0] < 100_000 and len(predict.traced) < 6
-    largest(predict, Limits(400_000), {"chunk_size": 7}, first, LENGTH, 9)
+    find_largest(predict, Limits(400_000), {"chunk_size": 7}, first, LENGTH, 9)
     assert (predict.traced[-1][1]["keep_every"], predict.traced[-1][1]["chunk_size"]) == (3, 7)
 
 
 def test_a_search_ends_if_no_longer_length_fits() -> None:
     """Without bisection; at once if no length fits."""
     predict = Predicting(lambda length: 1000 + 3 * length + (length > 180_000) * 50_000)
-    best = largest(predict, Limits(400_000), {}, 190_000, LENGTH, 9)
+    best = find_largest(predict, Limits(400_000), {}, 190_000, LENGTH, 9)
     assert best is not None and best[1].peak_bytes > 0.99 * 400_000 and len(predict.traced) <= 3
-    assert largest(Predicting(lambda length: 10**9), Limits(1000), {}, 65_536, LENGTH, 9) is None
+    assert find_largest(Predicting(lambda length: 10**9), Limits(1000), {}, 65_536, LENGTH, 9) is None
 
 
 def test_few_layers_predict_the_first_guess() -> None:
-    guess = guessed(lambda size: (5_400 + 15 * size, 5_500 + 17 * size), 36, 1000, 10**6)  # of 4 layers, and of 5
+    guess = guess_length(lambda size: (5_400 + 15 * size, 5_500 + 17 * size), 36, 1000, 10**6)  # of 4 layers, and of 5
     assert guess is not None
     assert guess.size == (10**6 - 8_600) // 79 and guess.base == pytest.approx(8_600)
 
@@ -98,7 +98,7 @@ def test_each_moment_is_extrapolated_to_the_limit(few_layers: bool) -> None:
     step = Stepped()
     assert step.at(1000, 4).peak_by_term.get("gradients")
     growth = (lambda size, found, far: growth_of(size, found, far, step.at(far, 1)),) if few_layers else ()
-    best = largest(step, Limits(500_000), {}, 1000, LENGTH, 9, *growth)
+    best = find_largest(step, Limits(500_000), {}, 1000, LENGTH, 9, *growth)
     assert best is not None and 0.99 * 449_000 / 6 < best[0] <= 449_000 / 6
     assert len(step.traced) == (2 if few_layers else 3)
 
@@ -110,7 +110,7 @@ def test_host_memory_is_a_limit(offload: str) -> None:
         return replace(prediction(length, 1000 + length), host_bytes=10 * length)
 
     for host, most in ((None, 400_000), (10**6, 100_000)):
-        best = largest(predict, Limits(400_000, host), {"offload": offload}, 65_536, LENGTH, 9)
+        best = find_largest(predict, Limits(400_000, host), {"offload": offload}, 65_536, LENGTH, 9)
         assert best is not None and 0.98 * most < best[0] <= most
 
 
@@ -118,7 +118,7 @@ def test_host_memory_is_a_limit(offload: str) -> None:
 def test_the_largest_batch_fits(first: int) -> None:
     """A chunk has the same number of tokens for each batch."""
     predict = Predicting(lambda batch: 1000 + 130 * batch)
-    best = largest(predict, Limits(4000), {}, first, SearchedSize(1, lambda size: 3 * size), 9)
+    best = find_largest(predict, Limits(4000), {}, first, SearchedSize(1, lambda size: 3 * size), 9)
     assert best is not None and best[0] == 23
     assert dict(predict.traced)[23]["chunk_size"] == 1024 // 69
 
@@ -147,16 +147,16 @@ def own_inputs(most: int = 1 << 30) -> Callable[[int, int], dict[str, Tensor]]:
 
 
 def peaks_of(report: Any) -> tuple[int, int]:
-    return report.prediction.peak_bytes, report.prediction.ways[CHECKPOINTING].peak_bytes
+    return report.prediction.peak_bytes, report.prediction.baselines[CHECKPOINTING].peak_bytes
 
 
 @pytest.mark.compiled
 def test_a_plan_begins_with_its_gain() -> None:
     report = streamfx.plan(TINY, seq=2048, chunk_size=64, loss_chunk_size=64, save="inputs")
     (ours, other), found = peaks_of(report), report.prediction
-    share = found.flops / found.ways[CHECKPOINTING].flops
-    than = f"{CHECKPOINTING} ({times(found.ways[CHUNKED].peak_bytes / ours)} {IN_CHUNKS})"
-    assert other / ours > 2 and found.ways[CHUNKED].peak_bytes < other
+    share = found.flops / found.baselines[CHECKPOINTING].flops
+    than = f"{CHECKPOINTING} ({times(found.baselines[CHUNKED].peak_bytes / ours)} {IN_CHUNKS})"
+    assert other / ours > 2 and found.baselines[CHUNKED].peak_bytes < other
     assert str(report).splitlines()[0].endswith(f": {other / ours:.1f} times less memory than {than}, {share:.2f} of its FLOPs")
     assert CHUNKED in str(report) and CHUNKED in report.summary()["ways"]
     assert report.summary()["verdict"] == report.verdict and report.gains_from is None

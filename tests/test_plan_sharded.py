@@ -15,9 +15,9 @@ from streamfx.cost.comm import Traffic, traffic_of_call
 from streamfx.cost.meter import Meter
 from streamfx.cost.work import Work
 from streamfx.cost.workspaces import ALLOCATION_BLOCK
-from streamfx.tools.planner.devices import device_called
+from streamfx.tools.planner.devices import device_by_name
 from streamfx.tools.planner.host_memory import Copies
-from streamfx.tools.planner.models import built
+from streamfx.tools.planner.models import build_model
 from streamfx.tools.planner.overlap import OverlapInterval, Seconds, waited
 from tests.support.collectives import data_of
 from tests.support.sharded import Decoder
@@ -40,7 +40,7 @@ def plan_of(world: int = 8, shard: str = "ddp", **arguments: Any) -> dict[str, A
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    return built(DEEPER)
+    return build_model(DEEPER)
 
 
 def numbers(model: nn.Module, within: str = "") -> int:
@@ -66,7 +66,7 @@ def test_parameters_and_optimizer_states_are_sharded(shard: str, parameters: int
     assert (shard == "zero3") == (wire["bytes"] > 1.1 * 2 * 7 / 8 * whole)
     least, most = {"zero2": (layer * LAYERS, whole), "zero3": (1, 2 * layer + ends)}.get(shard, (0, 0))
     assert least <= wire.get("whole_weights_bytes", 0) <= 1.02 * most
-    assert wire["seconds"] == wire["bytes"] / device_called("H100").near_and_far[0] and wire["far_bytes"] == 0
+    assert wire["seconds"] == wire["bytes"] / device_by_name("H100").near_and_far[0] and wire["far_bytes"] == 0
     assert 0 < wire["waited_seconds"] <= wire["seconds"] * 1.0001
 
 

@@ -100,7 +100,7 @@ def within_a_profiler(step: Callable[[], None]) -> None:
         step()
 
 
-UNSEEN = [(within_a_profiler, "another profiler of torch's was opened"), (in_a_thread, "in another thread")]
+UNSEEN = [(within_a_profiler, "another torch profiler was opened"), (in_a_thread, "in another thread")]
 
 
 @pytest.mark.parametrize(("run", "why"), spread(UNSEEN, 2))
@@ -175,7 +175,7 @@ def test_one_profile_at_a_time_measures_one_block() -> None:
     refused: list[str] = []
 
     def other() -> None:
-        with pytest.raises(streamfx.ProfileError, match=r"another streamfx.profile\(\) is on") as caught, streamfx.profile():
+        with pytest.raises(streamfx.ProfileError, match=r"another streamfx.profile\(\) is active") as caught, streamfx.profile():
             pass
         refused.append(str(caught.value))
 
@@ -186,9 +186,9 @@ def test_one_profile_at_a_time_measures_one_block() -> None:
         in_a_thread(other)
         other()
     assert len(refused) == 2 and str(profile)
-    with pytest.raises(streamfx.ProfileError, match="has measured one"), profile:
+    with pytest.raises(streamfx.ProfileError, match="already used"), profile:
         pass
-    with torch.profiler.profile(activities=CPU), pytest.raises(streamfx.ProfileError, match="torch's profiler is on"):
+    with torch.profiler.profile(activities=CPU), pytest.raises(streamfx.ProfileError, match="torch's profiler is active"):
         streamfx.profile().__enter__()
     with pytest.raises(ZeroDivisionError), streamfx.profile() as failed:
         _ = 1 / 0

@@ -188,7 +188,7 @@ def test_reports_of_truncation() -> None:
     assert "no recurrence is truncated" in str(asked(streamfx.explain, chunk_size=32, adjoints=6))  # all rows are a chunk
     assert "adjoints=64: no recurrence is truncated, gradients are exact" in str(asked(streamfx.explain, adjoints=64))
     differs = asked(streamfx.verify, adjoints=6)
-    assert not differs.ok and "are to reach back few rows (adjoints=6)" in str(differs)
+    assert not differs.ok and "are truncated by adjoints=6" in str(differs)
     same = asked(streamfx.verify, adjoints=30)
     assert same.ok and "adjoints" not in str(same)
 

@@ -31,7 +31,7 @@ def test_a_streamed_decoder_equals_eager() -> None:
     assert set(result.errors) == {name for name, _ in model.named_parameters()}
     assert result.loss == pytest.approx(result.streamed_loss, rel=1e-14)
     text = str(streamfx.verify(Causal(), IDS, IDS, chunk_size=4, outputs="dense"))
-    for part in ("the same as eager", "tolerance 1e-04 (float32)", "head.weight", "norm in eager"):
+    for part in ("equal to eager", "tolerance 1e-04 (float32)", "head.weight", "norm in eager"):
         assert part in text
     assert len(text.splitlines()) < 12
 
@@ -47,7 +47,7 @@ def test_wrong_gradients_are_found(monkeypatch: pytest.MonkeyPatch, number: floa
 
     monkeypatch.setattr(accumulate, "add_product", wrong)
     result = streamfx.verify(Causal(), IDS, IDS, chunk_size=4, outputs="dense")
-    assert not result.ok and "NOT the same as eager" in str(result)
+    assert not result.ok and "NOT equal to eager" in str(result)
     assert number == 0.125 or result.max_error == float("inf")
 
 
@@ -149,13 +149,13 @@ MODEL = Causal()
 DROPPING = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
 REFUSED: dict[str, Callable[[], Any]] = {
     "draws random numbers": lambda: streamfx.verify(DROPPING, torch.randn(3, WIDTH)),
-    "no graph of it arrives": lambda: streamfx.verify(lambda *args: torch.compiler.disable(MODEL)(*args), IDS, IDS),
+    "no graph reaches the backend": lambda: streamfx.verify(lambda *args: torch.compiler.disable(MODEL)(*args), IDS, IDS),
     "holds no data": lambda: streamfx.verify(MODEL, IDS.to("meta"), IDS),
     "loss= return a tensor with one element": lambda: streamfx.verify(MODEL, IDS, IDS, loss=lambda out: out[None].expand(2)),
     "has no loss": lambda: streamfx.verify(lambda ids: ids + 1, IDS),
     "a str, which cannot be called": lambda: ANY.verify("model", IDS),
     "loss is a str": lambda: ANY.verify(MODEL, IDS, IDS, loss="mean"),
-    "eager, without the backend, it raises ValueError: Expected input batch_": lambda: streamfx.verify(MODEL, IDS, IDS[:, 1:]),
+    "eager mode, without the backend, it raises ValueError: Expected input batch_": lambda: streamfx.verify(MODEL, IDS, IDS[:, 1:]),
 }
 
 

@@ -15,7 +15,7 @@ from benchmarks.gpu.measures import Finding, activity, host_waits
 from benchmarks.gpu.models import TINY
 from benchmarks.gpu.place import GIB, Place
 from examples.peak_memory import PeakMemory
-from streamfx.tools.planner.devices import PUBLISHED, device_called
+from streamfx.tools.planner.devices import PUBLISHED, device_by_name
 from streamfx.tools.planner.models import configuration
 from streamfx.tools.report.first_step_notice import Compiled, noted_in
 from streamfx.tools.report.notices import predicted
@@ -131,7 +131,7 @@ def _prediction(run: Run) -> Iterator[Finding]:
     held = sum(item.nbytes for item in (*run.model.parameters(), *run.model.buffers()))
     figures: dict[str, Any] = {"plan's peak GiB": (held + cost.peak) / GIB, "plan's launches": cost.work.kernels}
     if card := card_of(run.place):
-        figures["plan's s"] = device_called(card).seconds(cost.work.compiled)
+        figures["plan's s"] = device_by_name(card).seconds(cost.work.compiled)
     figures["rows of chunks"] = "/".join(f"{rows:,}" for rows in sorted({loop.rows for loop in cost.loops.values()}))
     yield Finding("", figures)
 

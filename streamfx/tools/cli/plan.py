@@ -109,10 +109,10 @@ def run(arguments: argparse.Namespace) -> str:
     """Return the text to print."""
     config_file(arguments.model)  # refuse a wrong name before torch is imported
     from streamfx.frontend.gc_pause import collected, uncollected
-    from streamfx.tools.planner.search import MOST_TRACES
+    from streamfx.tools.planner.search import MAX_TRACES
 
     searched = arguments.max_length or arguments.max_batch
-    with written_as_html(arguments) as reports, traces(MOST_TRACES if searched else 1) as noted:
+    with written_as_html(arguments) as reports, traces(MAX_TRACES if searched else 1) as noted:
         with collected() if searched else uncollected():
             report = _plan_for(arguments, noted)
         reports.append(report)

@@ -17,8 +17,8 @@ from streamfx.passes.ops.traits import producer_of
 from streamfx.tools.inspect.tracing import TracedGraph
 from streamfx.torch_private.lines import source_line
 
-MOST = 3  # operators listed at most
-SHARE = 0.1  # of the peak: smaller groups are not listed
+MAX_OPERATORS = 3  # operators listed at most
+MIN_SHARE = 0.1  # of the peak: smaller groups are not listed
 
 Values = frozenset[fx.Node]
 
@@ -30,7 +30,7 @@ def alive_at_peak(graphs: Sequence[TracedGraph], costs: Sequence[Cost]) -> list[
     """
     graph, cost = max(zip(graphs, costs, strict=True), key=lambda item: item[1].peak)
     items = _by_operator(most_alive(*graph.that_run, graph.num_outputs)[1])
-    return [item for item in items if item["bytes"] >= SHARE * cost.peak][:MOST]
+    return [item for item in items if item["bytes"] >= MIN_SHARE * cost.peak][:MAX_OPERATORS]
 
 
 def most_alive(forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> tuple[int, Values]:

@@ -25,7 +25,7 @@ from streamfx.cost.repeats import Repeat, step_of_all
 from streamfx.log import log
 from streamfx.tools.inspect.full_depth import LayerSubset
 from streamfx.tools.inspect.layer_repeat import Notes, confirms_repeat
-from streamfx.tools.inspect.layers import first_layers, layers_of, name_of_layers, repeat_of
+from streamfx.tools.inspect.layers import find_repeat, first_layers, layers_of, name_of_layers
 from streamfx.tools.inspect.side_effect_guard import (
     FakeConverter,
     device_of,
@@ -36,7 +36,7 @@ from streamfx.tools.inspect.side_effect_guard import (
 )
 from streamfx.torch_private import FakeTensorMode, fake_mode_of, tree_iter
 
-Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+LayerWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @contextmanager
@@ -52,18 +52,20 @@ def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return partial(checkpoint, forward, use_reentrant=False)
 
 
-def eager_cost(model: Callable[..., Any], inputs: Mapping[str, Any], around: Around, alike: Repeat | None = None) -> Cost | None:
-    """Return the cost of a call in eager mode with `around` applied to each layer.
+def eager_cost(
+    model: Callable[..., Any], inputs: Mapping[str, Any], wrapper: LayerWrapper, repeat: Repeat | None = None
+) -> Cost | None:
+    """Return the cost of a call in eager mode with `wrapper` applied to each layer.
 
-    None if it cannot be traced or has no layers. `alike` is the layer repetition, if already found for these inputs.
+    None if it cannot be traced or has no layers. `repeat` is the layer repetition, if already found for these inputs.
     """
     mode, faker = faker_of(model, (), inputs)
     with allow_real_inputs(mode), mode:
-        return EagerCall(model, (), inputs, faker, alike).cost(around) if layers_of(model) else None
+        return EagerCall(model, (), inputs, faker, repeat).cost(wrapper) if layers_of(model) else None
 
 
 def costs_with_one_more(
-    model: Callable[..., Any], inputs: Mapping[str, Any], around: Around, few: int
+    model: Callable[..., Any], inputs: Mapping[str, Any], wrapper: LayerWrapper, few: int
 ) -> tuple[Cost, Cost] | None:
     """Return the costs of the model with its first `few` layers, and with one more.
 
@@ -71,16 +73,16 @@ def costs_with_one_more(
     """
     mode, faker = faker_of(model, (), inputs)
     with allow_real_inputs(mode), mode, first_layers(model, few):
-        result = EagerCall(model, (), inputs, faker).step(around)
+        result = EagerCall(model, (), inputs, faker).step(wrapper)
         extended = None if result is None else step_of_all(result[0], Repeat(1, 1, few, few + 1))
         return None if result is None or extended is None else (result[0].cost, extended.cost)
 
 
-def alike_layers(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Repeat | None:
+def find_layer_repetition(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Repeat | None:
     """Return the layer repetition of a call, or None if the layers do not repeat."""
     mode, faker = faker_of(model, (), inputs)
     with allow_real_inputs(mode), mode:
-        return EagerCall(model, (), inputs, faker).alike
+        return EagerCall(model, (), inputs, faker).repeat
 
 
 def faker_of(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[FakeTensorMode, FakeConverter]:
@@ -109,59 +111,59 @@ class EagerCall:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     faker: FakeConverter
-    given: Repeat | None = None  # the layer repetition, if already known
-    reached: int = 0  # number of calls of wrapped layers
+    known_repeat: Repeat | None = None  # the layer repetition, if already known
+    wrapped_calls: int = 0  # number of calls of wrapped layers
     _traces: dict[Repeat | None, tuple[EagerStep, Notes]] = field(default_factory=dict)
 
-    def cost(self, around: Around | None = None) -> Cost | None:
-        """Return the cost of the call, with `around` applied to each layer if given.
+    def cost(self, wrapper: LayerWrapper | None = None) -> Cost | None:
+        """Return the cost of the call, with `wrapper` applied to each layer if given.
 
         None if the Python code needs the data of a fake tensor, or if no wrapped layer is called. FLOPs per layer are
         counted only if layers are not wrapped.
         """
-        result = self.step(around)
+        result = self.step(wrapper)
         if result is None:
             return None
         step, gradients = result
-        if around is not None:
+        if wrapper is not None:
             return replace(step.cost, gradients=gradients, layer_flops=0, layer_attention=0)
-        forward = step if self.alike is None else self._traced_forward()[0]
+        forward = step if self.repeat is None else self._traced_forward()[0]
         cost = replace(step.cost, gradients=gradients)
         return replace(cost, layer_flops=forward.layer_flops, layer_attention=forward.layer_attention)
 
-    def step(self, around: Around | None) -> tuple[EagerStep, int] | None:
+    def step(self, wrapper: LayerWrapper | None) -> tuple[EagerStep, int] | None:
         """Return the step and the bytes of its gradients, or None as in `cost`."""
-        self.reached = 0
+        self.wrapped_calls = 0
         try:
-            result = self._extrapolated_step(around) or self._traced_step(around)
+            result = self._extrapolated_step(wrapper) or self._traced_step(wrapper)
         except Exception as error:
             log.info("no eager baseline: %s", error)
             return None
-        if around is not None and not self.reached:
-            log.info("no baseline with something around each layer: none is called")
+        if wrapper is not None and not self.wrapped_calls:
+            log.info("no baseline with wrapped layers: no layer is called")
             return None
         return result
 
-    def _extrapolated_step(self, around: Around | None) -> tuple[EagerStep, int] | None:
+    def _extrapolated_step(self, wrapper: LayerWrapper | None) -> tuple[EagerStep, int] | None:
         """Extrapolate the step and its gradient bytes from a few layers, or return None if the layers do not repeat."""
-        if self.alike is None:
+        if self.repeat is None:
             return None
-        step_of_few, gradients = self._traced_step(around, self.alike)
-        step = step_of_all(step_of_few, self.alike)
+        step_of_few, gradients = self._traced_step(wrapper, self.repeat)
+        step = step_of_all(step_of_few, self.repeat)
         return None if step is None else (step, gradients)
 
     @cached_property
-    def alike(self) -> Repeat | None:
+    def repeat(self) -> Repeat | None:
         """The layer repetition, or None if the extrapolated forward graph differs from the full one, or if a layer has a custom
         backward.
         """
-        repeat = repeat_of(self.model) if self.given is None else self.given
-        if repeat is None or self.given is not None:
+        repeat = find_repeat(self.model) if self.known_repeat is None else self.known_repeat
+        if repeat is None or self.known_repeat is not None:
             return repeat
         try:
             extrapolated = step_of_all(self._traced_forward(repeat)[0], repeat)
         except Exception as error:
-            log.info("a model of few of its layers is not followed: %s", error)
+            log.info("a model with a few of its layers cannot be traced: %s", error)
             return None
         if extrapolated is None:
             return None
@@ -172,7 +174,7 @@ class EagerCall:
         """Wrap the forward of a layer so that its calls are counted in `reached`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.reached += 1
+            self.wrapped_calls += 1
             return forward(*args, **kwargs)
 
         return run
@@ -185,26 +187,26 @@ class EagerCall:
         return self._traces[repeat]
 
     def _traced_step(
-        self, around: Around | None, repeat: Repeat | None = None, forward_only: bool = False, notes: Notes | None = None
+        self, wrapper: LayerWrapper | None, repeat: Repeat | None = None, forward_only: bool = False, notes: Notes | None = None
     ) -> tuple[EagerStep, int]:
         """Trace a step and return it with the bytes of its parameter gradients, including those of the missing layers."""
         try:
-            return self._trace_step(around, repeat, forward_only, notes, sampled=True)
+            return self._trace_step(wrapper, repeat, forward_only, notes, sampled=True)
         except IterationsDifferError as error:
-            log.info("all turns are followed: %s", error)
-            return self._trace_step(around, repeat, forward_only, notes, sampled=False)
+            log.info("all iterations are traced: %s", error)
+            return self._trace_step(wrapper, repeat, forward_only, notes, sampled=False)
 
     def _trace_step(
-        self, around: Around | None, repeat: Repeat | None, forward_only: bool, notes: Notes | None, sampled: bool
+        self, wrapper: LayerWrapper | None, repeat: Repeat | None, forward_only: bool, notes: Notes | None, sampled: bool
     ) -> tuple[EagerStep, int]:
         """Trace a step; `sampled` follows a function over many equal inputs for only some of them."""
         with self._fake_call(repeat) as (args, kwargs):
             layers = layers_of(self.model)
             if notes is not None:
                 notes.begin(modules_of(self.model), layers, (args, kwargs))
-            if around is not None:
+            if wrapper is not None:
                 for layer in layers:
-                    layer.forward = self._counting_calls(around(layer.forward))
+                    layer.forward = self._counting_calls(wrapper(layer.forward))
             inputs = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
             parameters = _leaves(modules_of(self.model))
             with (
@@ -235,13 +237,13 @@ class EagerCall:
 
     def few(self) -> LayerSubset | None:
         """Return the layer repetition for tracing a few layers in place of all, or None if the layers do not repeat."""
-        repeat = repeat_of(self.model, by_settings=True)
+        repeat = find_repeat(self.model, by_settings=True)
         if repeat is None:
             return None
         try:
             repeats = confirms_repeat(self._traced_forward(repeat)[1], self._traced_forward()[1], repeat)
         except Exception as error:
-            log.info("the forward half is not followed through all layers: %s", error)
+            log.info("the forward pass cannot be traced through all layers: %s", error)
             return None
         return LayerSubset(repeat, name_of_layers(self.model)) if repeats else None
 

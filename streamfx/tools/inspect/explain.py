@@ -34,7 +34,7 @@ from streamfx.tools.inspect.comm_report import wire_of
 from streamfx.tools.inspect.curves import curve_of_call, curve_of_calls
 from streamfx.tools.inspect.explanation_page import page_of
 from streamfx.tools.inspect.input_checks import AS_TENSORS, DO, empty_inputs_text, numpy_inputs_text
-from streamfx.tools.inspect.keywords import options_among
+from streamfx.tools.inspect.keywords import split_options
 from streamfx.tools.inspect.side_effect_guard import original
 from streamfx.tools.inspect.tracing import TracedCall, TracedGraph, traced
 from streamfx.tools.report.dataflow import flow_of
@@ -83,13 +83,15 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
         >>> [stage.kind for stage in found.stages], found.summary()["graph_breaks"]
         (['streamed', 'streamed'], 0)
     """
-    backend_options, kwargs = options_among(model, options, args, kwargs, "streamfx.explain(...)")
+    backend_options, kwargs = split_options(model, options, args, kwargs, "streamfx.explain(...)")
     model = original(model)
     arrays = numpy_inputs_text((args, kwargs))
-    require(not arrays, NotTracedError, "streamfx.explain asks for tensors", f"arrays of numpy: {arrays}", AS_TENSORS)
+    require(not arrays, NotTracedError, "streamfx.explain takes tensors", f"numpy arrays: {arrays}", AS_TENSORS)
     explanation = Explanation(traced(model, args, kwargs, backend_options))
     if (empty := empty_inputs_text((args, kwargs))) and not flops_of_calls(explanation.costs):
-        raise NotTracedError("streamfx.explain asks for a call that computes something", found=f"{empty}, and no products", do=DO)
+        raise NotTracedError(
+            "streamfx.explain takes a call that computes something", found=f"{empty}, and no matrix products", do=DO
+        )
     return explanation
 
 
@@ -185,9 +187,8 @@ class Explanation(Unpicklable, Exports):
             memory_timeline(way, curve, lambda work: rates.seconds(work.flops, work.moved, work.launches), flops)
             for way, (curve, flops) in self.curves().items()
         ]
-        return Timeline(
-            tuple(courses), CLOCK.format(flops=rates.flops / 1e9, bandwidth=rates.bandwidth / 1e9, launch=rates.launch * 1e6)
-        )
+        clock = CLOCK.format(flops=rates.flops / 1e9, bandwidth=rates.bandwidth / 1e9, launch=rates.launch * 1e6)
+        return Timeline(tuple(courses), clock)
 
     def curves(self, with_baseline: bool = True) -> dict[str, tuple[Curve, int]]:
         """Return the memory curve and the FLOPs on visible pairs of each baseline, the backend first.
@@ -249,7 +250,7 @@ class Explanation(Unpicklable, Exports):
             >>> "def forward(" in found.print_readable(print_output=False)
             True
         """
-        asked, do = "print_readable takes the name of a module", "give it as a text, or None for all of the model"
+        asked, do = "print_readable takes the name of a module", "give it as a string, or None for the full model"
         require(module is None or isinstance(module, str), ReportError, asked, module, do)
         facts = [graph.facts for graph in self.call.graphs]
         text = python_of(bodies_of(facts) if module is None else bodies_of_module(module, facts))
@@ -347,15 +348,12 @@ class Explanation(Unpicklable, Exports):
 def _cost_with_backend(graph: TracedGraph, updates: bool) -> Cost:
     """Return the cost of the graphs that run; with `updates`, an optimizer frees gradients in the backward graph."""
     forward, backward = graph.that_run
-    released = taken_by_optimizer(graph, backward) if updates and backward is not None else None
+    released = released_to_optimizer(graph, backward) if updates and backward is not None else None
     return cost_of(forward, backward, graph.num_outputs, loss_values(graph.facts), released, recorded=True)
 
 
-def taken_by_optimizer(graph: TracedGraph, backward: fx.GraphModule) -> ReleasedGradients | None:
-    """Return the parameter gradients that an optimizer gets before the end of the backward pass.
-
-    None if it gets all gradients at the end.
-    """
+def released_to_optimizer(graph: TracedGraph, backward: fx.GraphModule) -> ReleasedGradients | None:
+    """Return the parameter gradients that an optimizer gets during the backward pass; None if it gets all at its end."""
     chain = graph.chain
     if chain is None or not chain.released:
         return None
@@ -373,14 +371,12 @@ def _cost_without_backend(graph: TracedGraph) -> Cost:
     try:
         return eager_cost_of_graph(graph.module)
     except Exception as error:
-        log.info("the eager baseline is taken from AOTAutograd's partition: %s", error)
+        log.info("the eager baseline is AOTAutograd's partition: %s", error)
         return cost_of(*graph.halves, graph.num_outputs, recorded=True)
 
 
 def masked_attention_flops(graph: TracedGraph) -> tuple[int, int]:
-    """Return the FLOPs of the graph's fused attention without a causal flag: on the pairs that its masks leave visible, and on
-    all pairs.
-    """
+    """Return the FLOPs of fused attention without a causal flag: on the pairs that masks leave visible, and on all pairs."""
     spans = {} if graph.facts.found_key_spans is None else {node.name: span for node, span in graph.facts.key_spans.spans.items()}
     modules = [module for module in graph.halves if module is not None]
     nodes = [node for module in modules for node in module.graph.nodes if is_fused_attention(node.target)]

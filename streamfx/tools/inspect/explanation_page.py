@@ -23,7 +23,7 @@ from streamfx.tools.report.text import headline, in_flops, is_traced_in_part, sh
 from streamfx.tools.report.timeline import Timeline
 from streamfx.tools.report.verdict import StepCost, gains
 
-WHAT = "activations and gradients, beside parameters and inputs"
+COUNTED = "activations and gradients, without parameters and inputs"
 
 
 def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
@@ -48,13 +48,13 @@ def page_of(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
 
 def _figures(summary: Mapping[str, Any], ours: StepCost, others: list[StepCost], at_peak: str) -> Iterator[Figure]:
     """Yield the figures at the top of the page: peaks, compute and sequence length."""
-    yield Figure("Peak", format_bytes(ours.peak_bytes), f"{at_peak}; {WHAT}")
+    yield Figure("Peak", format_bytes(ours.peak_bytes), f"{at_peak}; {COUNTED}")
     for other in others:
         yield baseline_figure(other, ours)
     yield Figure("Compute", in_flops(summary["flops"]), share_text(summary))
     lengths = " and ".join(f"{length:,}" for length in dict.fromkeys(summary["sequence"]) if length is not None)
     if lengths:
-        yield Figure("Rows of the sequence", lengths)
+        yield Figure("Sequence length", lengths)
 
 
 def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
@@ -71,8 +71,10 @@ def _notes(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield NOT_CHECKPOINTED, sentence(summary["not_checkpointed"])
     for item in summary["break_reasons"]:
         given_up = (
-            "The rest of this function is not traced: it runs in eager, and is not in this report." if item["given_up"] else ""
+            "The rest of this function is not traced: it runs in eager mode and is not in this report."
+            if item["given_up"]
+            else ""
         )
         yield f"Graph break: {item['reason']}", "\n".join(filter(None, (item["where"], given_up, item["do"])))
     if summary["stopped"]:
-        yield "The call could not be followed to its end", f"What comes later is not shown: {summary['stopped']}"
+        yield "The call could not be traced to its end", f"Later operators are not shown: {summary['stopped']}"

@@ -48,12 +48,12 @@ class FullGraph:
 class ExpandedGraph:
     """A graph expanded from that of a few layers.
 
-    `stands_for` maps each node, in graph order, to its original in the short graph; `copies` maps a copied node to the index of
+    `original_of` maps each node, in graph order, to its original in the short graph; `copies` maps a copied node to the index of
     its period; the second of the two `periods` was copied.
     """
 
     graph: fx.Graph
-    stands_for: Mapping[fx.Node, fx.Node]
+    original_of: Mapping[fx.Node, fx.Node]
     copies: Mapping[fx.Node, int]
     periods: Periods
 
@@ -65,13 +65,13 @@ class LayerSubset:
     repeat: Repeat
     name: str
 
-    def number_of(self, node: fx.Node, half: str) -> int | None:
+    def layer_index(self, node: fx.Node, half: str) -> int | None:
         """Return the index of the layer that contains a node of the forward or backward graph."""
         stack = node.meta.get(half) or {}
-        numbers = (self._number_in(entry[0]) for entry in stack.values())
-        return next((number for number in numbers if number is not None), None)
+        indices = (self._index_in(entry[0]) for entry in stack.values())
+        return next((index for index in indices if index is not None), None)
 
-    def _number_in(self, path: str) -> int | None:
+    def _index_in(self, path: str) -> int | None:
         """Return the layer index in a module path, or None if the path is not that of a layer."""
         match = re.search(rf"(?:^|\.){re.escape(self.name)}\.(\d+)$", plain_path(path))
         return None if match is None else int(match[1])
@@ -93,10 +93,10 @@ def of_all_layers(
         primal_facts.get(positions[a]) != primal_facts.get(positions[b])
         for a, b in zip(first[Track.INPUTS], second[Track.INPUTS], strict=True)
     ):
-        raise LayersDifferError("inputs of which other things are known")
+        raise LayersDifferError("inputs with different known facts")
     count = num_primals + few.repeat.copies * len(second[Track.INPUTS])
     primals = expanded.graph.find_nodes(op="placeholder")[:count]
-    return FullGraph(LazyGraphModule(joint, expanded.graph), tuple(positions[expanded.stands_for[node]] for node in primals))
+    return FullGraph(LazyGraphModule(joint, expanded.graph), tuple(positions[expanded.original_of[node]] for node in primals))
 
 
 def graph_of_all_layers(graph: fx.Graph, num_primals: int, num_outputs: int, few: LayerSubset) -> ExpandedGraph:
@@ -107,10 +107,10 @@ def graph_of_all_layers(graph: fx.Graph, num_primals: int, num_outputs: int, few
         or not has_default_descriptors(graph, num_primals)
         or any(_is_symbolic(node) for node in placeholders)
     ):
-        raise LayersDifferError("inputs or results that are no plain tensors")
+        raise LayersDifferError("inputs or results that are not plain tensors")
     if len(results_of(graph)) != num_outputs + num_primals:
-        raise LayersDifferError("gradients that are none of inputs")
-    periods = periods_of(graph, num_primals, num_outputs, few.repeat, few.number_of)
+        raise LayersDifferError("gradients that do not belong to inputs")
+    periods = periods_of(graph, num_primals, num_outputs, few.repeat, few.layer_index)
     return _LayerExpander(graph, num_primals, num_outputs, periods, few).build()
 
 
@@ -127,10 +127,10 @@ class _LayerExpander:
         self.graph, self.num_primals, self.num_outputs, self.periods, self.few = graph, num_primals, num_outputs, periods, few
         self.copies, self.expanded = few.repeat.copies, fx.Graph()
         self.places = periods.places
-        self.new_of_original: dict[fx.Node, fx.Node] = {}
+        self.copy_of_original: dict[fx.Node, fx.Node] = {}
         self.copies_by_period: list[dict[Track, list[fx.Node]]] = [{track: [] for track in Track} for _ in range(self.copies)]
         self.stacks: dict[Any, Any] = {}
-        self.twins: list[dict[int, FakeTensor]] = [{} for _ in range(self.copies)]
+        self.fake_values: list[dict[int, FakeTensor]] = [{} for _ in range(self.copies)]
 
     def build(self) -> ExpandedGraph:
         """Insert the copies between the two periods: after the first one in the forward graph, after the second one in the
@@ -149,18 +149,18 @@ class _LayerExpander:
                 break
             self._copy_node(node)
             track, order = copies_after.get(node, (Track.INPUTS, range(0)))
-            for number in order:
-                for pattern in self.periods.second[track]:
-                    self.copies_by_period[number][track].append(self._copy_to_period(pattern, number))
+            for copy_index in order:
+                for template in self.periods.second[track]:
+                    self.copies_by_period[copy_index][track].append(self._copy_to_period(template, copy_index))
         self._finish()
-        originals = {counterpart: node for node, counterpart in self.new_of_original.items()}
+        originals = {counterpart: node for node, counterpart in self.copy_of_original.items()}
         period_of_copy: dict[fx.Node, int] = {}
-        for number, copy in enumerate(self.copies_by_period):
+        for copy_index, copy in enumerate(self.copies_by_period):
             for track, copies_by_period in copy.items():
                 originals.update(zip(copies_by_period, self.periods.second[track], strict=True))
-                period_of_copy.update(dict.fromkeys(copies_by_period, number))
-        stands_for = {node: originals[node] for node in self.expanded.nodes if node.op != "output"}
-        return ExpandedGraph(self.expanded, stands_for, period_of_copy, self.periods)
+                period_of_copy.update(dict.fromkeys(copies_by_period, copy_index))
+        original_of = {node: originals[node] for node in self.expanded.nodes if node.op != "output"}
+        return ExpandedGraph(self.expanded, original_of, period_of_copy, self.periods)
 
     @property
     def _num_primals_of_all(self) -> int:
@@ -172,7 +172,9 @@ class _LayerExpander:
     def _copy_node(self, node: fx.Node) -> None:
         """Copy a node of the short graph, with the layer indices that it has among all layers."""
         period, _ = self.places.get(node, (0, None))
-        new = self.new_of_original[node] = self.expanded.node_copy(node, lambda source: self._operand_of_original(period, source))
+        new = self.copy_of_original[node] = self.expanded.node_copy(
+            node, lambda source: self._operand_of_original(period, source)
+        )
         first = {0: self.few.repeat.front + self.few.repeat.period, 1: self.few.repeat.count, 2: 0}[period]
         self._shift_layer_indices(new, first, self.copies)
 
@@ -183,42 +185,42 @@ class _LayerExpander:
         """
         place = self.places.get(source)
         if place is None or period == 0 or place[0] == period:
-            return self.new_of_original[source]
+            return self.copy_of_original[source]
         copy = self.copies_by_period[0 if period == 1 else -1] if self.copies else None
-        return self.new_of_original[source] if copy is None else copy[place[1].track][place[1].number]
+        return self.copy_of_original[source] if copy is None else copy[place[1].track][place[1].position]
 
-    def _copy_to_period(self, pattern: fx.Node, number: int) -> fx.Node:
-        """Copy a node of the second period to inserted period `number`."""
-        new = self.expanded.node_copy(pattern, lambda source: self._operand(source, number))
-        self._shift_layer_indices(new, 0, number)
+    def _copy_to_period(self, template: fx.Node, copy_index: int) -> fx.Node:
+        """Copy a node of the second period to the inserted period with this index."""
+        new = self.expanded.node_copy(template, lambda source: self._operand(source, copy_index))
+        self._shift_layer_indices(new, 0, copy_index)
         if VALUE in new.meta:
-            new.meta[VALUE] = self._twin(new.meta[VALUE], number)
+            new.meta[VALUE] = self._own_fake_value(new.meta[VALUE], copy_index)
         return new
 
-    def _twin(self, value: Any, number: int) -> Any:
-        """Return a distinct fake value for a copy, since nodes are identified by their values. Tuples keep their structure."""
+    def _own_fake_value(self, value: Any, copy_index: int) -> Any:
+        """Return a new fake value for a copy, because nodes are identified by their values. Tuples keep their structure."""
         if isinstance(value, (tuple, list)):
-            return type(value)(self._twin(item, number) for item in value)
+            return type(value)(self._own_fake_value(item, copy_index) for item in value)
         if not isinstance(value, FakeTensor):
             return value
-        twins = self.twins[number]
-        if id(value) not in twins:
-            twins[id(value)] = copy_fake_tensor(value)
-        return twins[id(value)]
+        fake_values = self.fake_values[copy_index]
+        if id(value) not in fake_values:
+            fake_values[id(value)] = copy_fake_tensor(value)
+        return fake_values[id(value)]
 
-    def _operand(self, source: fx.Node, number: int) -> fx.Node:
+    def _operand(self, source: fx.Node, copy_index: int) -> fx.Node:
         """Return the operand of a copy that corresponds to an operand of the second period."""
         place = self.periods.roles.get(source)
-        return self.new_of_original[source] if place is None else self._node_at(place, number)
+        return self.copy_of_original[source] if place is None else self._node_at(place, copy_index)
 
-    def _node_at(self, place: OperatorPlace, number: int) -> fx.Node:
+    def _node_at(self, place: OperatorPlace, copy_index: int) -> fx.Node:
         """Return the node at a place relative to a copy: in a copy, or in the first or second period next to the copies."""
-        number += place.period_offset
-        if number < 0:
-            return self.new_of_original[self.periods.first[place.track][place.number]]
-        if number >= self.copies:
-            return self.new_of_original[self.periods.second[place.track][place.number]]
-        return self.copies_by_period[number][place.track][place.number]
+        copy_index += place.period_offset
+        if copy_index < 0:
+            return self.copy_of_original[self.periods.first[place.track][place.position]]
+        if copy_index >= self.copies:
+            return self.copy_of_original[self.periods.second[place.track][place.position]]
+        return self.copies_by_period[copy_index][place.track][place.position]
 
     def _shift_layer_indices(self, node: fx.Node, first: int, periods: int) -> None:
         """Shift the layer indices in a node's module stack: layers from index `first` on come `periods` periods later."""
@@ -254,7 +256,7 @@ class _LayerExpander:
             if inputs[0] and primal is inputs[0][-1]:
                 gradients += self._gradients_of_copies(dict(zip(primals, results[self.num_outputs :], strict=True)))
         outputs = [
-            self.new_of_original[result] if isinstance(result, fx.Node) else result for result in results[: self.num_outputs]
+            self.copy_of_original[result] if isinstance(result, fx.Node) else result for result in results[: self.num_outputs]
         ]
         output = self.expanded.output((*outputs, *gradients))
         output.meta = dict(self.graph.output_node().meta)
@@ -262,9 +264,9 @@ class _LayerExpander:
 
     def _gradients_of_copies(self, gradients: dict[fx.Node, Any]) -> list[Any]:
         """Return the gradients of the primals of all copies, given those of the short graph."""
-        patterns = [gradients[primal] for primal in self.periods.second[Track.INPUTS]]
+        templates = [gradients[primal] for primal in self.periods.second[Track.INPUTS]]
         return [
-            self._operand(pattern, number) if isinstance(pattern, fx.Node) else pattern
-            for number in range(self.copies)
-            for pattern in patterns
+            self._operand(template, copy_index) if isinstance(template, fx.Node) else template
+            for copy_index in range(self.copies)
+            for template in templates
         ]

@@ -14,7 +14,7 @@ from streamfx.torch_private import keystr, tree_flatten_with_path
 
 DO = "give a batch of at least one sequence, and sequences of at least one row"
 AS_TENSORS = "give tensors: torch.as_tensor(array)"
-NO_BATCH = "{found} has no dimension for the batch: where the model takes batches of sequences, give tensor[None]"
+NO_BATCH = "{found} has no batch dimension: if the model takes batches of sequences, give tensor[None]"
 
 
 def empty_inputs_text(inputs: Any) -> str:
@@ -43,10 +43,10 @@ def advice_on(inputs: Any) -> str:
 
     >>> import torch
     >>> advice_on(((torch.zeros(8, dtype=torch.long),), {}))
-    'input [0] of shape (8,) has no dimension for the batch: where the model takes batches of sequences, give tensor[None]'
+    'input [0] of shape (8,) has no batch dimension: if the model takes batches of sequences, give tensor[None]'
     """
     if arrays := numpy_inputs_text(inputs):
-        return f"{arrays} {'are arrays' if ', input' in arrays else 'is an array'} of numpy: {AS_TENSORS}"
+        return f"{arrays} {'are numpy arrays' if ', input' in arrays else 'is a numpy array'}: {AS_TENSORS}"
     single = _inputs_text(inputs, lambda value: isinstance(value, Tensor) and value.dim() == 1 and _has_token_ids(value))
     return NO_BATCH.format(found=single) if single else ""
 

@@ -14,11 +14,14 @@ from streamfx.options import NAMES, merge_options, refuse_positional, validate_o
 from streamfx.tools.inspect.side_effect_guard import ENABLED, modules_of, original
 from streamfx.torch_private.dynamo import backend_of, unwrap_compiled
 
-NEAR, NEARLY = 0.6, 0.8  # similarity above which a keyword is a misspelled option: for a model without **kwargs, and with
-MISSPELT = "if the model is to have it, bind it: functools.partial(model, name=value)"
+MIN_SIMILARITY, MIN_SIMILARITY_WITH_KWARGS = (
+    0.6,
+    0.8,
+)  # similarity above which a keyword is a misspelled option: for a model without **kwargs, and with
+BIND_IT = "to pass it to the model, bind it: functools.partial(model, name=value)"
 
 
-def options_among(
+def split_options(
     model: Callable[..., Any], options: Any, positional: Iterable[Any], keywords: Mapping[str, Any], origin: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the backend's options and the arguments of the model.
@@ -30,10 +33,10 @@ def options_among(
     refuse_positional(positional, origin)
     accepted, takes_others = _accepted_arguments(original(model))
     for name, value in keywords.items():
-        hint = did_you_mean(name, NAMES, NEARLY if takes_others else NEAR)
+        hint = did_you_mean(name, NAMES, MIN_SIMILARITY_WITH_KWARGS if takes_others else MIN_SIMILARITY)
         if name not in accepted and name not in NAMES and (hint or not takes_others):
-            takes = MISSPELT if takes_others else f"the model takes {', '.join(sorted(accepted)) or 'no keywords'}"
-            asked = f"{origin} has no option {name!r}, and the model names no such argument"
+            takes = BIND_IT if takes_others else f"the model takes {', '.join(sorted(accepted)) or 'no keywords'}"
+            asked = f"{origin} has no option {name!r}, and the model has no such argument"
             raise OptionError(asked, found=f"{name}={describe_value(value)}", do=f"{hint}{takes}")
     option_keywords = {name: value for name, value in keywords.items() if name in NAMES and name not in accepted}
     backend_options = {**compiled_options(model), **merge_options(options, option_keywords, origin)}

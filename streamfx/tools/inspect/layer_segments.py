@@ -23,7 +23,7 @@ from streamfx.node_meta import VALUE
 from streamfx.torch_private import tree_leaves
 
 FORWARD, BACKWARD = "nn_module_stack", "fwd_nn_module_stack"
-NumberOf = Callable[[fx.Node, str], "int | None"]  # layer index of a node of the forward or backward graph
+LayerIndexOf = Callable[[fx.Node, str], "int | None"]  # of a node of the forward or backward graph; None outside layers
 
 
 class LayersDifferError(StreamFXError):
@@ -44,7 +44,7 @@ class OperatorPlace(NamedTuple):
     """
 
     track: Track
-    number: int
+    position: int
     period_offset: int = 0
 
 
@@ -69,16 +69,16 @@ class Periods:
         }
 
 
-def periods_of(graph: fx.Graph, num_primals: int, num_outputs: int, repeat: Repeat, number_of: NumberOf) -> Periods:
+def periods_of(graph: fx.Graph, num_primals: int, num_outputs: int, repeat: Repeat, layer_index: LayerIndexOf) -> Periods:
     """Return the first two periods of the repeated layers, proven to be equal. Raises `LayersDifferError`."""
     nodes, front, period = list(graph.nodes), repeat.front, repeat.period
     calls = [(i, node) for i, node in enumerate(nodes) if node.op == "call_function"]
-    forward_firsts, backward_firsts = (_firsts(calls, half, number_of) for half in (FORWARD, BACKWARD))
+    forward_firsts, backward_firsts = (_firsts(calls, half, layer_index) for half in (FORWARD, BACKWARD))
     forward_bounds = [forward_firsts.get(layer) for layer in (front, front + period, front + 2 * period)]
     backward_bounds = [backward_firsts.get(layer) for layer in (front + 2 * period - 1, front + period - 1, front - 1)]
     bounds = [bound for bound in (*forward_bounds, *backward_bounds) if bound is not None]
     if len(bounds) < 6 or bounds != sorted(set(bounds)):
-        raise LayersDifferError("layers do not follow one another")
+        raise LayersDifferError("the layers are not consecutive")
     # The first period is [a, b) in the forward and [e, f) in the backward graph, the second [b, c) and [d, e).
     a, b, c, d, e, f = bounds
     nodes_by_period = [nodes[a:b], nodes[e:f]], [nodes[b:c], nodes[d:e]]
@@ -91,13 +91,13 @@ def periods_of(graph: fx.Graph, num_primals: int, num_outputs: int, repeat: Repe
     return periods
 
 
-def _firsts(calls: Sequence[tuple[int, fx.Node]], half: str, number_of: NumberOf) -> dict[int, int]:
+def _firsts(calls: Sequence[tuple[int, fx.Node]], half: str, layer_index: LayerIndexOf) -> dict[int, int]:
     """Return the index of the first operator of each layer in the forward or backward graph."""
     firsts: dict[int, int] = {}
     for position, node in calls:
-        number = number_of(node, half)
-        if number is not None:
-            firsts.setdefault(number, position)
+        index = layer_index(node, half)
+        if index is not None:
+            firsts.setdefault(index, position)
     return firsts
 
 
@@ -115,7 +115,7 @@ def _inputs_of(primals: Sequence[fx.Node], *periods: Sequence[fx.Node]) -> list[
     if [primal for nodes in inputs_by_period for primal in nodes] != [
         primals[position] for position in indices
     ] or indices != list(range(indices[0] if indices else 0, (indices[0] if indices else 0) + len(indices))):
-        raise LayersDifferError("inputs of layers do not follow one another")
+        raise LayersDifferError("the inputs of layers are not consecutive")
     return inputs_by_period
 
 
@@ -136,7 +136,7 @@ class _PeriodMatcher:
         for track in Track:
             first_nodes, second_nodes = self.periods.first[track], self.periods.second[track]
             if len(first_nodes) != len(second_nodes):
-                raise LayersDifferError(f"{len(first_nodes)} and {len(second_nodes)} of the {track.value}")
+                raise LayersDifferError(f"{track.value} of different lengths: {len(first_nodes)} and {len(second_nodes)}")
             for first_node, second_node in zip(first_nodes, second_nodes, strict=True):
                 self._match_nodes(first_node, second_node)
         primals = self.graph.find_nodes(op="placeholder")[: self.num_primals]
@@ -148,7 +148,10 @@ class _PeriodMatcher:
 
     def _match_nodes(self, first_node: fx.Node, second_node: fx.Node) -> None:
         """Check that two nodes agree in operator, value type and operands."""
-        is_same = (first_node.op, kind_of(first_node.meta.get(VALUE))) == (second_node.op, kind_of(second_node.meta.get(VALUE)))
+        is_same = (first_node.op, value_type(first_node.meta.get(VALUE))) == (
+            second_node.op,
+            value_type(second_node.meta.get(VALUE)),
+        )
         if (
             not is_same
             or first_node.op == "call_module"
@@ -208,7 +211,7 @@ class _PeriodMatcher:
         if (
             operand_place == ()
             or partners != (first_node, second_node)
-            or kind_of(first_node.meta.get(VALUE)) != kind_of(second_node.meta.get(VALUE))
+            or value_type(first_node.meta.get(VALUE)) != value_type(second_node.meta.get(VALUE))
         ):
             raise LayersDifferError(f"{first_node.name} and {second_node.name}")
         if isinstance(operand_place, OperatorPlace):
@@ -228,7 +231,7 @@ class _PeriodMatcher:
                 if user is not output and user not in self.places and is_of_earlier_layer is not (period == 1):
                     raise LayersDifferError(f"{user.name} reads {node.name}")
         if any(result in self.places for result in results if isinstance(result, fx.Node)):
-            raise LayersDifferError("a layer's value is a result")
+            raise LayersDifferError("a value of a layer is a result of the graph")
         first_input = order[inputs[0]] if inputs else 0
         for primal, gradient in gradients.items():
             is_of_period = isinstance(gradient, fx.Node) and gradient in self.places and primal not in self.places
@@ -241,10 +244,10 @@ def results_of(graph: fx.Graph) -> list[Any]:
     return tree_leaves(graph.output_node().args[0], is_leaf=lambda item: item is None)
 
 
-def kind_of(value: Any) -> Any:
+def value_type(value: Any) -> Any:
     """Return the properties in which two corresponding values of a trace must agree."""
     if isinstance(value, Tensor):
         return type(value), value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.requires_grad
     if isinstance(value, (tuple, list)):
-        return tuple(map(kind_of, value))
+        return tuple(map(value_type, value))
     return type(value), repr(value)

@@ -13,7 +13,7 @@ from streamfx.cost.repeats import Repeat
 from streamfx.tools.inspect.side_effect_guard import held_tensors, modules_of
 
 List = nn.ModuleList | nn.ModuleDict | nn.Sequential
-PLAIN = (bool, int, float, str, type(None))
+SETTING_TYPES = (bool, int, float, str, type(None))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -77,7 +77,7 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
-def is_plain(module: nn.Module) -> bool:
+def is_torch_module(module: nn.Module) -> bool:
     """Return whether a module consists of PyTorch's own classes without hooks, so that its inputs determine its operators.
 
     >>> is_plain(nn.Linear(1, 1)), is_plain(type("Other", (nn.Linear,), {})(1, 1))
@@ -97,7 +97,7 @@ def name_of_layers(model: Callable[..., Any]) -> str:
     return next(name for root in modules_of(model) for name, module in root.named_modules() if module is longest)
 
 
-def repeat_of(model: Callable[..., Any], by_settings: bool = False) -> Repeat | None:
+def find_repeat(model: Callable[..., Any], by_settings: bool = False) -> Repeat | None:
     """Find the layer repetition of a model from the modules and tensors its layers hold; `by_settings` also compares their plain
     attributes. None if there is none, or if it saves little.
 
@@ -157,7 +157,7 @@ def _settings(layers: Sequence[nn.Module]) -> list[dict[tuple[str, str], Any]]:
             (name, key): value
             for name, module in layer.named_modules()
             for key, value in vars(module).items()
-            if type(value) in PLAIN
+            if type(value) in SETTING_TYPES
         }
         for layer in layers
     ]

@@ -28,13 +28,13 @@ from streamfx.torch_private.dynamo import record_compilations
 _profiler_lock = threading.Lock()  # held during a measurement
 
 
-TAKEN = (
-    "another profiler of torch's was opened inside of the block, and took this one's place: there can be one. Leave it out of "
-    "the block, or measure behind it"
+OTHER_PROFILER = (
+    "another torch profiler was opened in the block and replaced this one: only one can be active. Remove it from the block, or "
+    "measure after it"
 )
-ELSEWHERE = (
-    "the step ran in another thread than the one that entered the block, and torch's profiler sees no other thread but "
-    "autograd's. Enter the block in the thread that runs the step"
+OTHER_THREAD = (
+    "the step ran in another thread than the one that entered the block; torch's profiler sees only that thread and those of "
+    "autograd. Enter the block in the thread that runs the step"
 )
 
 
@@ -64,7 +64,7 @@ class Profile(Unpicklable):
     def __enter__(self) -> Profile:
         """Start the measurement; a profile can be entered once."""
         if self._measuring is not None:
-            raise ProfileError("a step is to be measured", found="a profile that has measured one", do="make another: profile()")
+            raise ProfileError("cannot measure a step", found="a profile that was already used", do="create another: profile()")
         measuring = self._measure()
         measuring.__enter__()
         self._measuring, self._missing = measuring, "its block is still running, or has ended with an error"
@@ -86,8 +86,8 @@ class Profile(Unpicklable):
                     yield
                 finally:
                     measurement.probe, end = None, watch.now()
-            unseen = TAKEN if not allocated.is_complete else ELSEWHERE if watch.is_elsewhere else ""
-            self._graphs, self._step = watch.graphs, measured(begin, end, allocated.moves, watch.ran, unseen, compiled)
+            unseen = OTHER_PROFILER if not allocated.is_complete else OTHER_THREAD if watch.ran_in_other_thread else ""
+            self._graphs, self._step = watch.graphs, measured(begin, end, allocated.moves, watch.loop_runs, unseen, compiled)
         finally:
             _profiler_lock.release()
 
@@ -96,9 +96,9 @@ class Profile(Unpicklable):
         """The bytes alive over the seconds of the step, and its loops."""
         if self._step is None:
             raise ProfileError(
-                "a profile is asked for what it has measured",
+                "the profile has no measurement yet",
                 found=self._missing,
-                do="ask behind the block: with streamfx.profile() as profile: step()",
+                do="read it after its block: with streamfx.profile() as profile: step()",
             )
         return self._step
 
@@ -106,7 +106,7 @@ class Profile(Unpicklable):
     def _with_bytes(self) -> MeasuredStep:
         """The measurement; raises if bytes were not recorded."""
         if self.measured.unseen:
-            asked, do = "a profile is asked for the bytes that it has measured", "the seconds of its loops are in summary()"
+            asked, do = "the profile has no measured bytes", "the seconds of its loops are in summary()"
             raise ProfileError(asked, found=self.measured.unseen, do=do)
         return self.measured
 
@@ -208,22 +208,22 @@ def profile() -> Profile:
 
 def _acquire_profiler() -> None:
     """Take the lock of measurements, or raise if another profiler is active."""
-    asked, do = "a step is to be measured", "measure one thing at a time"
+    asked, do = "cannot measure a step", "measure one step at a time"
     if not _profiler_lock.acquire(blocking=False):
-        raise ProfileError(asked, found="another streamfx.profile() is on", do=do)
+        raise ProfileError(asked, found="another streamfx.profile() is active", do=do)
     if is_profiled():
         _profiler_lock.release()
-        raise ProfileError(asked, found="torch's profiler is on in this thread, and only one can be", do=do)
+        raise ProfileError(asked, found="torch's profiler is active in this thread, and only one can be", do=do)
 
 
 class _Watch:
     """Records loops as they run."""
 
     def __init__(self) -> None:
-        """`ran` lists each loop as (begin, end, name, stage, forward or backward graph, number of chunks)."""
+        """`loop_runs` lists each loop as (begin, end, name, stage, forward or backward graph, number of chunks)."""
         self.graphs: list[CostedProgram | None] = []
-        self.ran: list[tuple[int, int, str, str, str, int]] = []
-        self.is_elsewhere = False
+        self.loop_runs: list[tuple[int, int, str, str, str, int]] = []
+        self.ran_in_other_thread = False
 
     def now(self) -> int:
         """Return the time after the device has finished all queued work."""
@@ -234,12 +234,12 @@ class _Watch:
     def on_forward(self, costed_program: Any) -> None:
         """Record that a forward or backward graph starts."""
         self.graphs.append(costed_program)
-        self.is_elsewhere |= not is_profiled()
+        self.ran_in_other_thread |= not is_profiled()
 
     def run_loop(self, name: str, origin: LoopOrigin, chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Run a loop and record its begin and end."""
-        self.is_elsewhere |= not is_profiled()
+        self.ran_in_other_thread |= not is_profiled()
         begin = self.now()
         results = run()
-        self.ran.append((begin, self.now(), name, origin.stage, origin.half, chunks))
+        self.loop_runs.append((begin, self.now(), name, origin.stage, origin.half, chunks))
         return results

@@ -40,7 +40,7 @@ def facts_of_all_layers(facts: Facts, few: LayerSubset) -> Facts:
     for track in Track:
         for first_node, second_node in zip(expanded.periods.first[track], expanded.periods.second[track], strict=True):
             if _node_facts(first_node, facts) != _node_facts(second_node, facts):
-                raise LayersDifferError(f"what is found of {first_node.name} and {second_node.name}")
+                raise LayersDifferError(f"different facts about {first_node.name} and {second_node.name}")
     _name_memories(expanded)
     count = len(joint.primals) + few.repeat.copies * len(expanded.periods.second[Track.INPUTS])
     return _FactCopier(expanded).copy_facts(facts, joint_graph(expanded.graph, count, len(joint.outputs)))
@@ -53,11 +53,11 @@ def _check_transferable(facts: Facts) -> None:
     for node in facts.joint.graph.nodes:
         is_plain = isinstance(node.target, (str, OpOverload, FunctionType, BuiltinFunctionType))
         if not is_plain or (node.op == "call_function" and (is_random(node) or is_opaque(node))) or _holds_nodes(node.meta):
-            raise LayersDifferError(f"{node.name}, which is more than an operator on values")
+            raise LayersDifferError(f"{node.name} is not a plain operator on values")
     if any(facts.joint.graph.output_node().meta.get(RESULT_VIEWS, ())):
         raise LayersDifferError("results that are parts of other values")
     if _voted(facts.axes) != {facts.axes.sequence.main} or not is_unanimous(facts):
-        raise LayersDifferError("a sequence, or keys, that not all operators agree on")
+        raise LayersDifferError("operators disagree about the sequence or the keys")
 
 
 def _holds_nodes(meta: Mapping[str, Any]) -> bool:
@@ -103,7 +103,7 @@ def _sizes_of_dims(shape: Shape, axes: AxisFacts) -> Any:
 def _name_memories(expanded: ExpandedGraph) -> None:
     """Update the names of the values whose memory the outputs use to the names in the expanded graph."""
     output = expanded.graph.output_node()
-    names = {node.name: copy.name for copy, node in expanded.stands_for.items() if copy not in expanded.copies}
+    names = {node.name: copy.name for copy, node in expanded.original_of.items() if copy not in expanded.copies}
     output.meta[MEMORIES] = tuple(
         None if memories is None else frozenset(names.get(name, f"{name} of few layers") for name in memories)
         for memories in output.meta.get(MEMORIES, ())
@@ -146,12 +146,12 @@ class _FactCopier:
 
     def _copy_mapping(self, facts: Mapping[fx.Node, T]) -> dict[fx.Node, T]:
         """Map each node of the expanded graph to the fact of its original."""
-        return {copy: facts[node] for copy, node in self.expanded.stands_for.items() if node in facts}
+        return {copy: facts[node] for copy, node in self.expanded.original_of.items() if node in facts}
 
     def _copy_nodes(self, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
         """Return the nodes of the expanded graph whose originals are among the given nodes."""
         originals = frozenset(nodes)
-        return frozenset(copy for copy, node in self.expanded.stands_for.items() if node in originals)
+        return frozenset(copy for copy, node in self.expanded.original_of.items() if node in originals)
 
     def _copy_spans(self, spans: Mapping[fx.Node, Span]) -> dict[fx.Node, Span]:
         """Copy spans. Operators analyzed together share one `Span` object; each copied period gets an object of its own."""
@@ -159,7 +159,7 @@ class _FactCopier:
         shared = {id(span) for node, span in spans.items() if node not in repeated_nodes}
         copy_facts: dict[tuple[int, int], Span] = {}
         result: dict[fx.Node, Span] = {}
-        for copy, node in self.expanded.stands_for.items():
+        for copy, node in self.expanded.original_of.items():
             span, period = spans.get(node), self.expanded.copies.get(copy)
             if span is None:
                 continue

@@ -54,14 +54,14 @@ from streamfx.torch_private.dynamo import (
     user_error_of,
 )
 
-DATA_DECIDE = (
-    "numbers of the data decide at this line what is run, and there are none: decide it with tensors (torch.where), or outside "
-    "of the model; layers that are dropped at random are kept with layerdrop=0, or in model.eval()"
+DECIDED_BY_DATA = (
+    "values of data decide at this line which code runs, and tracing has no data: decide with tensors (torch.where), or outside "
+    "the model; for layers that are dropped at random, set layerdrop=0 or call model.eval()"
 )
 NO_LAYERS = "no list of layers was found in the model"
-NOT_TRAINED = "nothing is trained in this call, so there is nothing to checkpoint"
-NOT_CALLED = "the layers that were found in the model are not called"
-NOT_FOLLOWED = "with checkpoints the call cannot be followed without data"
+NOT_TRAINED = "this call trains nothing, so there is nothing to checkpoint"
+NOT_CALLED = "the layers of the model are not called"
+NOT_TRACED = "with checkpoints, the call cannot be traced without data"
 Halves = tuple[fx.GraphModule, fx.GraphModule | None]
 
 
@@ -136,9 +136,7 @@ def traced(
     baselines: bool = True,
     of_few: bool = False,
 ) -> TracedCall:
-    """Trace one call; model and arguments may be real, fake or on the meta device. `baselines` also costs eager mode;
-    `of_few` traces only a few layers if these provably represent all.
-    """
+    """Trace a call on real, fake or meta tensors. `baselines` costs eager mode; `of_few` traces few layers if these suffice."""
     model = original(model)
     if not callable(model):
         raise _not_traced(f"{with_article(type(model).__name__)}, which cannot be called")
@@ -154,7 +152,7 @@ def traced(
         call = _trace_few(backend_options, model, args, kwargs, faker, eager.few()) if of_few and eager_traced else None
         call = call or _trace(TracedCall(backend_options, name=_name_of(model)), model, args, kwargs, faker)
         if baselines:
-            call.eager, call.alike = cost, None if cost is None else eager.alike
+            call.eager, call.alike = cost, None if cost is None else eager.repeat
             _add_checkpointing_cost(call, model, eager)
     return call
 
@@ -167,7 +165,7 @@ def _add_checkpointing_cost(call: TracedCall, model: Callable[..., Any], eager: 
         call.not_checkpointed = NOT_TRAINED
     else:
         call.checkpointed = eager.cost(checkpointed)
-        call.not_checkpointed = "" if call.checkpointed is not None else NOT_FOLLOWED if eager.reached else NOT_CALLED
+        call.not_checkpointed = "" if call.checkpointed is not None else NOT_TRACED if eager.wrapped_calls else NOT_CALLED
 
 
 def _trace_few(
@@ -221,7 +219,7 @@ def _trace(
             line = line_reading_data(error)
             call.stopped = f"{describe_error(cause)}{f' ({line})' if line else ''}"
             if not call.graphs:
-                raise _not_traced(call.stopped, DATA_DECIDE if line else advice_on((args, kwargs))) from error
+                raise _not_traced(call.stopped, DECIDED_BY_DATA if line else advice_on((args, kwargs))) from error
     call.breaks = distinct_breaks(breaks)
     if not call.graphs and is_switched_off():
         raise _not_traced(SWITCHED_OFF, SWITCH_ON)
@@ -234,7 +232,7 @@ def _trace(
 def _not_traced(reason: str, do: str = "") -> NotTracedError:
     """Return the error that explains why a call was not traced."""
     return NotTracedError(
-        "explain and plan follow calls that torch.compile can trace",
+        "explain and plan trace calls that torch.compile can trace",
         found=reason,
         do=do or "check that model(*args, **kwargs) runs with these arguments",
     )
@@ -331,7 +329,7 @@ class _SubsetCompilation(_RecordingCompilation):
         try:
             return run_analyses(capture(), self.options)
         except Exception as error:
-            log.info("all layers are analysed: %s", error)
+            log.info("all layers are analyzed: %s", error)
             return None
 
     def partition_stagewise(
@@ -366,7 +364,7 @@ class _SubsetCompilation(_RecordingCompilation):
 
     def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if inputs_in_results() != []:
-            raise LayersDifferError("inputs that are results, or it is not known whether there are any")
+            raise LayersDifferError("inputs that are, or may be, results")
         return super().run_forward(module, inputs)
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -378,7 +376,7 @@ def _fresh_facts(make: Callable[[], Facts]) -> Callable[[], Facts] | None:
     try:
         unused = [make()]
     except Exception as error:
-        log.info("all layers are analysed: %s", error)
+        log.info("all layers are analyzed: %s", error)
         return None
     return lambda: unused.pop() if unused else make()
 

@@ -20,7 +20,7 @@ from streamfx.node_meta import EXAMPLE_VALUE, VALUE
 from streamfx.options import resolve_options
 from streamfx.tools.inspect.chunk_override import ChunkedCompilation, why_not_chunked
 from streamfx.tools.inspect.input_checks import DO, advice_on, empty_inputs_text
-from streamfx.tools.inspect.keywords import options_among
+from streamfx.tools.inspect.keywords import split_options
 from streamfx.tools.inspect.lock import serialized
 from streamfx.tools.inspect.side_effect_guard import original, parameters_of, restored_randomness, without_side_effects
 from streamfx.tools.report.notices import Record, record_of
@@ -28,10 +28,10 @@ from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, t
 from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF, is_switched_off, isolated_compilation, unwrapped_errors
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-SHOWN = 8
-NOTHING = "the loss and all gradients are zero or not a number: nothing was compared"
-NUMBERS = "give inputs, weights and a loss for which eager computes gradients that are numbers, not all of them zero"
-ASKED = "streamfx.verify asks for a call that can be run twice with the same outcome"
+MAX_SHOWN = 8
+NOTHING = "the loss and all gradients are zero or NaN: nothing was compared"
+NONZERO = "give inputs, weights and a loss whose eager gradients are finite and not all zero"
+REQUIREMENT = "streamfx.verify takes a call that gives the same result twice"
 
 
 @check_call(NotComparableError, "streamfx.verify(...)")
@@ -67,7 +67,7 @@ def verify(
         >>> found.ok, found.max_error < 1e-12
         (True, True)
     """
-    option_values, kwargs = options_among(model, options, args, kwargs, "streamfx.verify(...)")
+    option_values, kwargs = split_options(model, options, args, kwargs, "streamfx.verify(...)")
     model = original(model)
     backend_options = resolve_options(option_values)
     _check_functions(model, loss)
@@ -92,9 +92,9 @@ def verify(
     with isolated_compilation(backend) as keywords:
         streamed = run(torch.compile(model, backend=backend, **keywords))
     _check_arrived(compilations)
-    precision, not_cut = lowest_precision(compilations, sources.values()), why_not_chunked(compilations)
+    precision, not_chunked = lowest_precision(compilations, sources.values()), why_not_chunked(compilations)
     records = [record_of(facts, number) for number, facts in enumerate(facts for item in compilations for facts in item.facts)]
-    verification = Verification(list(sources), eager, streamed, precision, backend_options.adjoints, not_cut, records)
+    verification = Verification(list(sources), eager, streamed, precision, backend_options.adjoints, not_chunked, records)
     return _checked_nonzero(verification, (args, kwargs))
 
 
@@ -102,9 +102,9 @@ def _check_not_random(eager: Run) -> None:
     """Refuse a model that draws random numbers."""
     if eager.is_random:
         raise NotComparableError(
-            ASKED,
-            found="the model draws random numbers (dropout?): eager for all rows at once, the backend for each chunk by "
-            "a generator of its own, and no seed gives both the same",
+            REQUIREMENT,
+            found="the model draws random numbers (dropout?): eager mode for all rows at once, the backend for each chunk "
+            "separately, so no seed gives both the same numbers",
             do="call model.eval(), or set the probabilities of dropout to 0",
         )
 
@@ -113,9 +113,9 @@ def _check_arrived(compilations: Sequence[Compilation]) -> None:
     """Refuse a call of which no graph reached the backend."""
     if not compilations:
         raise NotComparableError(
-            "streamfx.verify asks for a call that torch.compile can trace",
-            found=SWITCHED_OFF if is_switched_off() else "no graph of it arrives at the backend: it runs in eager",
-            do=SWITCH_ON if is_switched_off() else "streamfx.explain tells why",
+            "streamfx.verify takes a call that torch.compile can trace",
+            found=SWITCHED_OFF if is_switched_off() else "no graph reaches the backend: the call runs in eager mode",
+            do=SWITCH_ON if is_switched_off() else "streamfx.explain shows the reason",
         )
 
 
@@ -128,8 +128,8 @@ def failing_in_eager(inputs: Any) -> Iterator[None]:
         raise
     except Exception as error:
         raise NotComparableError(
-            ASKED,
-            found=f"in eager, without the backend, it raises {describe_error(error)}",
+            REQUIREMENT,
+            found=f"in eager mode, without the backend, it raises {describe_error(error)}",
             do=advice_on(inputs)
             or "check that model(*args, **kwargs) runs with these arguments, and that its loss has gradients",
         ) from error
@@ -153,7 +153,7 @@ def run_of(call: Callable[[], Any], loss: Callable[[Any], Tensor], sources: Sequ
         value = loss(call())
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise NotComparableError(
-                ASKED, found=f"the loss is {_type_text(value)}", do="let loss= return a tensor with one element"
+                REQUIREMENT, found=f"the loss is {_type_text(value)}", do="let loss= return a tensor with one element"
             )
         is_random = any(not torch.equal(a, b) for a, b in zip(states_before, _generator_states(), strict=True))
         gradients: tuple[Tensor | None, ...] = tuple(None for _ in sources)
@@ -175,14 +175,14 @@ class Verification:
         streamed: the run through the backend.
         precision: the least precise dtype of the computation; it determines the tolerance.
         adjoints: how far the gradients of recurrences reach back; truncated ones differ from eager.
-        not_cut: why the comparison does not exercise the values passed between chunks, or an empty string.
+        not_chunked: why the comparison does not exercise the values passed between chunks, or an empty string.
         records: a record of each graph that ran.
 
     Example:
         >>> import torch, streamfx
         >>> found = streamfx.verify(torch.nn.Linear(8, 8), torch.randn(1, 64, 8), chunk_size=16)
         >>> print(found)  # doctest: +ELLIPSIS
-        streamfx: the same as eager; largest relative difference ...
+        streamfx: equal to eager; largest relative difference ...
         >>> sorted(found.errors)
         ['bias', 'weight']
     """
@@ -194,10 +194,10 @@ class Verification:
         streamed: Run,
         precision: torch.dtype,
         adjoints: int | str = "exact",
-        not_cut: str = "",
+        not_chunked: str = "",
         records: Sequence[Record] = (),
     ) -> None:
-        self.adjoints, self.not_cut, self.records = adjoints, not_cut, tuple(records)
+        self.adjoints, self.not_chunked, self.records = adjoints, not_chunked, tuple(records)
         self.loss, self.streamed_loss = eager.loss.item(), streamed.loss.item()
         self.loss_error = relative_difference(streamed.loss, eager.loss, 0.0)
         self.precision, self.tolerance = precision, TOLERANCES.get(precision, 1e-2)
@@ -213,7 +213,7 @@ class Verification:
         return max([self.loss_error, *self.errors.values()])
 
     @property
-    def says_nothing(self) -> bool:
+    def compares_nothing(self) -> bool:
         """Whether eager's loss and all its gradients are zero or not finite."""
         return not any(math.isfinite(number) and number for number in (self.loss, *self.norms.values()))
 
@@ -229,25 +229,25 @@ class Verification:
 
     def _lines(self) -> Iterator[str]:
         """Yield the report: the verdict, the loss, and the largest gradient differences."""
-        verdict = "the same as eager" if self.ok else "NOT the same as eager"
+        verdict = "equal to eager" if self.ok else "NOT equal to eager"
         kind = str(self.precision).removeprefix("torch.")
         yield f"streamfx: {verdict}; largest relative difference {self.max_error:.1e}, tolerance {self.tolerance:.0e} ({kind})"
         yield f"  loss {self.loss:.10g} in eager, {self.streamed_loss:.10g} with streambp, difference {self.loss_error:.1e}"
         yield from dict.fromkeys(f"  ran: {', '.join(filter(None, (record.streams, record.rows)))}" for record in self.records)
         if self.adjoints != "exact" and not self.ok:
-            yield f"  gradients of recurrences are to reach back few rows (adjoints={self.adjoints}): they are not eager's"
-        if self.not_cut:
-            yield f"  {self.not_cut}"
+            yield f"  gradients of recurrences are truncated by adjoints={self.adjoints}, so they differ from eager"
+        if self.not_chunked:
+            yield f"  {self.not_chunked}"
         if not self.errors:
             yield "  nothing requires a gradient"
             return
         worst = sorted(self.errors, key=lambda name: -self.errors[name])
-        width = max(len(name) for name in ["gradient of", *worst[:SHOWN]])
+        width = max(len(name) for name in ["gradient of", *worst[:MAX_SHOWN]])
         yield f"  {'gradient of':<{width}}  difference   norm in eager"
-        for name in worst[:SHOWN]:
+        for name in worst[:MAX_SHOWN]:
             yield f"  {name:<{width}}  {self.errors[name]:10.1e}   {self.norms[name]:13.4g}"
-        if len(worst) > SHOWN:
-            yield f"  and {len(worst) - SHOWN} more, none larger"
+        if len(worst) > MAX_SHOWN:
+            yield f"  and {len(worst) - MAX_SHOWN} more, none larger"
 
 
 def relative_difference(value: Tensor | None, truth: Tensor | None, floor: float) -> float:
@@ -299,7 +299,9 @@ def default_loss(output: Any) -> Tensor:
     tensors = [tensor for tensor in tensors_returned(output) if tensor.is_floating_point()]
     if not tensors:
         raise NotComparableError(
-            ASKED, found=f"the output, {_type_text(output)}, has no loss", do="say with loss= which number to differentiate"
+            REQUIREMENT,
+            found=f"the output, {_type_text(output)}, has no loss",
+            do="give loss=, a function that returns the number to differentiate",
         )
     return sum((_random_combination(tensor, seed) for seed, tensor in enumerate(tensors)), tensors[0].new_zeros(()))
 
@@ -324,24 +326,24 @@ def _check_functions(model: Any, loss: Any) -> None:
     """Refuse a model or a loss that is not callable, a class, and parameters that ZeRO-3 has partitioned."""
     if not callable(model):
         raise NotComparableError(
-            ASKED, found=f"{_type_text(model)}, which cannot be called", do="give a model, or a function of one"
+            REQUIREMENT, found=f"{_type_text(model)}, which cannot be called", do="give a model, or a function of one"
         )
     if isinstance(model, type):  # torch.compile would modify the class permanently
         class_text = f"a class ({model.__name__}), not an instance"
-        raise NotComparableError(ASKED, found=class_text, do="make a model of it: pass Model(...), not Model")
+        raise NotComparableError(REQUIREMENT, found=class_text, do="pass a model: Model(...), not Model")
     if loss is not None and not callable(loss):
         raise NotComparableError(
-            ASKED, found=f"loss is {_type_text(loss)}", do="let loss be a function from the output to a number"
+            REQUIREMENT, found=f"loss is {_type_text(loss)}", do="give a function from the output to a tensor with one element"
         )
     refuse_partitioned(parameters_of(model).values())
 
 
 def _checked_nonzero(verification: Verification, inputs: Any) -> Verification:
     """Return the verification, but raise if nothing was computed: equal zeros are no evidence."""
-    if verification.ok and verification.says_nothing:
+    if verification.ok and verification.compares_nothing:
         empty = empty_inputs_text(inputs)
-        reason, do = (f"{empty}, and {NOTHING}", DO) if empty else (NOTHING, NUMBERS)
-        raise NotComparableError("streamfx.verify asks for a call whose numbers can be compared", found=reason, do=do)
+        reason, do = (f"{empty}, and {NOTHING}", DO) if empty else (NOTHING, NONZERO)
+        raise NotComparableError("streamfx.verify takes a call whose results can be compared", found=reason, do=do)
     return verification
 
 
@@ -350,7 +352,7 @@ def _check_data(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
             raise NotComparableError(
-                ASKED,
+                REQUIREMENT,
                 found=f"{_type_text(tensor)} holds no data",
                 do="give real tensors, or use streamfx.explain, which needs none",
             )

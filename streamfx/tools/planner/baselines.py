@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from streamfx.cost.loop_sampling import run_all, run_iterations
 from streamfx.cost.repeats import Repeat
 from streamfx.runtime.offload import free_after_copy, from_host, to_host, wait_for_copy
-from streamfx.tools.inspect.eager import Around, checkpointed, costs_with_one_more, eager_cost
-from streamfx.tools.inspect.layers import is_plain
-from streamfx.tools.planner.initial_guess import FEWEST, guessed
+from streamfx.tools.inspect.eager import LayerWrapper, checkpointed, costs_with_one_more, eager_cost
+from streamfx.tools.inspect.layers import is_torch_module
+from streamfx.tools.planner.initial_guess import FEW_LAYERS, guess_length
 from streamfx.tools.planner.models import loss_of
-from streamfx.tools.planner.search import AIM, BUSY, CLOSE
+from streamfx.tools.planner.search import EFFICIENT_TOKENS, MIN_RELATIVE_GAIN, TARGET_SHARE
 from streamfx.tools.report.verdict import CHECKPOINTING, IN_CHUNKS
 
 ON_HOST = "checkpoints on the host"
-MOST = 4  # full traces of the model in one search
-Way = tuple[nn.Module, Around]
+MAX_TRACES = 4  # full traces of the model in one search
+Baseline = tuple[nn.Module, LayerWrapper]
 
 
 class LossInChunks(nn.Module):
@@ -39,9 +39,9 @@ class LossInChunks(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Return the sum of the losses of all chunks, each recomputed in the backward graph."""
         hidden = self.backbone(input_ids=input_ids, use_cache=False)[0]
-        rows = max(BUSY // hidden.shape[0], 1)
+        rows = max(EFFICIENT_TOKENS // hidden.shape[0], 1)
         chunks = list(zip(hidden.split(rows, 1), labels.split(rows, 1), strict=True))
-        run_head = run_iterations if is_plain(self.head) else run_all
+        run_head = run_iterations if is_torch_module(self.head) else run_all
         return torch.stack(run_head(checkpointed(self._loss), chunks)).sum()
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def ways_of(model: nn.Module) -> dict[str, Way]:
+def baselines_of(model: nn.Module) -> dict[str, Baseline]:
     """Return the baselines of a model by name, the most common one first. The chunked loss needs a known backbone and head."""
     chunked = _with_loss_in_chunks(model)
     if chunked is None:
@@ -101,17 +101,17 @@ def _with_loss_in_chunks(model: nn.Module) -> nn.Module | None:
     return LossInChunks(model, backbone, head) if is_known else None
 
 
-def peak_of(way: Way, inputs: Mapping[str, Tensor], alike: Repeat | None = None) -> int | None:
+def peak_of(way: Baseline, inputs: Mapping[str, Tensor], alike: Repeat | None = None) -> int | None:
     """Return the peak bytes in excess of the constant memory, or None if it cannot be traced. `alike` as in `eager_cost`."""
     model, around = way
     cost = eager_cost(loss_of(model), inputs, around, alike)
     return None if cost is None else cost.peak
 
 
-def peaks_of_few(way: Way, inputs: Mapping[str, Tensor]) -> tuple[int, int] | None:
+def peaks_of_few(way: Baseline, inputs: Mapping[str, Tensor]) -> tuple[int, int] | None:
     """Return the peaks of the first few layers and, estimated, of one layer more."""
     model, around = way
-    costs = costs_with_one_more(loss_of(model), inputs, around, FEWEST)
+    costs = costs_with_one_more(loss_of(model), inputs, around, FEW_LAYERS)
     return None if costs is None else (costs[0].peak, costs[1].peak)
 
 
@@ -125,24 +125,24 @@ class Peaks(NamedTuple):
     few: Callable[[int], tuple[int, int] | None]
 
 
-def longest(peaks: Peaks, layers: int, budget: int, first_length: int, multiple: int) -> int | None:
+def find_longest(peaks: Peaks, layers: int, budget: int, first_length: int, multiple: int) -> int | None:
     """Return approximately the longest length whose peak fits the budget, confirmed by a trace; 0 if none fits, None if
     no peak is known.
     """
-    initial = guessed(peaks.few, layers, first_length, int(budget * AIM))
+    initial = guess_length(peaks.few, layers, first_length, int(budget * TARGET_SHARE))
     if initial is None and peaks.first(multiple) is None:
         return None
     size, constant_bytes, best, failed = first_length, 0.0, 0, None
     if initial is not None:
         size, constant_bytes = initial
-    for _ in range(MOST):
+    for _ in range(MAX_TRACES):
         size = max(size // multiple * multiple, multiple)
         peak = peaks.whole(size) or 0
         best, failed = (size, failed) if peak <= budget else (best, size)
         slope = max(peak - constant_bytes, 1) / size
-        size = int(size + (AIM * budget - peak) / slope)
+        size = int(size + (TARGET_SHARE * budget - peak) / slope)
         if failed is not None and not best < size < failed:
             size = (best + failed) // 2
-        if size < multiple or abs(size - best) <= max(CLOSE * size, multiple):
+        if size < multiple or abs(size - best) <= max(MIN_RELATIVE_GAIN * size, multiple):
             break
     return best

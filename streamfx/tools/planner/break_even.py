@@ -12,7 +12,7 @@ from streamfx.tools.report.verdict import MIN_GAIN
 
 STEPS = 4  # candidate lengths per power of two
 STRIDE = 2 * STEPS  # candidates between two probes: a factor of four in length
-LAST = 16 * STEPS  # index of the greatest candidate, 262,144 tokens
+MAX_INDEX = 16 * STEPS  # index of the greatest candidate, 262,144 tokens
 Peaks = Callable[[int], "tuple[int, int] | None"]  # peaks of the backend and the baseline at a length, None if unknown
 
 
@@ -22,10 +22,10 @@ def gains_from(guess: Peaks, traced: Peaks, length: int, multiple: int) -> int |
 
     Only lengths above `length`, which has no gain, are candidates.
     """
-    for high in range(STRIDE, LAST + 1, STRIDE):
-        candidate = named(high, multiple)
+    for high in range(STRIDE, MAX_INDEX + 1, STRIDE):
+        candidate = candidate_length(high, multiple)
         if candidate > length and _saves_memory(guess, candidate):
-            nearest = named(_first_gain(guess, high - STRIDE, high, length, multiple), multiple)
+            nearest = candidate_length(_first_gain(guess, high - STRIDE, high, length, multiple), multiple)
             return next((item for item in dict.fromkeys((nearest, candidate)) if _saves_memory(traced, item)), None)
     return None
 
@@ -34,7 +34,7 @@ def _first_gain(guess: Peaks, low: int, high: int, length: int, multiple: int) -
     """Return the index of the first candidate after `low` with a gain, by bisection; `high` has one."""
     while high - low > 1:
         middle = (low + high) // 2
-        candidate = named(middle, multiple)
+        candidate = candidate_length(middle, multiple)
         low, high = (low, middle) if candidate > length and _saves_memory(guess, candidate) else (middle, high)
     return high
 
@@ -45,7 +45,7 @@ def _saves_memory(peaks: Peaks, length: int) -> bool:
     return pair is not None and pair[1] >= MIN_GAIN * pair[0]
 
 
-def named(number: int, multiple: int) -> int:
+def candidate_length(number: int, multiple: int) -> int:
     """Return the candidate length of an index, rounded up to a multiple.
 
     >>> [named(number, 1) for number in range(9)], named(41, 1), named(41, 1000)

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
-NEAR = 0.75  # similarity above which one word counts as a misspelling of another
+MIN_SIMILARITY = 0.75  # similarity above which one word counts as a misspelling of another
 
 
-def misspelt_in(values: Mapping[str, Any], config: Any) -> Iterator[tuple[str, str]]:
+def find_misspellings(values: Mapping[str, Any], config: Any) -> Iterator[tuple[str, str]]:
     """Yield the misspelled keys of a mapping and the intended names, including those of nested configurations.
 
     An unknown key may be intended for other programs. It counts as a misspelling only if it resembles a known key that
@@ -27,7 +27,7 @@ def misspelt_in(values: Mapping[str, Any], config: Any) -> Iterator[tuple[str, s
     for key, value in values.items():
         config_value = vars(config).get(key)
         if isinstance(value, Mapping) and hasattr(config_value, "model_type"):
-            yield from misspelt_in(value, config_value)
+            yield from find_misspellings(value, config_value)
         elif config_value is not None and key not in known_names and (intended := _intended_name(key, missing)):
             yield key, intended
 
@@ -42,16 +42,16 @@ def _intended_name(key: str, missing: list[str]) -> str | None:
     >>> [_intended_name(key, names) for key in ("sliding_window_pattern", "use_sliding_window", "sep_token_id", "layers")]
     [None, None, None, None]
     """
-    return next((name for is_nearly in (_is_misspelt, _leaves_words_out) for name in missing if is_nearly(key, name)), None)
+    return next((name for is_nearly in (_is_misspelling, _leaves_words_out) for name in missing if is_nearly(key, name)), None)
 
 
-def _is_misspelt(key: str, name: str) -> bool:
+def _is_misspelling(key: str, name: str) -> bool:
     """Return whether the words of the two names are pairwise similar, or differ only in separators and case."""
     pairs = list(zip(key.split("_"), name.split("_"), strict=False))
     same_length = key.count("_") == name.count("_")
     is_joined = key.replace("_", "").lower() == name.replace("_", "").lower()
     return is_joined or (
-        same_length and all(SequenceMatcher(None, word, intended_word).ratio() >= NEAR for word, intended_word in pairs)
+        same_length and all(SequenceMatcher(None, word, intended_word).ratio() >= MIN_SIMILARITY for word, intended_word in pairs)
     )
 
 

@@ -36,7 +36,7 @@ class Ulysses:
     ) -> tuple[Tensor, None]:
         """Run attention on all rows of this rank's heads, and return this rank's rows of all heads."""
         if mask is not None or keywords.get("s_aux") is not None:
-            raise PlanError("context divides causal attention", found="a mask, or a sink", do="plan without context")
+            raise PlanError("context needs causal attention", found="a mask or a sink", do="plan without context")
         key, value = (part.repeat_interleave(max(1, self.ranks // part.shape[1]), 1) for part in (key, value))
         query, key, value = map(self.all_rows, (query, key, value))
         grouped = key.shape[1] != query.shape[1]
@@ -80,21 +80,21 @@ def check_heads(model: nn.Module, tensor: int, context: int) -> None:
     """Refuse a model whose heads cannot be split: by tensor parallelism (weights), then by context parallelism (sequences)."""
     config = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)
-    asked = f"heads are to be divided by tensor={tensor} and context={context}"
+    asked = f"tensor={tensor} and context={context} must divide the heads"
     if heads is None:
-        raise PlanError(asked, found="a model without a configuration of heads", do="give a configuration")
+        raise PlanError(asked, found="a model whose configuration has no num_attention_heads", do="give a configuration")
     keys = getattr(config, "num_key_value_heads", None) or heads
     if heads % (tensor * context):
         raise PlanError(asked, found=f"{heads} heads", do=f"let tensor * context be one of {_divisors(heads)}")
     if keys % tensor:
-        raise PlanError(asked, found=f"{keys} heads of keys", do=f"let tensor be one of {_divisors(keys)}")
+        raise PlanError(asked, found=f"{keys} key heads", do=f"let tensor be one of {_divisors(keys)}")
     if context > 1 and (keys // tensor) % context and context % (keys // tensor):
-        found = f"{keys // tensor} heads of keys on each"
+        found = f"{keys // tensor} key heads on each rank"
         raise PlanError(asked, found=found, do=f"let context be a multiple of {keys // tensor}, or divide it")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if context > 1 and kinds != {"full_attention"}:
         found = f"layers of {', '.join(sorted(kinds))}"
-        raise PlanError("context divides sequences for attention to all rows before", found=found, do="plan without context")
+        raise PlanError("context needs full causal attention in all layers", found=found, do="plan without context")
 
 
 def _divisors(count: int) -> str:

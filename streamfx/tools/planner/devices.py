@@ -39,7 +39,9 @@ class Device:
     def near_and_far(self) -> tuple[float, float]:
         """Bytes per second that each device sends in a ring, within a machine and between machines."""
         if self.wires is None:
-            raise PlanError("how fast this machine's devices send is not measured", do=f"plan for one of {', '.join(PUBLISHED)}")
+            raise PlanError(
+                "the communication rates of this machine are not measured", do=f"plan for one of {', '.join(PUBLISHED)}"
+            )
         return self.wires
 
     def sending(self, traffic: Traffic) -> float:
@@ -64,12 +66,14 @@ class Device:
         computing = other_flops / self.flops + sum(
             count / self.attention.get(name, self.flops) for name, count in by_kernel.items()
         )
-        waits = work.launches * LAUNCH if self.kind.type == "cuda" else 0
-        return max(computing + (work.moved + WAITED * work.total_bytes) / self.bandwidth, waits)
+        waits = work.launches * LAUNCH_SECONDS if self.kind.type == "cuda" else 0
+        return max(computing + (work.moved + EXPOSED_ACCUMULATION * work.total_bytes) / self.bandwidth, waits)
 
 
-LAUNCH = 5e-6  # seconds of the host per operator
-WAITED = 0.5  # fraction of accumulator traffic that is not hidden: 0.28 to 0.66 on an H100, for weights of a layer and the head
+LAUNCH_SECONDS = 5e-6  # seconds of the host per operator
+EXPOSED_ACCUMULATION = (
+    0.5  # fraction of accumulator traffic that is not hidden: 0.28 to 0.66 on an H100, for weights of a layer and the head
+)
 HOSTS = {  # bytes/s in one direction between a device and its host (PCIe 4.0 or 5.0, 16 lanes)
     "A100": 32e9,
     "H100": 64e9,
@@ -107,10 +111,10 @@ PUBLISHED = {  # dense bfloat16 FLOP/s, bytes/s, capability
 }
 
 
-def device_called(name: str) -> Device:
+def device_by_name(name: str) -> Device:
     """Return a device by name; "here" is measured."""
     if name == "here":
-        return measured()
+        return measure_device()
     names_by_lower = {key.lower(): key for key in PUBLISHED}
     if str(name).lower() not in names_by_lower:
         raise PlanError(f"there are no rates of a device {name!r}", do=choices_hint(name, (*PUBLISHED, "here")))
@@ -123,14 +127,14 @@ def device_called(name: str) -> Device:
     return Device(names_by_lower[name.lower()], computing * flops, moving * bandwidth, kind, wires, host, attention)
 
 
-def here() -> torch.device:
+def local_device() -> torch.device:
     """Return the device of this machine."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def measured() -> Device:
+def measure_device() -> Device:
     """Measure the device of this machine with one matrix product and one copy."""
-    device = here()
+    device = local_device()
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     generator = torch.Generator(device).manual_seed(0)  # leaves the user's generators unchanged
     # Random values, as in training: with constant values a GPU draws less power and runs at a higher clock.

@@ -11,13 +11,13 @@ from streamfx.argument_checks import describe_value, require
 from streamfx.errors import PlanError, describe_error
 
 Inputs = Callable[[int, int], Mapping[str, Tensor]]
-BY_NAME = "let it take a batch and a length, and return a dictionary of tensors by name"
-AS_ASKED = "let it make tensors of the batch and the length that it is given, as torch.empty(batch, length, device='meta') does"
+BY_NAME = "let it take a batch size and a length, and return a dictionary of tensors by name"
+SIZES = "let the tensors' sizes follow its arguments, as in torch.empty(batch, length, device='meta')"
 
 
 def checked_inputs(inputs: Inputs, batch: int, length: int) -> Mapping[str, Tensor]:
     """Call the user function and check that it returns tensors by name."""
-    asked = f"inputs({batch}, {length}) says what the model takes"
+    asked = f"inputs({batch}, {length}) must return the model's arguments"
     try:
         tensors = inputs(batch, length)
     except Exception as error:
@@ -36,14 +36,14 @@ def check_inputs(inputs: Inputs, batch: int, length: int, max_batch: bool) -> No
     """
     sizes = _sizes(checked_inputs(inputs, batch, length))
     changed_arguments = [("length", batch, length // 2)] + ([("batch", batch + 1, length)] if batch > 1 or max_batch else [])
-    for what, *size in changed_arguments:
+    for argument, *size in changed_arguments:
         try:
             changed_sizes = _sizes(checked_inputs(inputs, *size))
         except PlanError:  # the function may not support this length
             continue
-        asked = f"inputs(batch, length) says what the model takes of a {what}"
+        asked = f"inputs(batch, length) must depend on its {argument}"
         same_text = f"the same sizes from inputs({batch}, {length}) and inputs({size[0]}, {size[1]}): {_text(sizes)}"
-        require(changed_sizes != sizes, PlanError, asked, same_text, AS_ASKED)
+        require(changed_sizes != sizes, PlanError, asked, same_text, SIZES)
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:

@@ -78,9 +78,9 @@ def _unknown_name_error(source: str) -> PlanError:
     names_by_lower = {name.lower(): name for name in names}
     similar = difflib.get_close_matches(source.lower().rpartition("/")[2], names_by_lower, n=1, cutoff=0.6)
     hint = f"did you mean {names_by_lower[similar[0]]!r}? " if similar else ""
-    download = f"`hf download {source} {FILE}` puts it into the cache, or " if _may_be_of_hub(source) else ""
+    download = f"`hf download {source} {FILE}` stores it in the cache, or " if _may_be_of_hub(source) else ""
     return PlanError(
         f"there is no configuration {source!r}",
-        found=f"neither a folder with a {FILE}, nor a JSON file, nor an org/name of the local cache, nor a shipped name",
+        found=f"neither a folder with a {FILE}, nor a JSON file, nor an org/name in the local cache, nor a shipped name",
         do=f"{hint}{download}give a path, or one of {', '.join(names)}",
     )

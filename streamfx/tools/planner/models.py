@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from streamfx.argument_checks import did_you_mean
 from streamfx.errors import PlanError, describe_error, with_article
-from streamfx.tools.planner.config_typos import misspelt_in
+from streamfx.tools.planner.config_typos import find_misspellings
 from streamfx.tools.planner.model_names import config_file
 from streamfx.tools.planner.quantized import quantized
 from streamfx.torch_private import FakeTensor
 
-KINDS = "a Hugging Face configuration (an object, a mapping, a folder, a JSON file, a name that is known), or an nn.Module"
-LAYERS, MOST_LAYERS = "num_hidden_layers", 2000
+KINDS = "a Hugging Face configuration (an object, a mapping, a folder, a JSON file, a known name), or an nn.Module"
+LAYERS, MAX_LAYERS = "num_hidden_layers", 2000
 SIZES = (LAYERS, "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,7 +30,7 @@ def configuration(source: Any) -> Any:
         return _configuration_of(dict(source), "a mapping")
     if not isinstance(source, (str, Path)):
         if not hasattr(source, "model_type"):
-            raise PlanError(f"{with_article(type(source).__name__)} is no configuration", do=f"give {KINDS}")
+            raise PlanError(f"{with_article(type(source).__name__)} is not a configuration", do=f"give {KINDS}")
         return source
     path = config_file(source)
     try:
@@ -51,26 +51,28 @@ def _configuration_of(values: dict[str, Any], origin: str) -> Any:
         raise PlanError(f"{origin} has no model_type", do="give the config.json of a Hugging Face model")
     known_types, model_type = list(CONFIG_MAPPING), values["model_type"]
     if model_type not in known_types:
-        asked = f"{origin} is of a model_type that the installed transformers ({transformers.__version__}) does not know"
+        asked = f"{origin} has a model_type that the installed transformers ({transformers.__version__}) does not know"
         hint = did_you_mean(model_type, known_types, cutoff=0.7)
         raise PlanError(asked, found=repr(model_type), do=f"{hint}give the config.json of a Hugging Face model")
     try:
         config = AutoConfig.for_model(**values)
     except Exception as error:
-        asked = f"{origin} is no configuration that the installed transformers ({transformers.__version__}) can read"
+        asked = f"{origin} is not a configuration that the installed transformers ({transformers.__version__}) can read"
         raise PlanError(asked, found=describe_error(error), do="check its model_type and its sizes") from None
-    for key, meant in misspelt_in(values, config):
+    for key, meant in find_misspellings(values, config):
         asked = f"{origin} has a key that a configuration of type {model_type!r} does not know"
-        raise PlanError(asked, found=repr(key), do=f"did you mean {meant!r}? Left out, it would be what it is by default")
+        raise PlanError(asked, found=repr(key), do=f"did you mean {meant!r}? Otherwise that would have its default")
     return config
 
 
-def built(source: Any, dtype: str = "bfloat16", lora_rank: int | None = None, quantize: str | None = None) -> nn.Module:
+def build_model(source: Any, dtype: str = "bfloat16", lora_rank: int | None = None, quantize: str | None = None) -> nn.Module:
     """Build the model of a configuration on the meta device, optionally quantized and with adapters. A module is not rebuilt."""
     model = source if isinstance(source, nn.Module) else language_model(configuration(source), TYPES[dtype], "meta")
     if any(not isinstance(tensor, FakeTensor) and not tensor.is_meta for tensor in model.parameters()):
         raise PlanError(
-            "a model is planned on the meta device", found="parameters with data", do="make it under torch.device('meta')"
+            "a model must be on the meta device for a plan",
+            found="parameters with data",
+            do="create it under torch.device('meta')",
         )
     model = model if quantize is None else quantized(model, quantize)
     return model if lora_rank is None else with_adapters(model, lora_rank)
@@ -87,7 +89,7 @@ def language_model(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
         with torch.device(device):
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:
-        asked = f"transformers makes no causal language model of a configuration of type {config.model_type!r}"
+        asked = f"transformers cannot build a causal language model of type {config.model_type!r}"
         raise PlanError(
             asked, found=describe_error(error), do="give the configuration of a decoder, with sizes that fit together"
         ) from error
@@ -100,11 +102,11 @@ def _check_sizes(config: Any) -> None:
         size = getattr(config, name, None)
         if isinstance(size, int) and size < 1:
             do = f"give {name} as a whole number, 1 or more"
-            raise PlanError(f"a configuration of type {config.model_type!r} has sizes", found=f"{name} = {size}", do=do)
+            raise PlanError(f"a configuration of type {config.model_type!r} has an invalid size", found=f"{name} = {size}", do=do)
     layers = getattr(config, LAYERS, None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        asked = f"a model of up to {MOST_LAYERS:,} layers is made, and each of them is looked at"
-        raise PlanError(asked, found=f"{LAYERS} = {layers:,}", do=f"give {LAYERS} as a number up to {MOST_LAYERS:,}")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        asked = f"plans are limited to {MAX_LAYERS:,} layers"
+        raise PlanError(asked, found=f"{LAYERS} = {layers:,}", do=f"give {LAYERS} as a number up to {MAX_LAYERS:,}")
 
 
 class LoraLinear(nn.Module):

@@ -32,7 +32,7 @@ class Objective:
     sequences: int
 
 
-def objective_called(name: str, group: int) -> Objective:
+def objective_by_name(name: str, group: int) -> Objective:
     """Return an objective by name; `group` is the number of answers per prompt that are compared."""
     objectives = {
         "sft": Objective(lambda model: model, language_inputs, 1),

@@ -23,7 +23,7 @@ from streamfx.tools.planner.host_memory import Copies, copies_by_loop
 from streamfx.tools.report.comm_table import HALVES, IN_LOOPS, Wire, sent_by_program
 from streamfx.tools.report.stage_table import loops_of
 
-NOTHING, NO_COPIES = Traffic(), Copies()
+NO_TRAFFIC, NO_COPIES = Traffic(), Copies()
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class OverlapInterval:
 
     half: str
     work: Work = NO_WORK
-    gathered: Traffic = NOTHING
-    reduced: Traffic = NOTHING
-    exposed: Traffic = NOTHING
+    gathered: Traffic = NO_TRAFFIC
+    reduced: Traffic = NO_TRAFFIC
+    exposed: Traffic = NO_TRAFFIC
     copies: Copies = NO_COPIES
 
 
@@ -81,12 +81,14 @@ def _interval_of(
     return OverlapInterval(half, work, gathered, reduced, exposed, copied)
 
 
-def waited(stretches: Sequence[OverlapInterval], seconds: Seconds) -> tuple[float, float]:
+def waiting_seconds(overlap_intervals: Sequence[OverlapInterval], seconds: Seconds) -> tuple[float, float]:
     """Return the seconds without computation: waiting for other ranks, and the additional wait for host copies."""
-    sent = sum(seconds.sent(interval.exposed) for interval in stretches)
+    sent = sum(seconds.sent(interval.exposed) for interval in overlap_intervals)
     copied = 0.0
     for half in HALVES:
-        for interval, wire, copies in _concurrent([interval for interval in stretches if interval.half == half]):
+        for interval, wire, copies in _with_concurrent_transfers(
+            [interval for interval in overlap_intervals if interval.half == half]
+        ):
             compute_seconds = 0.0 if interval is None else seconds.loops(interval)
             send_wait = max(0.0, sum(map(seconds.sent, wire)) - compute_seconds)
             sent += send_wait
@@ -94,7 +96,9 @@ def waited(stretches: Sequence[OverlapInterval], seconds: Seconds) -> tuple[floa
     return sent, copied
 
 
-def _concurrent(intervals: Sequence[OverlapInterval]) -> Iterator[tuple[OverlapInterval | None, list[Traffic], int]]:
+def _with_concurrent_transfers(
+    intervals: Sequence[OverlapInterval],
+) -> Iterator[tuple[OverlapInterval | None, list[Traffic], int]]:
     """Yield each interval with the concurrent communication and copies. The first and last items have no computation."""
     for i in range(-1, len(intervals) + 1 if intervals else -1):
         previous, following = intervals[i - 1 : i] if i > 0 else [], intervals[i + 1 : i + 2]

@@ -17,12 +17,12 @@ from streamfx.frontend.gc_pause import uncollected
 from streamfx.options import NAMES, Options, merge_options, resolve_options
 from streamfx.tools.inspect.lock import serialized
 from streamfx.tools.planner.context import check_heads
-from streamfx.tools.planner.devices import device_called, here
+from streamfx.tools.planner.devices import device_by_name, local_device
 from streamfx.tools.planner.host_memory import devices_per_host
 from streamfx.tools.planner.inputs import Inputs, check_inputs
 from streamfx.tools.planner.model_names import DEVICES, GROUP, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS
-from streamfx.tools.planner.models import TYPES, built
-from streamfx.tools.planner.objectives import objective_called
+from streamfx.tools.planner.models import TYPES, build_model
+from streamfx.tools.planner.objectives import objective_by_name
 from streamfx.tools.planner.optimizers import UPDATING, state_bytes
 from streamfx.tools.planner.predict import Prediction
 from streamfx.tools.planner.report import PlanReport
@@ -41,8 +41,8 @@ CHOICES = {
 }
 SWITCHES = ("optimizer_in_backward", "max_length", "max_batch", "baselines")
 FUNCTIONS = {
-    "inputs": "give inputs=, a function of (batch, length) that returns what the model takes, by name",
-    "noted": "give a function that is told each prediction",
+    "inputs": "give inputs=, a function of (batch, length) that returns the model's arguments by name",
+    "noted": "give a function that gets each prediction",
 }
 
 
@@ -149,21 +149,21 @@ def _run_request(request: PlanRequest) -> PlanReport:
     _check_counts(lora_rank=(1 if request.lora_rank is None else request.lora_rank, 1))
     _check_counts(world=(request.world, 1), tensor=(request.tensor, 1), context=(request.context, 1))
     _check_search(request.memory, request.max_length, request.max_batch)
-    objective = objective_called(request.objective, request.group)
+    objective = objective_by_name(request.objective, request.group)
     _check_has_effect(request)
     ranks = checked_sharding(request.world, request.shard, request.tensor, request.context)
     _check_context_divides(request.context, request.seq)
     _check_parallelism(ranks, request.objective, request.inputs, request.lora_rank or request.quantize)
     _check_updates(request.optimizer_in_backward, request.optimizer, ranks)
     with uncollected():
-        model = objective.step(built(request.model, request.dtype, request.lora_rank, request.quantize))
+        model = objective.step(build_model(request.model, request.dtype, request.lora_rank, request.quantize))
     name = Path(request.model).name if isinstance(request.model, str) else type(model).__name__
     _check_takes_ids(request.model, request)
     if request.inputs is not None:
         check_inputs(request.inputs, request.batch, request.seq, request.max_batch)
     _check_model(model, request.tensor, request.context)
     optimizer_bytes = state_bytes(model, request.optimizer, ranks)
-    device = device_called(request.device)
+    device = device_by_name(request.device)
     step = TrainingStep(
         name, model, objective, device, request.inputs, optimizer_bytes, request.noted, ranks, request.optimizer_in_backward
     )
@@ -184,14 +184,14 @@ def _backend_options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any
         names = [*inspect.signature(plan).parameters, *NAMES]
         hint = did_you_mean(name, names)
         asked = f"streamfx.plan(...) has no argument {name!r}, and the backend no such option"
-        raise OptionError(asked, found=f"{name}={keywords[name]!r}", do=f"{hint}help(streamfx.plan) says which there are")
+        raise OptionError(asked, found=f"{name}={keywords[name]!r}", do=f"{hint}help(streamfx.plan) lists them")
     return merge_options(options, keywords, "streamfx.plan(...)")
 
 
 def _limits(memory: Any, host_memory: Any, world: int) -> Limits:
     """Return the limit of a device, and of the host memory per device."""
-    device = None if memory is None else budget_bytes(memory, here())
-    return Limits(device, None if host_memory is None else budget_bytes(host_memory, here()) // devices_per_host(world))
+    device = None if memory is None else budget_bytes(memory, local_device())
+    return Limits(device, None if host_memory is None else budget_bytes(host_memory, local_device()) // devices_per_host(world))
 
 
 def _check_model(model: nn.Module, tensor: int, context: int) -> None:
@@ -212,27 +212,27 @@ def _check_has_effect(request: PlanRequest) -> None:
     """Refuse arguments that would have no effect."""
     if request.group != GROUP and request.objective != "grpo":
         found = f"group={request.group}, and the objective {request.objective!r}"
-        do = "plan the objective 'grpo', or leave group out"
-        raise PlanError("group has no effect: it is how many answers to a prompt grpo compares", found=found, do=do)
+        do = "plan the objective 'grpo', or omit group"
+        raise PlanError("group has no effect: it is the number of answers per prompt in grpo", found=found, do=do)
     if request.host_memory is not None and (offload := resolve_options(request.options).offload) == "none":
         found = f"host_memory={request.host_memory!r}, and offload={offload!r}"
-        do = "give offload='inputs' (--offload) or 'attention', or leave host_memory out"
-        raise PlanError("host_memory has no effect: it is for values that wait on the host", found=found, do=do)
+        do = "give offload='inputs' (--offload) or 'attention', or omit host_memory"
+        raise PlanError("host_memory has no effect: it limits offloaded values", found=found, do=do)
 
 
 def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:
     """Refuse two searches at once, and a search without a limit."""
     if max_length and max_batch:
-        raise PlanError("the longest length and the largest batch are asked for at once", do="give one of them")
+        raise PlanError("max_length and max_batch cannot be combined", do="give one of them")
     if (max_length or max_batch) and memory is None:
-        what = "longest length" if max_length else "largest batch"
-        raise PlanError(f"the {what} is asked for, but not within which memory", do="give memory='80GiB'")
+        name = "max_length" if max_length else "max_batch"
+        raise PlanError(f"{name} needs a limit of memory", do="give memory, as in memory='80GiB'")
 
 
 def _check_dtype_and_memory(dtype: Any, memory: Any) -> None:
     """Refuse an unknown dtype, and a memory that is not a budget."""
     if dtype not in TYPES:
-        raise PlanError(f"there is no type {dtype!r} to plan for", do=choices_hint(dtype, TYPES))
+        raise PlanError(f"there is no dtype {dtype!r} to plan for", do=choices_hint(dtype, TYPES))
     if not is_budget(memory):
         raise PlanError(f"memory cannot be {memory!r}", do=f"give {FORMS}")
 
@@ -259,7 +259,7 @@ def _check_takes_ids(model: Any, request: PlanRequest) -> None:
     try:
         inspect.signature(model.forward).bind(**dict.fromkeys(names))
     except TypeError as error:
-        called = f"a model that is planned without inputs= is called with {' and '.join(names)}"
+        called = f"without inputs=, the plan calls the model with {' and '.join(names)}"
         raise PlanError(called, found=f"{type(model).__name__}.forward: {error}", do=FUNCTIONS["inputs"]) from None
 
 
@@ -268,37 +268,41 @@ def _check_budgets(memory: Any, options: Mapping[str, Any]) -> None:
     budget = options.get("memory_budget")
     if memory is not None and budget is not None and parse_amount(memory) != parse_amount(budget):
         found = f"memory={memory!r} and memory_budget={budget!r}"
-        raise PlanError("what a step may take is said twice, differently", found=found, do="give memory= alone")
+        raise PlanError("memory and memory_budget contradict each other", found=found, do="give only memory=")
 
 
 def _check_updates(in_backward: bool, optimizer: str, ranks: Sharding) -> None:
     """Refuse an optimizer in the backward pass if there is none, or if zero1 gathers parameters after the step."""
     if in_backward and optimizer == "none":
-        found = "none"
-        raise PlanError("an optimizer is to run in the backward pass", found=found, do=f"give one of {', '.join(UPDATING)}")
+        found = "no optimizer"
+        raise PlanError("optimizer_in_backward cannot be planned", found=found, do=f"give one of {', '.join(UPDATING)}")
     if in_backward and ranks.shard == ZERO1:
-        found = "zero1, which gathers updated parameters behind the step"
-        raise PlanError("an optimizer is to run in the backward pass", found=found, do="plan with ddp, zero2 or zero3")
+        found = "zero1, which gathers updated parameters after the step"
+        raise PlanError("optimizer_in_backward cannot be planned", found=found, do="plan with ddp, zero2 or zero3")
 
 
 def _check_context_divides(context: int, seq: int) -> None:
     """Refuse a sequence length that the ranks of context parallelism do not divide."""
     if seq % context:
-        raise PlanError(f"a sequence is divided among {context} devices", found=f"seq={seq}", do=f"give a multiple of {context}")
+        raise PlanError(f"context={context} must divide the sequence", found=f"seq={seq}", do=f"give a multiple of {context}")
 
 
 def _check_parallelism(ranks: Sharding, objective: str, inputs: Any, is_modified: Any) -> None:
     """Refuse combinations that cannot be split: modified models, custom inputs, and losses across positions."""
     if ranks.context > 1 and (inputs is not None or objective != "sft"):
-        found = "inputs of your own" if inputs is not None else f"the objective {objective!r}"
-        raise PlanError("context divides sequences of ids and labels", found=found, do="plan the objective 'sft', or context=1")
+        found = "custom inputs" if inputs is not None else f"the objective {objective!r}"
+        raise PlanError(
+            "context applies to sequences of ids and labels", found=found, do="plan the objective 'sft', or context=1"
+        )
     if ranks.tensor > 1 and (is_modified or objective != "sft"):
         found = "adapters, or quantized weights" if is_modified else f"the objective {objective!r}"
-        raise PlanError("tensor cuts the layers of a configuration", found=found, do="plan all parameters and 'sft', or tensor=1")
+        raise PlanError(
+            "tensor splits the layers of a configuration", found=found, do="plan all parameters and 'sft', or tensor=1"
+        )
 
 
 def _check_counts(**counts: tuple[Any, int]) -> None:
     """Refuse numbers that are not integers of at least their minimum; each count is (value, minimum)."""
-    for name, (value, least) in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise PlanError(f"{name} cannot be {value!r}", do=f"give a whole number, {least} or more")
+    for name, (value, minimum) in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise PlanError(f"{name} cannot be {value!r}", do=f"give a whole number, {minimum} or more")

@@ -25,9 +25,7 @@ from streamfx.tools.report.verdict import StepCost, gains, ratio, times
 
 
 def page_of_plan(summary: Mapping[str, Any], timeline: Timeline, counted: str, divided: str) -> Page:
-    """Build the page of a plan's summary. `counted` names the values that its bytes include, `divided` the parallelism
-    of the step.
-    """
+    """Build the page of a plan's summary. `counted` names the values that its bytes include, `divided` the parallelism."""
     ours, *others = (StepCost(course.way, course.peak_bytes, course.flops) for course in timeline.courses)
     memory = "" if summary["memory"] is None else f", {format_bytes(summary['memory'])} of memory"
     return Page(
@@ -51,7 +49,7 @@ def _notes(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if summary["not_checkpointed"]:
         yield NOT_CHECKPOINTED, sentence(summary["not_checkpointed"])
     if summary["stopped"]:
-        yield "The call could not be followed to its end", summary["stopped"]
+        yield "The call could not be traced to its end", summary["stopped"]
 
 
 def _search_result(summary: Mapping[str, Any]) -> str:
@@ -82,7 +80,7 @@ def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
         rows = [("streambp", f"{summary['max_length']:,}", "")]
         for way, length in summary["lengths"].items():
             rows.append((way, f"{length:,}", times(ratio(summary["max_length"], length)) if length else "fits at no length"))
-        yield Table("Longest sequences that fit", ("", "tokens", "ours is as long"), tuple(rows))
+        yield Table("Longest sequences that fit", ("", "tokens", "ratio"), tuple(rows))
     if summary["wire"] is not None:
         yield wire_table_of(summary["wire"])
     if summary["host"] is not None:
@@ -91,13 +89,13 @@ def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
             ("of this device", format_bytes(host["bytes"])),
             (f"of {host['devices']} devices", format_bytes(host["bytes_of_all"])),
         )
-        yield Table("What waits on the host for the backward half", ("", "bytes"), rows_)
+        yield Table("Offloaded to the host until the backward pass", ("", "bytes"), rows_)
     if summary["choices"]:
         tried = tuple(_choice_row(item) for item in summary["choices"])
-        yield Table("Choices tried, in order", ("", "work of a chunk", "peak"), tried, "The first that fits the budget is taken.")
+        yield Table("Candidates in order", ("", "work of a chunk", "peak"), tried, "The first that fits the budget runs.")
 
 
 def _choice_row(item: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return a row of a tried choice: its name, the work of a chunk, and its peak."""
     work = item["chunk_work_bytes"]
-    return item["choice"], "as asked" if work is None else format_bytes(work), format_bytes(item["peak_bytes"])
+    return item["choice"], "as given" if work is None else format_bytes(work), format_bytes(item["peak_bytes"])

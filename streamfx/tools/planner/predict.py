@@ -14,7 +14,7 @@ from streamfx.cost.curve import Curve
 from streamfx.cost.memory import Cost
 from streamfx.cost.work import Work, total_work
 from streamfx.tools.inspect.curves import curve_of_call
-from streamfx.tools.inspect.eager import Around, eager_cost
+from streamfx.tools.inspect.eager import LayerWrapper, eager_cost
 from streamfx.tools.inspect.explain import Explanation
 from streamfx.tools.inspect.tracing import traced
 from streamfx.tools.planner.host_memory import bytes_on_host
@@ -43,7 +43,7 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step with the backend at one length, in bytes and FLOPs; `ways` are the baselines by name.
+    """A step with the backend at one length, in bytes and FLOPs; `baselines` has the baselines by name.
 
     `streams` summarizes how much of the step is chunked. `layers_twice` are the FLOPs, and those of attention, of
     gradient checkpointing that recomputes each layer completely; None if there are no layers. `not_checkpointed` is the
@@ -60,12 +60,12 @@ class Prediction:
     stages: list[dict[str, Any]]
     choices: list[dict[str, Any]]
     budget: int | None
-    ways: dict[str, StepPrediction]
+    baselines: dict[str, StepPrediction]
     layers_twice: tuple[int, int] | None
     stopped: str | None
     not_checkpointed: str | None = None
     wire: dict[str, Any] | None = None
-    stretches: tuple[OverlapInterval, ...] = ()
+    overlap_intervals: tuple[OverlapInterval, ...] = ()
     host_bytes: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     sequence: tuple[int | None, ...] = ()
@@ -84,19 +84,19 @@ def predict(
     length: int,
     options: Mapping[str, Any],
     baselines: bool = False,
-    state: int = 0,
-    updates: bool = False,
-    extra_baselines: Mapping[str, tuple[nn.Module, Around]] = MappingProxyType({}),
+    optimizer_bytes: int = 0,
+    optimizer_in_backward: bool = False,
+    extra_baselines: Mapping[str, tuple[nn.Module, LayerWrapper]] = MappingProxyType({}),
 ) -> Prediction:
     """Trace a step of a model on the meta device, as compiled with `options`.
 
-    An optimizer has a state of `state` bytes; `updates` means that it runs in the backward pass. The baselines are eager mode,
-    gradient checkpointing, and those in `extra_baselines`.
+    The optimizer has a state of `optimizer_bytes`; with `optimizer_in_backward` it runs in the backward pass. The baselines are
+    eager mode, gradient checkpointing, and those in `extra_baselines`.
     """
     of_few = not has_ranks()  # collectives have one order across all layers
-    explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines, of_few), updates)
+    explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines, of_few), optimizer_in_backward)
     input_bytes = sum({id(value): value.nbytes for value in inputs.values()}.values())
-    constant_terms = {PARAMETERS: weight_bytes(model), OPTIMIZER: state, INPUTS: input_bytes}
+    constant_terms = {PARAMETERS: weight_bytes(model), OPTIMIZER: optimizer_bytes, INPUTS: input_bytes}
     constant_bytes = sum(constant_terms.values())
     summary = explanation.summary(with_baseline=baselines)
     costs, facts = explanation.costs, [graph.facts for graph in explanation.call.graphs]
@@ -119,14 +119,14 @@ def predict(
         work=total_work(cost.work for cost in costs),
         stages=list(summary["stages"]),
         streams=streams_of(summary),
-        choices=[item.as_dict() for fitting in budget_searches for item in fitting.candidates],
-        budget=next((fitting.budget for fitting in budget_searches), None),
-        ways={name: _baseline_prediction(cost, constant_bytes) for name, cost in baseline_costs.items()},
+        choices=[item.as_dict() for search in budget_searches for item in search.candidates],
+        budget=next((search.budget for search in budget_searches), None),
+        baselines={name: _baseline_prediction(cost, constant_bytes) for name, cost in baseline_costs.items()},
         layers_twice=_flops_with_layers_twice(explanation.baseline) if baselines else None,
         stopped=summary["stopped"],
         not_checkpointed=summary["not_checkpointed"],
         wire=summary["wire"],
-        stretches=tuple(
+        overlap_intervals=tuple(
             part for graph_facts, cost in zip(facts_by_call, costs, strict=True) for part in generate_segments(graph_facts, cost)
         ),
         host_bytes=sum(map(bytes_on_host, facts_by_call)),

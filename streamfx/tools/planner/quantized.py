@@ -19,7 +19,7 @@ from streamfx.tools.inspect.layers import layers_of
 
 BLOCK = 64  # elements that share a one-byte scale
 SECOND_BLOCK = 256  # scales that share a float32 scale
-LEAST = 1 << 20  # elements; smaller weights are not quantized
+MIN_QUANTIZED_ELEMENTS = 1 << 20  # elements; smaller weights are not quantized
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class DequantizedWeight(nn.Module):
 def quantized(model: nn.Module, name: str) -> nn.Module:
     """Freeze a model and quantize the large matrices of its layers, including those of experts."""
     if name not in SCHEMES:
-        raise PlanError(f"there is no way {name!r} to quantize weights", do=choices_hint(name, SCHEMES))
+        raise PlanError(f"there is no quantization {name!r}", do=choices_hint(name, SCHEMES))
     model.requires_grad_(False)
     for layer in layers_of(model):
         for module in list(layer.modules()):
             for key, weight in list(module.named_parameters(recurse=False)):
-                if weight.dim() >= 2 and weight.numel() >= LEAST:
+                if weight.dim() >= 2 and weight.numel() >= MIN_QUANTIZED_ELEMENTS:
                     parametrize.register_parametrization(module, key, DequantizedWeight(weight, SCHEMES[name]), unsafe=True)
     return model

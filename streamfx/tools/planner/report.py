@@ -15,7 +15,7 @@ from streamfx.cost.work import Work
 from streamfx.tools.inspect.explain import OURS
 from streamfx.tools.planner.devices import REACHED, Device
 from streamfx.tools.planner.host_memory import devices_per_host
-from streamfx.tools.planner.overlap import NOTHING, Seconds, waited
+from streamfx.tools.planner.overlap import NO_TRAFFIC, Seconds, waiting_seconds
 from streamfx.tools.planner.plan_page import page_of_plan
 from streamfx.tools.planner.predict import Prediction, StepPrediction
 from streamfx.tools.planner.search import Limits
@@ -28,15 +28,15 @@ from streamfx.tools.report.text import in_flops, in_seconds, reason_lines, suffi
 from streamfx.tools.report.timeline import Timeline, memory_timeline
 from streamfx.tools.report.verdict import EAGER, StepCost, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
-RESERVE = 0.02  # fraction of a device's memory kept free for allocations outside of the plan
+RESERVE = 0.02  # fraction of a device's memory to leave free for allocations outside the plan
 NOT_COUNTED = "the driver's context, buffers of collectives and libraries, and gaps between allocations are not counted"
 KINDS = {"linear": "products", "attention": "attention"}
-ASSUMED = "{rates}; element-wise work fused if compiled; 5 us of the host per kernel"
-PUBLISHED_RATES, MEASURED_RATES = "60 % of published rates", "shares of published rates as on an H100"
+ASSUMED = "{rates}; element-wise work fused if compiled; 5 us of host time per kernel"
+PUBLISHED_RATES, MEASURED_RATES = "60 % of published rates", "the shares of published rates measured on an H100"
 ASSUMED_HERE = "rates of one product and one copy; element-wise work fused if compiled"
-ASSUMED_WIRE = "60 % of published rates in one direction; rings; near in groups inside of a machine of 8 devices, else far"
-ASSUMED_HOST = "60 % of the published rate of a link that each device has for itself; copied while loops run"
-NONE = Limits()
+ASSUMED_WIRE = "60 % of published rates in one direction; rings; near within a machine of 8 devices, else far"
+ASSUMED_HOST = "60 % of the published rate of each device's own link; copied while loops run"
+UNLIMITED = Limits()
 COMPILED = "compiled_seconds"
 TIMES = ("seconds", COMPILED)
 LAYERS_TWICE = "gradient checkpointing, whole layers"
@@ -75,7 +75,7 @@ class PlanReport(Exports):
     name: str
     prediction: Prediction
     device: Device
-    limits: Limits = NONE
+    limits: Limits = UNLIMITED
     max_length: int | None = None
     max_batch: int | None = None
     ranks: Sharding = ALONE
@@ -89,13 +89,12 @@ class PlanReport(Exports):
         step, limit = self.prediction, self.limits.device
         if self.max_length is not None:
             return length_verdict(self.max_length, self.lengths)
-        others = [StepCost(name, way.peak_bytes, way.flops) for name, way in step.ways.items()]
+        others = [StepCost(name, way.peak_bytes, way.flops) for name, way in step.baselines.items()]
         others.sort(key=lambda other: other.way == EAGER)
         ours, why = StepCost("streambp", step.peak_bytes, step.flops), why_nothing_streams(step.stages)
         if limit is not None and step.peak_bytes <= limit and not self.limits.hold(step):
-            return (
-                f"{format_bytes(step.host_bytes)} do not fit into {format_bytes(self.limits.host or 0)} of host memory per device"
-            )
+            host_limit = format_bytes(self.limits.host or 0)
+            return f"{format_bytes(step.host_bytes)} do not fit into {host_limit} of host memory per device"
         if limit is not None:
             return verdict_within(limit, ours, others, why)
         return verdict(ours, others, why, self.gains_from)
@@ -116,7 +115,7 @@ class PlanReport(Exports):
             (True, 1024, 1073741824)
         """
         prediction = self.prediction
-        baselines = {name: self._baseline_summary(way) for name, way in prediction.ways.items()}
+        baselines = {name: self._baseline_summary(way) for name, way in prediction.baselines.items()}
         twice = prediction.layers_twice
         return {
             "model": self.name,
@@ -128,12 +127,12 @@ class PlanReport(Exports):
             "verdict": self.verdict,
             "gains_from": self.gains_from,
             "lengths": dict(self.lengths),
-            "fits": None if self.limits == NONE else self.limits.hold(prediction),
+            "fits": None if self.limits == UNLIMITED else self.limits.hold(prediction),
             "peak_bytes": prediction.peak_bytes,
             "peak_by_term": dict(prediction.peak_by_term),
             "flops": prediction.flops,
             "baseline_flops": twice[0] if twice else None,
-            "flops_by_kind": {name: by_kind(*counts) for name, counts in self._flops_by_way().items()},
+            "flops_by_kind": {name: by_kind(*counts) for name, counts in self._flops_by_baseline().items()},
             "seconds": self._seconds(prediction.work) + sum(self._waited()),
             "optimizer_in_backward": self.updates,
             "world": self.ranks.world,
@@ -162,7 +161,7 @@ class PlanReport(Exports):
             memory_timeline(way, curve, self._seconds if way == OURS else self.device.seconds, flops)
             for way, (curve, flops) in self.prediction.curves.items()
         )
-        waiting = "; what a device waits for others is left out" if self.prediction.wire is not None else ""
+        waiting = "; without the time that a device waits for others" if self.prediction.wire is not None else ""
         return Timeline(tuple(courses), f"predicted for {self.device.name}, {self._assumed_rates}{waiting}")
 
     @property
@@ -187,7 +186,7 @@ class PlanReport(Exports):
         if not size:
             return None
         limit, rate = None if self.limits.host is None else self.limits.host * devices, self.device.to_host
-        copied = sum(interval.copies.left + interval.copies.fetched for interval in self.prediction.stretches)
+        copied = sum(interval.copies.left + interval.copies.fetched for interval in self.prediction.overlap_intervals)
         times = {"seconds": self.device.copying(copied), "waited_seconds": self._waited()[1]} if rate else {}
         return {
             "bytes": size,
@@ -216,26 +215,25 @@ class PlanReport(Exports):
         With zero1, half of the bytes of an all-reduce are sent after the step: it is a reduce-scatter of gradients, then an
         all-gather of updated parameters.
         """
-        stretches, device = self.prediction.stretches, self.device
-        after_step = NOTHING
+        overlap_intervals, device = self.prediction.overlap_intervals, self.device
+        after_step = NO_TRAFFIC
         if self.ranks.shard == ZERO1:
-            after_step = total_traffic(interval.reduced for interval in stretches).halved
-            stretches = tuple(replace(interval, reduced=interval.reduced.halved) for interval in stretches)
+            after_step = total_traffic(interval.reduced for interval in overlap_intervals).halved
+            overlap_intervals = tuple(replace(interval, reduced=interval.reduced.halved) for interval in overlap_intervals)
         rates = Seconds(lambda interval: self._seconds(interval.work), device.sending, device.copying)
-        sent, copied = waited(stretches, rates)
+        sent, copied = waiting_seconds(overlap_intervals, rates)
         return device.sending(after_step) + sent, copied
 
     def _counted_text(self) -> str:
         """Describe which values the memory figures include."""
-        state = self.prediction.peak_by_term.get(OPTIMIZER)
-        if self.updates:
-            return "parameters included, gradients until they are used" + (", and the optimizer's state" if state else "")
-        return "parameters and gradients included, " + ("and the optimizer's state" if state else "without optimizer")
+        state = "with optimizer state" if self.prediction.peak_by_term.get(OPTIMIZER) else "without optimizer state"
+        gradients = "gradients until the optimizer takes them" if self.updates else "gradients"
+        return f"with parameters and {gradients}, {state}"
 
-    def _flops_by_way(self) -> dict[str, tuple[int, int]]:
+    def _flops_by_baseline(self) -> dict[str, tuple[int, int]]:
         """Return the FLOPs, and those of attention, of the backend and each baseline."""
         prediction = self.prediction
-        works = {"streambp": prediction.work, **{name: way.work for name, way in prediction.ways.items()}}
+        works = {"streambp": prediction.work, **{name: way.work for name, way in prediction.baselines.items()}}
         counts = {name: (work.flops, work.attention_flops) for name, work in works.items()}
         return counts | ({LAYERS_TWICE: prediction.layers_twice} if prediction.layers_twice else {})
 
@@ -283,10 +281,10 @@ class PlanReport(Exports):
         yield from reason_lines(step.stages)
         if step.choices:
             yield ""
-            yield from table(["choices tried, in order", "work of a chunk", "peak"], [_choice_row(item) for item in step.choices])
+            yield from table(["candidates in order", "work of a chunk", "peak"], [_choice_row(item) for item in step.choices])
         if step.stopped:
             yield ""
-            yield f"the call could not be followed to its end: {step.stopped}"
+            yield f"the call could not be traced to its end: {step.stopped}"
 
     def _reserve_lines(self) -> Iterator[str]:
         """Yield the free memory if the step fits, compared with the reserve."""
@@ -301,10 +299,10 @@ class PlanReport(Exports):
         ranks = self.ranks
         if ranks.world == 1:
             return ""
-        cut = "" if ranks.tensor == 1 else f", layers cut by {ranks.tensor}"
+        split = "" if ranks.tensor == 1 else f", layers split by {ranks.tensor}"
         if ranks.near == 1:
             return f" on each of {ranks.world} devices, {ranks.shard}"
-        return f" on each {ranks.near} of {ranks.world} devices, {ranks.shard}{cut}, sequences divided by {ranks.context}"
+        return f" on each {ranks.near} of {ranks.world} devices, {ranks.shard}{split}, sequences split by {ranks.context}"
 
     def _host_lines(self, host: dict[str, Any] | None) -> Iterator[str]:
         """Yield the bytes that wait on the host."""
@@ -315,7 +313,7 @@ class PlanReport(Exports):
                 if host["devices"] == 1
                 else f", {format_bytes(host['bytes_of_all'])}{limit} for the {host['devices']} of a machine"
             )
-            yield f"  host     {format_bytes(host['bytes'])} wait there for the backward half{every or limit}"
+            yield f"  host     {format_bytes(host['bytes'])} offloaded until the backward pass{every or limit}"
             yield from self._copy_lines(host)
 
     def _copy_lines(self, host: dict[str, Any]) -> Iterator[str]:
@@ -337,7 +335,7 @@ class PlanReport(Exports):
                 f"{format_bytes(size)} {name}, at {rates[name]} per second" for name, size in sizes.items() if size
             )
             takes, waits = in_seconds(wire["seconds"]), in_seconds(wire["waited_seconds"])
-            yield f"  wire     each device sends {sent}: {takes}; {waits} of it waited for"
+            yield f"  wire     each device sends {sent}: {takes}, of which {waits} are waited for"
             yield f"           {ASSUMED_WIRE}"
 
     def _comparison_rows(self, summary: dict[str, Any]) -> list[list[str]]:
@@ -358,7 +356,7 @@ class PlanReport(Exports):
         if LAYERS_TWICE in kinds:
             ours, twice = kinds["streambp"], kinds[LAYERS_TWICE]
             parts = [f"{in_flops(ours[kind])} in {name} ({ratio(ours[kind], twice[kind])})" for kind, name in KINDS.items()]
-            yield f"  compute  {', '.join(parts)} of what it is if each layer's forward half runs twice"
+            yield f"  compute  {', '.join(parts)} of a step that runs each layer's forward pass twice"
 
 
 def by_kind(flops: int, attention: int) -> dict[str, int]:
@@ -381,7 +379,7 @@ def _stage_rows(stages: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
 
 def _choice_row(item: dict[str, Any]) -> list[str]:
     work = item["chunk_work_bytes"]
-    return [item["choice"], "as asked" if work is None else format_bytes(work), format_bytes(item["peak_bytes"])]
+    return [item["choice"], "as given" if work is None else format_bytes(work), format_bytes(item["peak_bytes"])]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

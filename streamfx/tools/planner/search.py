@@ -17,13 +17,13 @@ from streamfx.tools.planner.predict import Prediction
 from streamfx.tools.planner.scaling import Growth, growth_of, size_within
 
 FIRST_LENGTH = 65536  # per device; if stage inputs are offloaded, `OFFLOADED` times as many fit
-OFFLOADED = 4
-MOST_TRACES = 6
-FAR = 1.5  # ratio of sizes from which the growth of the chunk work matters
-CLOSE = 0.01  # relative gain below which the search ends
-AIM = 0.998  # fraction of the memory that a guess targets
-BUSY = 1024  # tokens of a chunk; smaller chunks save little memory but cost much time
-LEAST_ROWS = 8
+OFFLOAD_LENGTH_FACTOR = 4
+MAX_TRACES = 6
+MIN_GUESS_RATIO = 1.5  # ratio of sizes from which the growth of the chunk work matters
+MIN_RELATIVE_GAIN = 0.01  # relative gain below which the search ends
+TARGET_SHARE = 0.998  # fraction of the memory that a guess targets
+EFFICIENT_TOKENS = 1024  # tokens of a chunk; smaller chunks save little memory but cost much time
+MIN_ROWS = 8
 
 Predict = Callable[[int, Mapping[str, Any]], Prediction]
 Work = Callable[[int, Prediction, int], Growth]
@@ -50,7 +50,7 @@ class Limits:
     def size(self, size: int, prediction: Prediction, growth: Growth) -> int:
         """Return the size at which a step reaches a limit, given its prediction at one size and the growth of its chunk work."""
         assert self.device is not None
-        size_on_device = size_within(self.device * AIM, size, prediction, growth)
+        size_on_device = size_within(self.device * TARGET_SHARE, size, prediction, growth)
         if self.host is None or not prediction.host_bytes:
             return size_on_device
         return min(size_on_device, int(size * self.host / prediction.host_bytes))
@@ -60,7 +60,7 @@ def _fits(size: int, limit: int | None) -> bool:
     return limit is None or size <= limit
 
 
-def largest(
+def find_largest(
     predict: Predict,
     limits: Limits,
     options: Mapping[str, Any],
@@ -82,33 +82,33 @@ def largest(
         """Return the next size to trace, between the largest that fits and the smallest that does not."""
         return _next_candidate(limits.size(size, prediction, growth), best[0] if best else 0, failed, sought.multiple)
 
-    for _ in range(MOST_TRACES):
-        prediction = predict(size, {**least_memory(sought.sequences(size), stages, options), **options})
+    for _ in range(MAX_TRACES):
+        prediction = predict(size, {**options_with_least_memory(sought.sequences(size), stages, options), **options})
         if limits.hold(prediction):
             best = size, prediction
         else:
             failed = size
         growth = {} if previous is None else growth_of(*previous, size, prediction)
-        if previous is None and work is not None and (guess := next_size(growth)) >= FAR * size:
+        if previous is None and work is not None and (guess := next_size(growth)) >= MIN_GUESS_RATIO * size:
             growth = work(size, prediction, guess)
-        if limits.hold(prediction) and limits.size(size, prediction, growth) - size <= CLOSE * size:
+        if limits.hold(prediction) and limits.size(size, prediction, growth) - size <= MIN_RELATIVE_GAIN * size:
             break
         previous, size = (size, prediction), next_size(growth)
         gain = size - best[0] if best else size
-        if size < sought.multiple or gain <= CLOSE * size:
+        if size < sought.multiple or gain <= MIN_RELATIVE_GAIN * size:
             break
     return best
 
 
-def least_memory(sequences: int, stages: int, options: Mapping[str, Any]) -> dict[str, Any]:
+def options_with_least_memory(sequences: int, stages: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with the least memory, as defaults for `options`."""
-    rows = max(LEAST_ROWS, BUSY // sequences)
+    rows = max(MIN_ROWS, EFFICIENT_TOKENS // sequences)
     offload = options.get("offload", "none")
-    every = fewest_bytes(stages) if offload == "none" else 1  # offloaded inputs use no device memory: save all of them
+    every = stages_per_saved_input(stages) if offload == "none" else 1  # offloaded inputs use no device memory: save all of them
     return {"save": min_save_level(offload), "keep_every": every, "chunk_size": rows, "loss_chunk_size": rows}
 
 
-def fewest_bytes(stages: int) -> int:
+def stages_per_saved_input(stages: int) -> int:
     """Return the number of stages per saved input with the least memory."""
     return min(KEEP_EVERY, key=lambda every: 1 / every + (every - 1) / max(stages, every))
 

@@ -78,9 +78,9 @@ class Sharding:
             return
         if has_ranks():
             raise PlanError(
-                f"a plan for {self.world} ranks imagines them",
-                found="a process group, which this process belongs to",
-                do="plan in a process of its own, as `streamfx plan` does",
+                f"a plan for {self.world} ranks creates fake ranks",
+                found="this process already belongs to a process group",
+                do="plan in a separate process, as `streamfx plan` does",
             )
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -101,15 +101,15 @@ ALONE = Sharding()
 def checked_sharding(world: int, shard: Any, tensor: int = 1, context: int = 1) -> Sharding:
     """Return a valid sharding, or raise."""
     if shard not in SHARDS:
-        raise PlanError(f"nothing is divided as {shard!r}", do=choices_hint(shard, SHARDS))
+        raise PlanError(f"there is no sharding {shard!r}", do=choices_hint(shard, SHARDS))
     if world % (tensor * context):
         raise PlanError(
-            f"a step is divided among tensor={tensor} times context={context} devices",
+            f"tensor={tensor} times context={context} must divide the number of devices",
             found=f"a world of {world}",
             do=f"give a multiple of {tensor * context}",
         )
     if world == 1 and shard != DDP:
-        raise PlanError(f"{shard} divides a step among devices", found="a world of 1", do="say of how many, as --world 8")
+        raise PlanError(f"{shard} needs several devices", found="a world of 1", do="give their number, as in --world 8")
     return Sharding(world, shard, tensor, context)
 
 

@@ -15,25 +15,32 @@ from streamfx.errors import OverBudgetError, StreamFXError, describe_error
 from streamfx.frontend.gc_pause import uncollected
 from streamfx.kernels.device_kinds import pretend_device
 from streamfx.log import log
-from streamfx.tools.inspect.eager import alike_layers
+from streamfx.tools.inspect.eager import find_layer_repetition
 from streamfx.tools.inspect.layers import first_layers, layers_of
-from streamfx.tools.planner.baselines import Peaks, Way, longest, peak_of, peaks_of_few, ways_of
+from streamfx.tools.planner.baselines import Baseline, Peaks, baselines_of, find_longest, peak_of, peaks_of_few
 from streamfx.tools.planner.break_even import gains_from
 from streamfx.tools.planner.context import part_of_a_sequence
 from streamfx.tools.planner.devices import Device
-from streamfx.tools.planner.initial_guess import FEWEST, of_all
+from streamfx.tools.planner.initial_guess import FEW_LAYERS, extrapolate_layers
 from streamfx.tools.planner.inputs import Inputs, checked_inputs
 from streamfx.tools.planner.models import loss_of
 from streamfx.tools.planner.objectives import Objective
 from streamfx.tools.planner.predict import Prediction, predict, weight_bytes
 from streamfx.tools.planner.report import PlanReport
 from streamfx.tools.planner.scaling import Growth, growth_of
-from streamfx.tools.planner.search import FIRST_LENGTH, OFFLOADED, Limits, SearchedSize, largest, least_memory
+from streamfx.tools.planner.search import (
+    FIRST_LENGTH,
+    OFFLOAD_LENGTH_FACTOR,
+    Limits,
+    SearchedSize,
+    find_largest,
+    options_with_least_memory,
+)
 from streamfx.tools.planner.shards import Sharding
 from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, IN_CHUNKS, MIN_GAIN, why_nothing_streams
 
-OFFLOAD = "let inputs of stages wait on the host (--offload, offload='inputs'), and it fits: {takes}"
-LENGTHS = 256  # the longest length per rank is rounded to a multiple of this
+OFFLOAD = "offload stage inputs to the host (--offload, offload='inputs'), then it fits: {takes}"
+LENGTH_MULTIPLE = 256  # the longest length per rank is rounded to a multiple of this
 
 
 class StepSearch(NamedTuple):
@@ -50,8 +57,9 @@ class StepSearch(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A training step of a model with an optimizer state of `state` bytes. `updates` means that the optimizer runs in
-    the backward pass; `noted` is called with each prediction.
+    """A training step of a model whose optimizer has `state` bytes. With `updates`, the optimizer runs in the backward pass.
+
+    `noted` is called with each prediction.
     """
 
     name: str
@@ -70,7 +78,7 @@ class TrainingStep:
         """Predict a step. `chunked` adds the baseline of checkpointing with a chunked loss, which is slow to trace."""
         inputs = self._inputs(batch, length)
         with pretend_device(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
-            in_chunks = ways_of(model).get(IN_CHUNKS) if self._has_baselines and chunked else None
+            in_chunks = baselines_of(model).get(IN_CHUNKS) if self._has_baselines and chunked else None
             extra_baselines = {} if in_chunks is None else {CHUNKED: in_chunks}
             prediction = predict(
                 model, inputs, length, {**self.ranks.options, **options}, baselines, self.state, self.updates, extra_baselines
@@ -104,11 +112,11 @@ class TrainingStep:
         report = PlanReport(self.name, prediction, self.device, limits, ranks=self.ranks, updates=self.updates)
         if (
             limits.device is not None
-            or CHECKPOINTING not in prediction.ways
+            or CHECKPOINTING not in prediction.baselines
             or why_nothing_streams(prediction.stages) is not None
         ):
             return report
-        if prediction.ways[CHECKPOINTING].peak_bytes >= MIN_GAIN * prediction.peak_bytes:
+        if prediction.baselines[CHECKPOINTING].peak_bytes >= MIN_GAIN * prediction.peak_bytes:
             return report
         return replace(report, gains_from=self._gains_from(batch, seq, options))
 
@@ -124,7 +132,7 @@ class TrainingStep:
             return refusal
         if not limits.hold(prediction):
             return refusal
-        memory_text = f"{format_bytes(prediction.peak_bytes)} at the peak, {format_bytes(prediction.host_bytes)} wait on the host"
+        memory_text = f"{format_bytes(prediction.peak_bytes)} at the peak, {format_bytes(prediction.host_bytes)} on the host"
         advised = OverBudgetError(
             refusal.asked, refusal.found, refusal.where, f"{OFFLOAD.format(takes=memory_text)}; or {refusal.do}"
         )
@@ -140,7 +148,7 @@ class TrainingStep:
             try:
                 return _peaks(self.at(batch, length, options, baselines=True, chunked=False))
             except StreamFXError as error:  # custom inputs or position embeddings may not support this length
-                log.info("whether %d tokens gain is not known: %s", length, describe_error(error))
+                log.info("it is unknown whether %d tokens save memory: %s", length, describe_error(error))
                 return None
 
         def peaks_of_first_layers(count: int, length: int) -> tuple[int, int] | None:
@@ -149,13 +157,15 @@ class TrainingStep:
 
         def extrapolated_peaks(length: int) -> tuple[int, int] | None:
             """Extrapolate both peaks from traces of a few layers and of one more."""
-            few_peaks, more_peaks = peaks_of_first_layers(FEWEST, length), peaks_of_first_layers(FEWEST + 1, length)
+            few_peaks, more_peaks = peaks_of_first_layers(FEW_LAYERS, length), peaks_of_first_layers(FEW_LAYERS + 1, length)
             if few_peaks is None or more_peaks is None:
                 return None
-            ours, checkpointing = (of_all(*pair, layers - FEWEST) for pair in zip(few_peaks, more_peaks, strict=True))
+            ours, checkpointing = (
+                extrapolate_layers(*pair, layers - FEW_LAYERS) for pair in zip(few_peaks, more_peaks, strict=True)
+            )
             return int(ours), int(checkpointing)
 
-        return gains_from(extrapolated_peaks if layers > 2 * FEWEST else traced_peaks, traced_peaks, seq, self.ranks.context)
+        return gains_from(extrapolated_peaks if layers > 2 * FEW_LAYERS else traced_peaks, traced_peaks, seq, self.ranks.context)
 
     def lengths(self, limits: Limits, batch: int, first_length: int) -> dict[str, int]:
         """Return the longest length of each baseline, if it can be traced."""
@@ -164,16 +174,16 @@ class TrainingStep:
         assert limits.device is not None
         by_name: dict[str, int] = {}
         layers = len(layers_of(self.model))
-        for name, way in ways_of(self.model).items():
+        for name, way in baselines_of(self.model).items():
             peak, few_peaks = partial(self._peak_of_first_layers, way, batch), partial(self._peaks_of_few, way, batch)
-            length = longest(
-                Peaks(partial(peak, layers), partial(peak, 1), few_peaks), layers, limits.device, first_length, LENGTHS
+            length = find_longest(
+                Peaks(partial(peak, layers), partial(peak, 1), few_peaks), layers, limits.device, first_length, LENGTH_MULTIPLE
             )
             if length is not None:
                 by_name[name] = length
         return by_name
 
-    def _peak_of_first_layers(self, way: Way, batch: int, count: int, length: int) -> int | None:
+    def _peak_of_first_layers(self, way: Baseline, batch: int, count: int, length: int) -> int | None:
         """Return the peak of a baseline with the first `count` layers, or None if it cannot be traced."""
         inputs, layers = self._inputs(batch, length), len(layers_of(self.model))
         with pretend_device(self.device.kind), uncollected(), first_layers(self.model, count):
@@ -182,10 +192,10 @@ class TrainingStep:
             peak = peak_of(way, inputs, alike)
             return None if peak is None else peak + self._constant_bytes(inputs)
 
-    def _peaks_of_few(self, way: Way, batch: int, length: int) -> tuple[int, int] | None:
+    def _peaks_of_few(self, way: Baseline, batch: int, length: int) -> tuple[int, int] | None:
         """Return the peaks of the first few layers, and of one layer more."""
         inputs, constant = self._inputs(batch, length), list[int]()
-        for count in (FEWEST, FEWEST + 1):
+        for count in (FEW_LAYERS, FEW_LAYERS + 1):
             with first_layers(self.model, count):
                 constant.append(self._constant_bytes(inputs))
         with pretend_device(self.device.kind), uncollected():
@@ -199,7 +209,7 @@ class TrainingStep:
     def _layer_repetition(self, inputs: Mapping[str, Tensor]) -> Repeat | None:
         """Return the layer repetition of the model, or None if there is none."""
         try:
-            return alike_layers(loss_of(self.model), inputs)
+            return find_layer_repetition(loss_of(self.model), inputs)
         except Exception:  # a baseline may be traceable even if the plain model is not
             return None
 
@@ -214,7 +224,7 @@ class TrainingStep:
             sought, first_size = SearchedSize(1, lambda size: sequences * size), batch
         else:
             sought, first_size = (
-                SearchedSize(LENGTHS * self.ranks.context, lambda _: sequences * batch),
+                SearchedSize(LENGTH_MULTIPLE * self.ranks.context, lambda _: sequences * batch),
                 max(seq, self._initial_length(fixed_options)),
             )
 
@@ -223,27 +233,27 @@ class TrainingStep:
 
         def growth_of_chunk_work(size: int, prediction: Prediction, other_size: int) -> Growth:
             """Return the growth of the chunk work to `other_size`, from a trace of a few layers."""
-            with first_layers(self.model, FEWEST):
-                options = {**least_memory(sought.sequences(other_size), layers + 1, fixed_options), **fixed_options}
+            with first_layers(self.model, FEW_LAYERS):
+                options = {**options_with_least_memory(sought.sequences(other_size), layers + 1, fixed_options), **fixed_options}
                 return growth_of(size, prediction, other_size, at(other_size, options))
 
-        best = largest(
+        best = find_largest(
             at,
             limits,
             fixed_options,
             first_size,
             sought,
             layers + 1,
-            growth_of_chunk_work if allow_few_layers and layers > 2 * FEWEST else None,
+            growth_of_chunk_work if allow_few_layers and layers > 2 * FEW_LAYERS else None,
         )
         if best is None:
-            what = "batch" if max_batch else "length"
+            quantity = "batch" if max_batch else "length"
             refusal = OverBudgetError(
-                f"no {what} fits into {format_bytes(limits.device)}", do="give more memory, or a smaller model"
+                f"no {quantity} fits into {format_bytes(limits.device)}", do="give more memory, or a smaller model"
             )
             least = (1, seq) if max_batch else (batch, sought.multiple)
             raise self._advise_offload(
-                refusal, limits, {**least_memory(sequences, layers + 1, fixed_options), **fixed_options}, *least
+                refusal, limits, {**options_with_least_memory(sequences, layers + 1, fixed_options), **fixed_options}, *least
             )
         size, prediction = best
         length, largest_batch = (None, size) if max_batch else (size, None)
@@ -254,10 +264,10 @@ class TrainingStep:
 
     def _initial_length(self, options: Mapping[str, Any]) -> int:
         """Return the length at which a search starts; it is longer if stage inputs are offloaded."""
-        return FIRST_LENGTH * self.ranks.context * (1 if options.get("offload", "none") == "none" else OFFLOADED)
+        return FIRST_LENGTH * self.ranks.context * (1 if options.get("offload", "none") == "none" else OFFLOAD_LENGTH_FACTOR)
 
 
 def _peaks(prediction: Prediction) -> tuple[int, int] | None:
     """Return the peaks of the backend and of checkpointing, or None if the latter cannot be traced."""
-    checkpointing = prediction.ways.get(CHECKPOINTING)
+    checkpointing = prediction.baselines.get(CHECKPOINTING)
     return None if checkpointing is None else (prediction.peak_bytes, checkpointing.peak_bytes)

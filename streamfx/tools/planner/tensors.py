@@ -16,7 +16,7 @@ from torch import nn
 from streamfx.errors import PlanError
 
 GATHERED = "colwise_gather_output"
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def tensor_parallel_layers(model: nn.Module, mesh: Any) -> Iterator[None]:
 def styles_of(model: nn.Module) -> dict[str, str]:
     """Return the parallel style of each split module and parameter by name; empty if there is no plan."""
     plan = getattr(model, "tp_plan", None) or {}
-    by_name = {name: plan.get(NUMBER.sub("*", name)) for name, _ in model.named_modules()}
+    by_name = {name: plan.get(LAYER_INDEX.sub("*", name)) for name, _ in model.named_modules()}
     styles = {name: style for name, style in by_name.items() if style not in (None, GATHERED)}
     inner = {name: styles.get(name.rpartition(".")[0]) for name, _ in model.named_parameters()}
     return {**styles, **{name: style for name, style in inner.items() if style is not None}}
@@ -47,10 +47,12 @@ def styles_of(model: nn.Module) -> dict[str, str]:
 
 def check_plan(model: nn.Module) -> None:
     """Refuse a model without a plan, and a version of transformers without the code for it."""
-    do = "plan with tensor=1, or with a transformers that has it"
+    do = "plan with tensor=1, or install a version of transformers that supports it"
     try:
         import transformers.distributed.tensor_parallel  # noqa: F401
     except ImportError:
-        raise PlanError("layers are cut as transformers cuts them", found="a transformers that cannot", do=do) from None
+        raise PlanError(
+            "tensor parallelism needs transformers' code for it", found="a version of transformers without it", do=do
+        ) from None
     if not styles_of(model):
-        raise PlanError("layers are cut by the plan of a configuration", found="a model without such a plan", do=do)
+        raise PlanError("tensor parallelism needs the tp_plan of a configuration", found="a model without one", do=do)
