@@ -162,7 +162,12 @@ PLANS: dict[str, dict[str, Any]] = {
         "model": LINEAR,
         "inputs": of_one_length,
     },
-    r"depend on its batch(?s:.*)inputs\(3, 64\) and inputs\(4, 64\)": {"model": LINEAR, "seq": 64, "batch": 3, "inputs": of_one_batch},
+    r"depend on its batch(?s:.*)inputs\(3, 64\) and inputs\(4, 64\)": {
+        "model": LINEAR,
+        "seq": 64,
+        "batch": 3,
+        "inputs": of_one_batch,
+    },
     "the same sizes from inputs": {"model": LINEAR, "max_batch": True, "memory": "1G", "inputs": of_one_batch},
     r"x=a ndarray(?s:.*)torch.as_tensor": {"model": LINEAR, "inputs": lambda b, t: {"x": np.zeros((b, t, 4))}},
 }

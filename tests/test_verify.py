@@ -155,7 +155,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "has no loss": lambda: streamfx.verify(lambda ids: ids + 1, IDS),
     "a str, which cannot be called": lambda: ANY.verify("model", IDS),
     "loss is a str": lambda: ANY.verify(MODEL, IDS, IDS, loss="mean"),
-    "eager mode, without the backend, it raises ValueError: Expected input batch_": lambda: streamfx.verify(MODEL, IDS, IDS[:, 1:]),
+    "eager mode, without the backend, it raises ValueError: Expected input batch_": lambda: streamfx.verify(
+        MODEL, IDS, IDS[:, 1:]
+    ),
 }
 
 
