@@ -356,7 +356,7 @@ def _ordered_axes(axes: AxisFacts) -> set[Atom]:
 def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     """Return the axis along which the most bytes can be chunked; None if there is none.
 
-    Views and results do not count, because chunks do not save their bytes. The order of preference:
+    Views and results do not count, because chunks do not save their bytes; values along derived axes do. The preference:
     - ordered axes of the inputs, even if an operator needs all their rows. Features are excluded: they are contiguous in
       memory, and their slices are concatenated in another order, as in rotary embeddings;
     - axes that no parameter has and that no operator needs in full;

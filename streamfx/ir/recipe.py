@@ -14,10 +14,10 @@ from streamfx.ir.sizes import Size
 
 
 @dataclass(frozen=True)
-class GivenInput:
+class InputValue:
     """An argument of the compiled graph, by index."""
 
-    position: int
+    index: int
     name: str
 
     def __str__(self) -> str:
@@ -25,10 +25,10 @@ class GivenInput:
 
 
 @dataclass(frozen=True)
-class GivenOutput:
+class OutputValue:
     """A result of the compiled graph, by index."""
 
-    position: int
+    index: int
     name: str
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class GivenOutput:
 
 
 @dataclass(frozen=True)
-class GivenSize:
+class SizeValue:
     """A number computed from the sizes of the arguments."""
 
     size: Size
@@ -45,7 +45,7 @@ class GivenSize:
         return str(self.size)
 
 
-Given: TypeAlias = "GivenInput | GivenOutput | GivenSize"
+RecipeInput: TypeAlias = "InputValue | OutputValue | SizeValue"
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,19 @@ class Context:
 
 @dataclass(frozen=True)
 class RecipeProgram:
-    """Torch functions in order. `given` has the sources of the last placeholders; the caller passes the ones before.
+    """Torch functions in order. `inputs` has the values of the last placeholders; the caller passes the ones before.
 
     An operator that is not in `contexts` runs under the modes of the call.
     """
 
     graph: fx.Graph
-    given: tuple[Given, ...]
+    inputs: tuple[RecipeInput, ...]
     contexts: Mapping[fx.Node, Context] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Format the program, one call per line, with given values by their names."""
+        """Format the program, one call per line, with inputs by their names."""
         placeholders = self.graph.find_nodes(op="placeholder")
-        names = {node: str(given) for node, given in zip(reversed(placeholders), reversed(self.given), strict=False)}
+        names = {node: str(item) for node, item in zip(reversed(placeholders), reversed(self.inputs), strict=False)}
         calls = [node for node in self.graph.nodes if node.op in ("call_function", "call_method")]
         return "\n".join(f"  {node.name} = {_call_text(node, names)}" for node in calls)
 
@@ -92,9 +92,9 @@ class _Name(str):
 
 @dataclass(frozen=True)
 class RowAxes:
-    """The row dimensions of a result: row i of dimension n is computed from row i of dimension `dims[n]` of value `given`."""
+    """The row dimensions of a result: row i of dimension n is computed from row i of dimension `dims[n]` of input `source`."""
 
-    given: int
+    source: int
     dims: tuple[int | None, ...]
 
 
@@ -112,8 +112,8 @@ class Recipe:
     rows: RowAxes | None = None
 
     def __str__(self) -> str:
-        sizes, given = (", ".join(map(str, items)) for items in (self.shape, self.program.given))
-        return f"{self.name} [{sizes}] {self.dtype} on {self.device}, from {given}"
+        sizes, inputs = (", ".join(map(str, items)) for items in (self.shape, self.program.inputs))
+        return f"{self.name} [{sizes}] {self.dtype} on {self.device}, from {inputs}"
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class SizeSources:
 class ReturnedOutput:
     """A result that the compiled graph returns, by index."""
 
-    position: int
+    index: int
 
 
 @dataclass(frozen=True)

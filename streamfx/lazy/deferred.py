@@ -174,7 +174,7 @@ class DeferredOutput(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
         """Return None for `source` and `like`, and the gradients of the values that the recipe reads."""
         if gradient is None:
-            return (None,) * (2 + len(ctx.source.recipe.program.given))
+            return (None,) * (2 + len(ctx.source.recipe.program.inputs))
         running = nodes_to_execute(ctx.next_functions)
         if not ctx.freed.isdisjoint(running):
             raise RuntimeError(FREED)  # these nodes would also raise it, but only after the head's weight got a second gradient

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamfx.ir.recipe import Given, GivenInput, GivenOutput, OutputPlan, RebuiltOutput, Recipe, RecipeProgram, ReturnedOutput
+from streamfx.ir.recipe import (
+    InputValue,
+    OutputPlan,
+    OutputValue,
+    RebuiltOutput,
+    Recipe,
+    RecipeInput,
+    RecipeProgram,
+    ReturnedOutput,
+)
 from streamfx.ir.sizes import Size
 from streamfx.lazy.deferred import deferred
 from streamfx.lazy.recompute import ChunkingDecision, RecomputeSource, UseCompiler, run_program
@@ -42,9 +51,7 @@ class DeferredCall:
         def result(item: ReturnedOutput | RebuiltOutput) -> Any:
             """Return an output of the graph, or a view of a deferred tensor."""
             return (
-                outputs[item.position]
-                if isinstance(item, ReturnedOutput)
-                else _apply_view(tensors[item.recipe], item.view, sizes)
+                outputs[item.index] if isinstance(item, ReturnedOutput) else _apply_view(tensors[item.recipe], item.view, sizes)
             )
 
         results = [result(item) for item in self.plan.results]
@@ -59,7 +66,7 @@ class DeferredCall:
         chunking: ChunkingDecision,
     ) -> Tensor:
         """Return the deferred tensor for a recipe, from this call's inputs, outputs and sizes."""
-        values = [_given_value(given, arguments, outputs, sizes) for given in recipe.program.given]
+        values = [_input_value(item, arguments, outputs, sizes) for item in recipe.program.inputs]
         shape, strides = ([_size(size, sizes) for size in dims] for dims in (recipe.shape, recipe.strides))
         like = torch.empty_strided(shape, strides, dtype=recipe.dtype, device="meta")
         return deferred(RecomputeSource(recipe, values, like.numel(), chunking), like, values)
@@ -73,17 +80,17 @@ def _apply_view(tensor: Tensor, view: RecipeProgram | None, sizes: Mapping[str, 
     """Return a view of a deferred tensor by a recorded program; the tensor itself without one."""
     if view is None:
         return tensor
-    result: Tensor = run_program(view, [tensor, *(_given_value(given, (), (), sizes) for given in view.given)])
+    result: Tensor = run_program(view, [tensor, *(_input_value(item, (), (), sizes) for item in view.inputs)])
     return result
 
 
-def _given_value(given: Given, arguments: Sequence[Any], outputs: Sequence[Any], sizes: Mapping[str, int]) -> Any:
+def _input_value(item: RecipeInput, arguments: Sequence[Any], outputs: Sequence[Any], sizes: Mapping[str, int]) -> Any:
     """Return the value that a recipe reads: an input of the call, an output of the compiled graph, or a size."""
-    if isinstance(given, GivenInput):
-        return arguments[given.position]
-    if isinstance(given, GivenOutput):
-        return outputs[given.position]
-    return _size(given.size, sizes)
+    if isinstance(item, InputValue):
+        return arguments[item.index]
+    if isinstance(item, OutputValue):
+        return outputs[item.index]
+    return _size(item.size, sizes)
 
 
 def _size(size: Size, sizes: Mapping[str, int]) -> int:

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from streamfx.errors import StaleOutputError
 from streamfx.ir.fingerprint import Fingerprint
-from streamfx.ir.recipe import Context, GivenSize, Recipe, RecipeProgram
+from streamfx.ir.recipe import Context, Recipe, RecipeProgram, SizeValue
 from streamfx.runtime.error_location import name_line
 from streamfx.torch_private import no_saved_tensor_hooks
 
@@ -207,8 +207,8 @@ class RecomputeSource:
         self.modes = Modes.now(recipe.device)
         self.waits = MIN_INPUT_RATIO * numel >= max((value.numel() for value in values if isinstance(value, Tensor)), default=0)
         self._values: list[Any] = [
-            value if isinstance(given, GivenSize) else _HeldOutput.of(given.name, value, self.waits)
-            for given, value in zip(recipe.program.given, values, strict=True)
+            value if isinstance(item, SizeValue) else _HeldOutput.of(item.name, value, self.waits)
+            for item, value in zip(recipe.program.inputs, values, strict=True)
         ]
         self._tapes: list[_Tape] = []  # at most one; the thread that uses it removes it
         chunking.sources.add(self)
@@ -240,10 +240,10 @@ class RecomputeSource:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The longest dimension of rows: its index in the deferred tensor, and in the given value that supplies the rows."""
+        """The longest dimension of rows: its index in the deferred tensor, and in the input that supplies the rows."""
         rows = self.recipe.rows
         assert rows is not None
-        shape = self._values[rows.given].tensor.shape
+        shape = self._values[rows.source].tensor.shape
         return max(
             ((dim, given_dim) for dim, given_dim in enumerate(rows.dims) if given_dim is not None),
             key=lambda item: shape[item[1]],
@@ -253,7 +253,7 @@ class RecomputeSource:
     def length(self) -> int:
         """The number of rows in the longest dimension of rows."""
         assert self.recipe.rows is not None
-        length: int = self._values[self.recipe.rows.given].tensor.shape[self.longest[1]]
+        length: int = self._values[self.recipe.rows.source].tensor.shape[self.longest[1]]
         return length
 
     def has_rows(self, dim: int) -> bool:

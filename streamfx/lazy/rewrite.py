@@ -16,16 +16,16 @@ from torch import fx
 
 from streamfx.ir.joint import outputs_of
 from streamfx.ir.recipe import (
-    Given,
-    GivenInput,
-    GivenOutput,
-    GivenSize,
+    InputValue,
     OutputPlan,
+    OutputValue,
     RebuiltOutput,
     Recipe,
+    RecipeInput,
     RecipeProgram,
     ReturnedOutput,
     RowAxes,
+    SizeValue,
 )
 from streamfx.ir.sizes import product, quotient, shape_of, size_of
 from streamfx.lazy import steps
@@ -293,11 +293,11 @@ class _OutputRewriter:
         dims = rows_of_program(largest, frontier.recomputed)
         return RowAxes(frontier.saved.index(largest), dims) if any(dim is not None for dim in dims) else None
 
-    def _recipe_input(self, node: fx.Node) -> Given:
+    def _recipe_input(self, node: fx.Node) -> RecipeInput:
         """Describe a value that a recipe reads: an input if autograd or the model keeps it, else an output of the new graph."""
         if is_parameter(node) or (node.op == "placeholder" and example(node).requires_grad):
-            return GivenInput(self.inputs[node], _readable(placeholder_source(node)) or node.name)
-        return GivenOutput(self._returned(node), node.name)
+            return InputValue(self.inputs[node], _readable(placeholder_source(node)) or node.name)
+        return OutputValue(self._returned(node), node.name)
 
     def _view_program(self, base: fx.Node, output: fx.Node) -> RecipeProgram | None:
         """Return the views that lead from a base to an output, as a program; None if the output is the base."""
@@ -305,11 +305,11 @@ class _OutputRewriter:
         return self._program((base,), nodes, None) if nodes else None
 
     def _program(
-        self, given: Sequence[fx.Node], nodes: Sequence[fx.Node], label: Callable[[fx.Node], Given] | None
+        self, placeholders: Sequence[fx.Node], nodes: Sequence[fx.Node], label: Callable[[fx.Node], RecipeInput] | None
     ) -> RecipeProgram:
-        """Return the nodes as a separate graph with inputs `given`, described by `label`, or not at all if that is None."""
+        """Return the nodes as a separate graph with inputs `placeholders`, described by `label`, or not at all if that is None."""
         graph = fx.Graph()
-        env = {node: graph.placeholder(node.name) for node in given}
+        env = {node: graph.placeholder(node.name) for node in placeholders}
         sizes = dict.fromkeys(
             operand for node in nodes for operand in node.all_input_nodes if is_known_size(operand, self.values)
         )
@@ -319,9 +319,9 @@ class _OutputRewriter:
         graph.output(env[nodes[-1]])
         for copy in graph.nodes:
             copy.meta = {}  # keep no FakeTensors alive
-        numbers = tuple(GivenSize(size_of(example(node))) for node in sizes)
+        numbers = tuple(SizeValue(size_of(example(node))) for node in sizes)
         contexts = {env[node]: self.values.contexts[node] for node in nodes if node in self.values.contexts}
-        return RecipeProgram(graph, (*map(label, given), *numbers) if label else numbers, contexts)
+        return RecipeProgram(graph, (*map(label, placeholders), *numbers) if label else numbers, contexts)
 
 
 HOLDERS = ("self", "_modules", "_parameters", "_buffers")

@@ -216,7 +216,7 @@ class _GraphBuilder:
         dim = 0 if rows is None else source.longest[1]
         nodes = []
         for i, value in enumerate(values):
-            has_rows = rows is not None and i == rows.given
+            has_rows = rows is not None and i == rows.source
             if has_rows:
                 self.along.append((len(self.inputs), dim))
                 value = value[(slice(None),) * dim + (slice(start, stop),)].contiguous()  # some operators require this layout
