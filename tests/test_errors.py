@@ -161,7 +161,7 @@ class Decoder(Causal):
         loss = super().forward(ids, labels)
         if self.mode == "late" and loss > 0:
             raise KeyError("in forward")
-        self.seen += not self.mode
+        self.seen.add_(not self.mode)
         return loss
 
 

@@ -38,7 +38,7 @@ class Broken(nn.Module):
             x = layer(x)
             torch._dynamo.graph_break()
         self.calls += 1
-        self.count += 1
+        self.count.add_(1)
         self.seen.append(self.calls)
         return x.square().mean()
 

@@ -18,7 +18,7 @@ from streamfx.budget import format_bytes
 from streamfx.tools.cli import main
 from streamfx.tools.report.chart import colour_of, comparison_chart, stacked_chart
 from streamfx.tools.report.diagram import Arrow, Box, Diagram, Group, as_dot, as_mermaid
-from streamfx.tools.report.html import SIDE, html_of, stairs_of
+from streamfx.tools.report.html import SPAN_SIZE, html_of, stairs_of
 from streamfx.tools.report.page import SpanFigure
 from tests.support.layered import Layered
 from tests.support.pages import Read
@@ -137,12 +137,12 @@ def test_hostile_names_are_escaped_in_html(explanation: streamfx.Explanation) ->
 
 def test_stairs_show_visible_keys() -> None:
     causal = stairs_of(SpanFigure("causal", [None, 0]), 64, 16)
-    assert [round(width / SIDE, 3) for _, _, width, _ in causal] == [0.25, 0.5, 0.75, 1.0]
+    assert [round(width / SPAN_SIZE, 3) for _, _, width, _ in causal] == [0.25, 0.5, 0.75, 1.0]
     assert all(x == 0 for x, *_ in causal)
     window = stairs_of(SpanFigure("window(8)", [-8, 0]), 64, 16)
-    assert [(round(64 * x / SIDE), round(64 * w / SIDE)) for x, _, w, _ in window] == [(0, 16), (8, 24), (24, 24), (40, 24)]
-    assert stairs_of(SpanFigure("masked", [None, None]), 64, 32) == [(0, 0, SIDE, SIDE / 2), (0, SIDE / 2, SIDE, SIDE / 2)]
-    assert stairs_of(SpanFigure("whole", None), 64, 16) == [(0, 0, SIDE, SIDE)]
+    assert [(round(64 * x / SPAN_SIZE), round(64 * w / SPAN_SIZE)) for x, _, w, _ in window] == [(0, 16), (8, 24), (24, 24), (40, 24)]
+    assert stairs_of(SpanFigure("masked", [None, None]), 64, 32) == [(0, 0, SPAN_SIZE, SPAN_SIZE / 2), (0, SPAN_SIZE / 2, SPAN_SIZE, SPAN_SIZE / 2)]
+    assert stairs_of(SpanFigure("whole", None), 64, 16) == [(0, 0, SPAN_SIZE, SPAN_SIZE)]
     assert len(stairs_of(SpanFigure("causal", [None, 0]), 1 << 20, 16)) == 12
 
 
