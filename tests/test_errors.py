@@ -151,7 +151,8 @@ class Decoder(Causal):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mode, self.seen = "", nn.Buffer(torch.zeros(()))
+        self.mode = ""
+        self.seen: Tensor = nn.Buffer(torch.zeros(()))
         self.register_forward_hook(lambda module, args, output: output * 1)
         self.gradient_checkpointing = True
 
@@ -161,7 +162,7 @@ class Decoder(Causal):
         loss = super().forward(ids, labels)
         if self.mode == "late" and loss > 0:
             raise KeyError("in forward")
-        self.seen.add_(not self.mode)
+        self.seen += not self.mode
         return loss
 
 

@@ -30,7 +30,8 @@ class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Block(WIDTH) for _ in range(3)])
-        self.calls, self.count = 0, nn.Buffer(torch.zeros(()))
+        self.calls = 0
+        self.count: Tensor = nn.Buffer(torch.zeros(()))
         self.seen: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,7 +39,7 @@ class Broken(nn.Module):
             x = layer(x)
             torch._dynamo.graph_break()
         self.calls += 1
-        self.count.add_(1)
+        self.count += 1
         self.seen.append(self.calls)
         return x.square().mean()
 

@@ -69,7 +69,7 @@ def test_an_explanation_shows_figures_stages_and_code(explanation: streamfx.Expl
         "times less memory for activations and gradients than gradient checkpointing",
         f"streamfx: {format_bytes(summary['peak_bytes'])}",
         f"{format_bytes(summary['checkpointing_peak_bytes'])} at the peak",
-        *("every stage streams", "layers.0-2", "layers_0_backward_1", "layered.py", "Nothing that matters", "chunk_size"),
+        *("every stage streams", "layers.0-2", "layers_0_backward_1", "layered.py", "None that matters", "chunk_size"),
         "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
     )
     data = json.loads(read.data)
@@ -140,8 +140,16 @@ def test_stairs_show_visible_keys() -> None:
     assert [round(width / SPAN_SIZE, 3) for _, _, width, _ in causal] == [0.25, 0.5, 0.75, 1.0]
     assert all(x == 0 for x, *_ in causal)
     window = stairs_of(SpanFigure("window(8)", [-8, 0]), 64, 16)
-    assert [(round(64 * x / SPAN_SIZE), round(64 * w / SPAN_SIZE)) for x, _, w, _ in window] == [(0, 16), (8, 24), (24, 24), (40, 24)]
-    assert stairs_of(SpanFigure("masked", [None, None]), 64, 32) == [(0, 0, SPAN_SIZE, SPAN_SIZE / 2), (0, SPAN_SIZE / 2, SPAN_SIZE, SPAN_SIZE / 2)]
+    assert [(round(64 * x / SPAN_SIZE), round(64 * w / SPAN_SIZE)) for x, _, w, _ in window] == [
+        (0, 16),
+        (8, 24),
+        (24, 24),
+        (40, 24),
+    ]
+    assert stairs_of(SpanFigure("masked", [None, None]), 64, 32) == [
+        (0, 0, SPAN_SIZE, SPAN_SIZE / 2),
+        (0, SPAN_SIZE / 2, SPAN_SIZE, SPAN_SIZE / 2),
+    ]
     assert stairs_of(SpanFigure("whole", None), 64, 16) == [(0, 0, SPAN_SIZE, SPAN_SIZE)]
     assert len(stairs_of(SpanFigure("causal", [None, 0]), 1 << 20, 16)) == 12
 
