@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from streamfx.passes.ops.linearity import LINEAR, Linear, carries, is_linear
 from tests.support.laws import Call
-from tests.support.samples import SAMPLES, Sizes, calls
+from tests.support.samples import SAMPLES, Sizes, calls, table_in
 from tests.support.tracing import take_gradients, traced
 
 aten = torch.ops.aten
@@ -34,27 +34,11 @@ OTHERS: dict[str, tuple[Any, ...]] = {  # what else an argument of a type may be
 }
 
 
-def more_calls(s: Sizes) -> dict[Any, Sequence[tuple[Any, ...]]]:
-    """Calls of operators whose rule needs no sample, because torch tags them as pointwise, or whose sample has no numbers."""
-    g, x, row = s.draw(s.b, s.d), s.draw(s.b, s.d), s.draw(s.d)
-    of_functions = (aten.tanh_backward, aten.sigmoid_backward, aten.silu_backward, aten.gelu_backward)
-    return {
-        **dict.fromkeys((aten.neg.default, aten.clone.default), ((g,),)),
-        **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), ((g, x), (g, row), (row, g), (g, torch.zeros([])))),
-        **dict.fromkeys((aten.mul.Tensor, aten.div.Tensor), ((g, x), (g, row), (g, 3.0))),
-        **dict.fromkeys((aten.mul.Scalar, aten.div.Scalar), ((g, 3.0),)),
-        **dict.fromkeys((packet.default for packet in of_functions), ((g, x),)),
-        aten._fused_rms_norm_backward.default: [(g, x, [s.d], s.positive(s.b, 1), row, [True, True])],
-        aten.where.self: [(s.booleans(s.b, s.d), g, x), (s.booleans(s.b, 1), g, torch.zeros([]))],
-        aten.masked_fill.Scalar: [(g, s.booleans(s.b, s.d), 0.0)],
-        aten.native_dropout_backward.default: [(g, s.booleans(s.b, s.d), 2.0)],
-        aten.threshold_backward.default: [(g, x, 0.0)],
-    }
+MORE, _ = table_in("samples_of_linearity.txt")
 
 
 def base_calls(target: Any, sizes: Sizes) -> Iterator[Call]:
-    torch.manual_seed(sizes.seed)
-    yield from (Call(target, args, {}) for args in more_calls(sizes).get(target, ()))
+    yield from calls(target, sizes, MORE) if target in MORE else ()
     yield from calls(target, sizes) if target in SAMPLES and target not in DECOMPOSED else ()
 
 

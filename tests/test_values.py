@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from streamfx.ir.ranges import Range, activation, assumed_growth, cast_range, co
 from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
 from streamfx.passes.ops.ranges.arithmetic import plus, times
 from tests.support.spread import only, spread
+from tests.support.tables import read
 from tests.support.values import ASSUMED, HURTING, TYPES, Drawn, drawn, traced_values
 
 aten = torch.ops.aten
@@ -115,51 +117,17 @@ def test_a_call_with_an_argument_that_no_row_names_is_not_covered() -> None:
 
 # -- whole programs
 
-LEAVES = ["i", "(i + 3)", "ids", "mask", "gate", "table[ids]", "torch.ones_like(i)", "torch.zeros(7, dtype=torch.float16)"]
-CASTS = ("bool", "to(torch.uint8)", "to(torch.int8)", "to(torch.bfloat16)", "to(torch.float16)", "double", "long")
-UNARY = [
-    *(f"{{}}.{cast}" + "()" * (not cast.endswith(")")) for cast in CASTS),
-    *(
-        "-{}",
-        "{}.abs()",
-        "{} // 3",
-        "{} % 5",
-        "1 / {}",
-        "1 - {}",
-        "{} * 1000",
-        "{} * 2**61",
-        "{} * torch.finfo(torch.float32).min",
-    ),
-    *("{}.cumsum(-1)", "{}.clamp(-2, 7)", "{}.amax(-1, keepdim=True)", "torch.where(gate < 0, {}, 0)"),
-    *(f"{{}}.float().{name}()" for name in ("exp", "log", "rsqrt", "nan_to_num")),
-    *("{}.double().sigmoid()", "{}.double().softmax(-1)", "{}.double().var(-1, correction=5, keepdim=True)"),
-    *("{}.float() ** 2", "{}.double() ** 0.5", "torch.pow({}.double(), torch.tensor([0.5]).double())"),
-    "{}.float().masked_fill(mask > 0, -torch.inf)",
-    "(lambda v: v / v.sum(-1, keepdim=True))({})",
-    "(lambda v: v - v.amax(-1, keepdim=True))({})",
-    "({}.float() * 1e38).sum(-1, keepdim=True)",
-    "({}.double()[None] @ torch.ones(7, 7).double())[0]",
-]
-BINARY = [
-    *(f"{{}} {sign} {{}}" for sign in ("+", "-", "*", "/", "<", ">=", "==")),
-    *(f"torch.{name}({{}}, {{}})" for name in ("maximum", "logical_and", "logical_or")),
-    *(
-        "torch.sub({}, {}, alpha=2)",
-        "torch.add({}, {}, alpha=-3)",
-        "torch.rsub({}, {}, alpha=2)",
-        "torch.where(gate < 0, {}, {})",
-    ),
-]
+PARTS = {name: [part for (part,) in rows] for name, rows in read(Path(__file__).parent / "support" / "programs.txt", 1).items()}
 
 
 @st.composite
 def programs(draw: st.DrawFn, depth: int = 3) -> str:
     if not depth or draw(st.integers(0, 4)) == 0:
-        return draw(st.sampled_from(LEAVES))
+        return draw(st.sampled_from(PARTS["leaves"]))
     if draw(st.booleans()):
-        return "(" + draw(st.sampled_from(UNARY)).format(draw(programs(depth - 1))) + ")"
+        return "(" + draw(st.sampled_from(PARTS["of one"])).format(draw(programs(depth - 1))) + ")"
     one, other = draw(programs(depth - 1)), draw(programs(depth - 1))
-    return "(" + draw(st.sampled_from(BINARY)).format(one, other) + ")"
+    return "(" + draw(st.sampled_from(PARTS["of two"])).format(one, other) + ")"
 
 
 def _inputs(seed: int) -> list[Tensor]:
