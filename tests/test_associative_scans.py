@@ -31,7 +31,7 @@ def along(combine: Callable[[Any, Any], Any], rows: Any, dim: int = 1, **more: A
 
 
 def affine(left: Rows, right: Rows) -> Rows:
-    """What a state is multiplied by, and what is added to it."""
+    """The factor of a state, and the number that is added to it."""
     return left[0] * right[0], right[0] * left[1] + right[1]
 
 
@@ -111,7 +111,7 @@ def test_a_leaf_that_reaches_no_loss_has_no_gradient(used: int) -> None:
     compared(lambda m, x: m.out(along(combine, (m.gate(x), x * m.mu))[used]), length=6, streams=None)
 
 
-# -- what matches a tree
+# -- graphs that match a tree
 
 
 def by_hand(x: Tensor, function: Callable[[int], Any], shown: list[Tensor], first: int = 0, level: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""AxisTable against index arithmetic: what it calls equal has to be equal for every index."""
+"""AxisTable against index arithmetic: equal axes are equal for every index."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_unify_makes_equal(shapes: tuple[list[int], list[int]]) -> None:
 
 
 @given(st.lists(st.integers(2, 6), min_size=1, max_size=3), st.lists(st.integers(2, 6), min_size=1, max_size=3))
-def test_a_failed_unify_says_only_what_is_true(left: list[int], right: list[int]) -> None:
+def test_a_failed_unify_matches_only_equal_strides(left: list[int], right: list[int]) -> None:
     """Outer factors that were matched before it failed have equal strides from the outside."""
     table = AxisTable()
     one, other = fresh(table, left), fresh(table, right)
@@ -88,7 +88,7 @@ def test_a_failed_unify_says_only_what_is_true(left: list[int], right: list[int]
     assert not shared, "an inner factor was matched although an outer one was not"
 
 
-def test_a_factor_that_stands_twice() -> None:
+def test_a_factor_that_occurs_twice() -> None:
     """`(t t)` against `(a b)`: all three are one axis, and where both are split, t is split once."""
     table = AxisTable()
     t, a, b = (table.fresh(5) for _ in range(3))
@@ -110,13 +110,13 @@ def test_sizes_never_change_and_equality_is_transitive(pairs: list[tuple[int, in
         assert all(table.resolve(dims[a]) == table.resolve(dims[b]) for a, b in united)
 
 
-# -- blocks of an axis that is kept: a row's number follows from its block's and its own in there
+# -- blocks of an axis that is kept: the index of a row follows from those of its block and within it
 
 
 @pytest.mark.parametrize(
     ("order", "joins"), [("bi", True), ("bn", True), ("bm", False), ("nb", False), ("oi", False)]
 )  # blocks, rows inside; others: m of 2, n of 3, o of 4
-def test_what_is_no_row_of_blocks_is_not_the_axis(order: str, joins: bool) -> None:
+def test_only_rows_of_blocks_are_the_axis(order: str, joins: bool) -> None:
     table = AxisTable()
     rows = table.fresh(12)
     table.keep(rows[0])

@@ -1,4 +1,4 @@
-"""Sums of outer products by group: added in place, to groups that have rows, by whatever the device has for it."""
+"""Sums of outer products by group: added in place to groups that have rows, by a kernel if the device has one."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def by_stand_ins() -> Iterator[StandIns]:
 
 
 class Spared(SortedExperts):
-    """Nobody chooses the last expert, whose weights are no numbers."""
+    """No row chooses the last expert, whose weights are not finite."""
 
     def __init__(self, spelling: Spelling) -> None:
         super().__init__(spelling)
@@ -100,8 +100,8 @@ def case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("total_type", [torch.float64, torch.float32])
-def test_groups_without_rows_are_left_alone(total_type: torch.dtype) -> None:
-    """Not even zeros are added to them, which would make numbers of nothing else: one product for each group that has rows."""
+def test_groups_without_rows_do_not_change(total_type: torch.dtype) -> None:
+    """Not even zeros are added to them: one product for each group that has rows."""
     x, y, group = case(torch.float64 if total_type is torch.float64 else HALF)
     x[2] = y[2] = torch.nan  # the row of no group
     total = torch.full((GROUPS, 5, 7), torch.nan, dtype=total_type)
@@ -136,10 +136,10 @@ def test_no_rows_at_all(by: Any) -> None:
         ("(ImportError: ", ImportError("No module named 'triton'")),
     ],
 )
-def test_a_kernel_that_is_not_right_is_not_used(
+def test_a_wrong_kernel_is_not_used(
     reason: str, made: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is tried once, and told; the sums are made in another way."""
+    """It is tried once, with one warning; another kernel computes the sums."""
     module = mock.Mock(side_effect=made)
     grouped_mm._add_outer_is_correct.cache_clear()
     monkeypatch.setattr(grouped_mm, "device_kind", lambda _: A100)
@@ -172,7 +172,7 @@ def test_types_and_devices_that_have_a_kernel() -> None:
             )
 
 
-# -- what it costs
+# -- costs
 
 ROWS, HEIGHT, WIDTH, MANY = 64, 32, 48, 16
 
@@ -186,7 +186,7 @@ def metered(kind: DeviceKind, operator: Any, *operands: Tensor) -> Meter:
 
 @pytest.mark.parametrize("rows", [ROWS, 4])
 def test_it_is_added_in_place(rows: int) -> None:
-    """No gradient of all groups, no sorted rows; of the total what rows can reach is read and written."""
+    """Without a gradient of all groups or sorted rows; only groups that rows can reach are read and written."""
     with FakeTensorMode():
         total = torch.zeros(MANY, HEIGHT, WIDTH)
         x, y = torch.zeros(rows, HEIGHT, dtype=HALF), torch.zeros(rows, WIDTH, dtype=HALF)

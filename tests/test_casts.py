@@ -1,4 +1,4 @@
-"""Numbers that casts change: what is found to be row numbers has to be them, and counts in a type that holds them."""
+"""Numbers that casts change: row indices are recognized only if their type holds them, and so are counts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def claimed(first: str, second: str, rows: int) -> dict[int, int]:
-    """As which repetitions of how many rows numbers are known; they are those."""
+    """The recognized numbers of rows, with repetitions of each; the indices equal them."""
 
     def function(x: Tensor) -> Tensor:
         return STEPS[second](STEPS[first](torch.arange(rows))).long() + x
@@ -48,7 +48,7 @@ def claimed(first: str, second: str, rows: int) -> dict[int, int]:
     return {count: times for count, times in found.items() if times is not None}
 
 
-def test_row_numbers_are_what_they_are_taken_for() -> None:
+def test_recognized_row_indices_are_row_indices() -> None:
     for case in product(STEPS, STEPS, (9, 300)):
         claimed(*case)
     assert claimed("torch.int32", "none", 9) == {9: 1} and claimed("thirds", "torch.int8", 300) == {100: 3}
@@ -56,8 +56,8 @@ def test_row_numbers_are_what_they_are_taken_for() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float16, torch.int32])
-def test_what_counts_up_is_held_by_its_type(dtype: torch.dtype) -> None:
-    """An `arange` of a narrow type begins again, or stands still."""
+def test_indices_count_up_if_their_type_holds_them(dtype: torch.dtype) -> None:
+    """An `arange` of a narrow type wraps, or repeats a number."""
     for rows in (100, 200, 3000):
         node = fx.Graph().call_function(aten.arange.default, (rows,), {"dtype": dtype})
         node.meta["val"] = torch.empty(rows, dtype=dtype)
@@ -65,7 +65,7 @@ def test_what_counts_up_is_held_by_its_type(dtype: torch.dtype) -> None:
 
 
 def summed(base: float, alpha: int) -> fx.Node | None:
-    """What a sum of bytes [4 3] into rows equals."""
+    """The replacement of a sum of bytes [4 3] into rows."""
 
     def function(x: Tensor) -> Tensor:
         return torch.full((2, 3), base, dtype=x.dtype).index_add(0, torch.arange(4) // 2, x, alpha=alpha)
@@ -75,14 +75,14 @@ def summed(base: float, alpha: int) -> fx.Node | None:
     return simplify_arange_index(added, GraphWriter(graph).before(added))
 
 
-def test_sums_into_rows_have_their_type_begin_with_nothing_and_add_once() -> None:
+def test_sums_into_rows_are_replaced_if_they_start_at_zero() -> None:
     """Sums of small integers wrap; those of PyTorch's own choice do not."""
     node = summed(0, 1)
     assert node is not None and node.meta["val"].dtype == torch.int8
     assert summed(1, 1) is None and summed(0, 2) is None
 
 
-def test_a_count_that_a_type_rounds_is_made_in_one_piece() -> None:
+def test_a_count_that_its_type_rounds_is_not_chunked() -> None:
     """In bfloat16 it ends at 256, in whichever order; sums over chunks would count further."""
 
     def function(inputs: Tensor) -> Tensor:

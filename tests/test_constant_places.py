@@ -175,7 +175,7 @@ def test_a_mask_that_is_written_slice_by_slice(write: Callable[[Tensor], None], 
     compare(attending(written(write), layers=1), batch(24), attention=attention)
 
 
-def test_a_peak_does_not_depend_on_what_was_explained_before() -> None:
+def test_a_peak_does_not_depend_on_earlier_reports() -> None:
     model, inputs = attending(written(window), layers=1), batch(24)
     assert len({explain(model, **inputs, chunk_size=8).summary()["peak_bytes"] for _ in range(2)}) == 1
 

@@ -64,7 +64,7 @@ def test_files_of_versions_differ_from_the_base_version() -> None:
     assert not [path.name for path in own if path.read_text() == path.with_name(OF_VERSION.sub(".txt", path.name)).read_text()]
 
 
-# -- the verifier finds what a pass has left wrong, and names the pass
+# -- the verifier finds an inconsistent result, and names the pass
 
 
 def product_of(facts: Facts) -> fx.Node:

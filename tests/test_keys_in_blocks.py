@@ -38,7 +38,7 @@ def attentions(facts: Facts) -> int:
 
 @pytest.mark.parametrize("attend", JOINED, ids=named)
 def test_rows_joined_with_blocks(attend: Attend) -> None:
-    """Rows see the window of their own keys, and all blocks; neither is made for all rows."""
+    """Rows see a window of keys, and all blocks; no mask has all rows."""
     report = compared(compressed.overlapping, attend, 22, attention={f"window({WINDOW})"})
     assert attentions(report.facts[0]) == 2
 
@@ -55,7 +55,7 @@ def test_blocks_by_themselves(attend: Attend) -> None:
 
 
 def test_blocks_of_several_layers() -> None:
-    """A layer is a stage, though its blocks are made in a loop of their own: residual streams alone are kept."""
+    """A layer is a stage with a separate loop for its blocks: only residual streams are saved."""
     report = compared(compressed.weighted, compressed.alone, 22, layers=2)
     assert [len(stage.outputs) for stage in report.facts[0].stages] == [1, 1, 0]
 
@@ -76,7 +76,7 @@ def test_keys_that_cannot_be_seen_by_parts_stay_joined(attend: Attend) -> None:
 
 
 def test_keys_are_collected(golden: Callable[[str], None]) -> None:
-    """What the passes find of a mask over rows and blocks, and where blocks are collected."""
+    """The access roles of a mask over rows and blocks."""
     report = compared(compressed.means, compressed.alone, 9)
     golden(text_of(report.facts[0], "access_roles"))
 

@@ -88,7 +88,7 @@ def runs(call: Call, chosen: dict[int, Tensor]) -> list[Tensor] | None:
 
 
 def claims(call: Call) -> Iterator[tuple[int, ...]]:
-    """Tensors that hold fractions, each alone, each pair, and all, if the table says that the call is linear in them."""
+    """Each floating-point tensor, each pair and all of them, if the table says that the call is linear in them."""
     node, tensors = as_node(call)
     floating = [i for i, (source, item) in enumerate(tensors) if item.is_floating_point() and source.op == "placeholder"]
     chosen = [*itertools.combinations(floating, 1), *itertools.combinations(floating, 2), tuple(floating)]

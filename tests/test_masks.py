@@ -164,7 +164,7 @@ def test_rows_whose_visible_keys_are_all_hidden(name: str) -> None:
 
 @pytest.mark.compiled
 def test_a_bias_that_the_caller_trains() -> None:
-    """It is not taken for an activation, which is never as large as numbers that hide keys."""
+    """It is no activation, and may be as large as numbers that hide keys."""
     function = attention(lambda s, bias: (s + bias).masked_fill(columns(T) > rows(T), MIN))
     inputs, bias = qkv()[0], torch.where(GATE < 0, 0.0, -INF).requires_grad_()
     compiled = torch.compile(function, backend="streambp", options={"chunk_size": 2, "bodies": "eager"})
@@ -252,7 +252,7 @@ FORMS = ["({} & {})", "({} & {})", "({} | {})", "torch.where({}, {}, r >= c)"]
 
 @st.composite
 def visible(draw: st.DrawFn, depth: int = 2) -> str:
-    """An expression of what is seen."""
+    """An expression of visible keys."""
     if depth and draw(st.booleans()):
         return draw(st.sampled_from(FORMS)).format(draw(visible(depth - 1)), draw(visible(depth - 1)))
     leaf = draw(st.sampled_from([made for _, made in PARTS.values()])).format(n=draw(st.integers(-4, 4)))

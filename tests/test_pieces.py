@@ -59,7 +59,7 @@ def test_absolute(slope: Slope) -> None:
 
 
 @given(pieces())
-def test_joined_keeps_what_holds_and_has_no_equal_neighbours(one: Pieces) -> None:
+def test_joined_has_no_equal_neighbors(one: Pieces) -> None:
     assert all(a != b for a, b in zip(one.facts, one.facts[1:], strict=False))
     assert list(one.bounds) == sorted(set(one.bounds))
     assert len(one.facts) == len(one.bounds) + 1

@@ -1,4 +1,4 @@
-"""What `register_recurrence` refuses, what of a call it does not hold for, and the laws that a user may ask for."""
+"""Declarations that `register_recurrence` refuses, calls that fall back, and the checks of a declaration."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from tests.support.stateful.averages import averages
 from tests.support.stateful.blocks import blocks
 from tests.support.stateful.selective import selective, selective_backward
 from tests.support.stateful.windows import windows
+from tests.support.tables import read
 from tests.test_stateful import attended, selected
 
 # -- declarations
@@ -60,43 +62,12 @@ SOUND: dict[str, Any] = {
     "always": {"asks": True},
     "counts": ["rows"],
 }
-WRONG: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"rows": ["x"]}, r"rows=\['x'\]"),
-    ({"results": None}, "results=None"),
-    ({"saved": {"kept": 2, "dy": 0}}, "dy in cotangents and in saved"),
-    ({"rows": {"rows": 1}}, "rows in rows"),
-    ({"rows": {}}, "no argument with rows"),
-    ({"rows": {"x": "t"}}, "dimensions"),
-    ({"rows": {"x": 1, "first": 1}}, "first in rows and in states"),
-    ({"results": (1, None)}, "2 entries in results"),
-    ({"results": (1, 1, None)}, "the final first has rows"),
-    ({"states": {}}, "no state"),
-    ({"states": {"first": 3}}, r"results \[3\] in states"),
-    ({"states": {"first": 2}}, "takes no gradient of result 2"),
-    ({"states": {"first": 1, "weight": 1}}, "which has a result twice"),
-    ({"cotangents": {"dy": 0}}, "dlast of the backward is not declared"),
-    ({"cotangents": {"dy": 0, "dlast": 1, "x": 2}}, "x in cotangents is also an argument of the forward operator"),
-    ({"cotangents": {"dy": 0, "dfirst": 1}}, "dfirst in cotangents"),
-    ({"saved": {}}, "kept of the backward is not declared"),
-    ({"gradients": ("x", "first")}, "2 entries in gradients"),
-    ({"gradients": ("x", "x", "first")}, "which has a duplicate"),
-    ({"gradients": ("x", "weight", None)}, "returns no gradient of first"),
-    ({"gradients": ("x", "y", "first")}, "y in gradients"),
-    ({"gradients": [["x"], None, None]}, "names of the operator's arguments"),
-    ({"always": {"weight": None}}, "weight in always"),
-    ({"counts": 5}, r"counts=5 \(int\)"),
-    ({"counts": "rows"}, "counts='rows'"),
-    ({"only": {"z": None}}, "z in only"),
-    ({"only": {1: 2}}, "only={1: 2}"),
-    ({"block": "size"}, "block='size'"),
-    ({"name": "mine"}, "name\n.*saved, always"),
-    ({"savde": {}}, "did you mean 'saved'"),
-)
+WRONG = read(Path(__file__).parent / "support" / "wrong_recurrences.txt", 2)[""]
 
 
-@pytest.mark.parametrize(("how", "says"), WRONG, ids=[says for _, says in WRONG])
-def test_what_cannot_be_is_refused(how: dict[str, Any], says: str) -> None:
-    refused(undeclared, undeclared_backward, SOUND | how, says)
+@pytest.mark.parametrize(("changes", "says"), WRONG, ids=[says for _, says in WRONG])
+def test_wrong_declarations_are_refused(changes: str, says: str) -> None:
+    refused(undeclared, undeclared_backward, SOUND | eval(f"dict({changes})"), says)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +82,7 @@ def test_what_cannot_be_is_refused(how: dict[str, Any], says: str) -> None:
         (listing, undeclared_backward, "lists of tensors"),
     ],
 )
-def test_operators_that_cannot_be_are_refused(own: Any, backward: Any, says: str) -> None:
+def test_operators_without_recurrences_are_refused(own: Any, backward: Any, says: str) -> None:
     refused(own, backward, SOUND, says)
 
 
@@ -122,7 +93,7 @@ def refused(own: Any, backward: Any, how: dict[str, Any], says: str) -> None:
     assert before == (STATEFUL, BACKWARDS)
 
 
-def test_what_is_sound_is_taken_once() -> None:
+def test_an_operator_is_declared_once() -> None:
     streamfx.register_recurrence(undeclared, undeclared_backward, **SOUND)
     refused(undeclared, undeclared_backward, SOUND, "already has a rule")
     with pytest.raises(streamfx.RuleError, match="already has a rule"):
@@ -198,8 +169,8 @@ def test_a_wrong_declaration_is_found(operator: Any, wrong: dict[str, Any], says
         ({"count": "many"}, None, "with these arguments it raises"),
     ],
 )
-def test_what_says_nothing_is_refused(change: dict[str, Any], chunk_size: int | None, says: str) -> None:
-    """In one chunk nothing is handed on, so that any declaration would hold."""
+def test_a_check_that_proves_nothing_is_refused(change: dict[str, Any], chunk_size: int | None, says: str) -> None:
+    """One chunk passes on no state, so any declaration would pass."""
     with pytest.raises(streamfx.RuleError, match=says):
         streamfx.check_recurrence(averages, {**AVERAGE, "top": None, "bottom": None, **change}, chunk_size)
 
@@ -244,7 +215,7 @@ def from_a_wide_state(m: Mixed, x: Tensor) -> Tensor:
 
 
 def of_two_biases(m: Mixed, x: Tensor) -> Tensor:
-    """Which of them it is the backward of, nobody tells."""
+    """The backward has the same operands for both."""
     rows, weight = x.transpose(1, 2), m.cell.weight_ih[:8, :3]
     return m.out((windows(rows, weight, None, None)[0] + windows(rows, weight, m.first, None)[0].sin()).transpose(1, 2))
 
@@ -267,7 +238,7 @@ CALLS: dict[str, tuple[Mixer, str]] = {
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", CALLS)
-def test_what_a_declaration_does_not_hold_for_runs_whole(name: str) -> None:
+def test_calls_outside_a_declaration_fall_back(name: str) -> None:
     mixer, says = CALLS[name]
     tolerance = 1e-4 if name == "a wide state" else 1e-12
     (facts,) = compared(mixer, chunk_size=4, also=(1,), streams=False, tolerance=tolerance).facts
@@ -275,7 +246,7 @@ def test_what_a_declaration_does_not_hold_for_runs_whole(name: str) -> None:
 
 
 @pytest.mark.compiled
-def test_other_numbers_of_rows_run_whole() -> None:
+def test_operands_with_other_numbers_of_rows_fall_back() -> None:
     """One row for all others."""
     with declared(selective, rows={"x": 1, "dt": 1, "a": 1, "b": 1, "c": 1}):
         (facts,) = compared(lambda m, x: m.out(selected(m, x)[0]), chunk_size=4, streams=False).facts
@@ -305,8 +276,8 @@ def disabled(x: Tensor) -> Tensor:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("kernel", [Kernel.apply, disabled], ids=["an extension", "disabled"])
-def test_a_kernel_that_is_no_operator_is_told(kernel: Any) -> None:
-    """It breaks the graph: the result is exact, and the report says what helps."""
+def test_a_kernel_that_is_no_operator_is_reported(kernel: Any) -> None:
+    """It breaks the graph: the result is exact, and the report names the remedy."""
 
     class Around(torch.nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
@@ -320,6 +291,6 @@ def test_a_kernel_that_is_no_operator_is_told(kernel: Any) -> None:
     assert ("autograd.Function" in found) == (kernel is not disabled), found
 
 
-def test_a_kernel_of_triton_is_told() -> None:
+def test_a_triton_kernel_is_opaque() -> None:
     node = torch.fx.Graph().call_function(triton_kernel_wrapper_functional, (), {"kernel_idx": 0})
     assert why_opaque(node) == "triton_kernel_wrapper_functional runs a kernel of which nobody tells what it does with rows"

@@ -24,11 +24,11 @@ Shift = Callable[[Tensor, int], Tensor]
 
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)
 @given(small, small, st.integers(0, 3), st.integers(0, 3), st.booleans())
-def test_operators_are_their_definition(rows: int, columns: int, before: int, behind: int, turned: bool) -> None:
+def test_the_operators_equal_their_definition(rows: int, columns: int, before: int, after: int, transposed: bool) -> None:
     """Element by element, for any strides; the second operator is the adjoint of the first."""
-    first, width = rows - 1 + before, rows - 1 + before + columns + behind
+    first, width = rows - 1 + before, rows - 1 + before + columns + after
     x, gradient = plain(2, rows, width, 3), plain(2, rows, columns, 3)
-    x = x.transpose(1, 2).contiguous().transpose(1, 2) if turned else x
+    x = x.transpose(1, 2).contiguous().transpose(1, 2) if transposed else x
     wanted = torch.stack([torch.stack([x[:, i, first - i + j] for j in range(columns)], 1) for i in range(rows)], 1)
     made = RELATIVE_SHIFT(x, 1, first, columns)
     assert torch.equal(made, wanted)

@@ -54,7 +54,7 @@ def test_heads_stay_repeated_unless_their_gradients_are_summed(name: str) -> Non
     assert any(node.target is aten.expand.default for node in after.graph.nodes) is not GROUPS.get(name, False)
 
 
-def test_a_replacement_does_not_read_the_size_of_what_it_replaces() -> None:
+def test_a_replacement_does_not_read_the_size_of_its_node() -> None:
     """The graph would have a cycle."""
 
     def function(x: Tensor) -> list[Tensor]:

@@ -61,7 +61,7 @@ def tagged_pointwise() -> list[Any]:
 
 
 def pointwise_call(target: Any, shapes: list[tuple[int, ...]], integral: bool) -> Call:
-    """A call made up from the schema: tensors of the given shapes in turn, small numbers for scalars."""
+    """A call that fits the schema: tensors of the given shapes in turn, small numbers for scalars."""
     remaining = iter(shapes)
     args: list[Any] = []
     for argument in target._schema.arguments:
@@ -108,7 +108,7 @@ def test_pointwise_without_a_tensor_result_has_no_rule() -> None:
     assert rule_for(graph.call_function(aten.equal.default, (graph.placeholder("a"), graph.placeholder("b")))) is None
 
 
-# -- what a rule has to decline, because its parts do not add up
+# -- calls that rules decline, because their parts do not add up
 
 
 def is_declined(target: Any, *args: Any) -> bool:
@@ -116,7 +116,7 @@ def is_declined(target: Any, *args: Any) -> bool:
     return one.node not in one.axes.signatures
 
 
-def test_rules_decline_what_they_do_not_cover() -> None:
+def test_rules_decline_other_calls() -> None:
     x = torch.randn(4, 3, dtype=torch.float64)
     index = torch.zeros(4, dtype=torch.long)
     assert is_declined(aten.embedding_dense_backward.default, x, index, 5, -1, True)  # divides by counts over all rows

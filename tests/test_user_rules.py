@@ -53,7 +53,7 @@ X = (2, 11, WIDTH)
 OTHERS = "tells of other tensors, or of other dimensions, than the call has"
 
 
-RULES_THAT_SAY_NOTHING: list[tuple[Any, str]] = [
+RULES_THAT_DO_NOT_APPLY: list[tuple[Any, str]] = [
     (lambda call: vars(call)["rows"], "the rule for streamfx_tests.gate.default raises KeyError: 'rows'"),
     (lambda call: "... e! -> ... d", "is to return a Signature or None, and returns '... e! -> ... d' (str)"),
     (lambda call: Signature((((0,),),), (((0,),),)), OTHERS),
@@ -63,9 +63,9 @@ RULES_THAT_SAY_NOTHING: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "says"), spread(RULES_THAT_SAY_NOTHING, 3))
-def test_a_rule_that_says_nothing_is_told(rule: Any, says: str) -> None:
-    """The operator runs whole then, and is exact."""
+@pytest.mark.parametrize(("rule", "says"), spread(RULES_THAT_DO_NOT_APPLY, 3))
+def test_a_rule_that_does_not_apply_is_reported(rule: Any, says: str) -> None:
+    """The operator falls back, and is exact."""
     if rule is not None:
         streamfx.register_rule(gate, rule)
     model, x = Gated(), torch.randn(X)
@@ -101,7 +101,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
 ]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_wrong_rules_are_refused() -> None:
     before = dict(RULES)
     for operator, rule, says in REFUSED:
         with pytest.raises(streamfx.RuleError, match=says):
@@ -139,7 +139,7 @@ def test_notation_holds_for_the_calls_it_fits(made: Callable[[Tensor], Tensor], 
     x = torch.randn(11, 11, WIDTH, dtype=torch.float64, requires_grad=True)
 
     def beside(x: Tensor) -> Tensor:
-        """Scales the stream by what an operator without gradients makes of it."""
+        """Scale rows by the result of an operator without gradients."""
         q = x.sin()[:, None]
         y = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
         return (y * made(y.detach())).square().mean()

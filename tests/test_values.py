@@ -29,7 +29,7 @@ EASY = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def holds(known: Range, found: Tensor) -> bool:
-    """Whether all numbers of a tensor are in a range, with what its type rounds."""
+    """Whether all numbers of a tensor are in a range."""
     if found.dtype.is_complex or not found.numel():
         return True
     numbers = found.detach().flatten().tolist()
@@ -43,7 +43,7 @@ numbers = st.one_of(st.integers(-300, 300), st.floats(-1e5, 1e5), st.sampled_fro
 
 @settings(EASY, max_examples=300)
 @given(st.sampled_from(TYPES), numbers, numbers, st.floats(0, 1))
-def test_what_a_type_makes_of_a_number(dtype: torch.dtype, low: float, high: float, share: float) -> None:
+def test_casts_of_a_range(dtype: torch.dtype, low: float, high: float, share: float) -> None:
     """Wrapped, rounded, infinite or true: a number of the range, cast, is in the range cast."""
     low, high = min(low, high), max(low, high)
     inside = low + share * (high - low) if math.isfinite(low) and math.isfinite(high) else low
@@ -67,7 +67,7 @@ def test_whole_numbers_that_a_type_holds(dtype: torch.dtype, number: int) -> Non
 
 @pytest.mark.parametrize("seeds", spread([range(8), range(8, 100), range(100, 200), range(200, 400)], 4), ids=str)
 def test_transfer_functions_hold(seeds: range) -> None:
-    """On numbers drawn to hurt, for every argument and type: what is computed lies in what is claimed for it."""
+    """On difficult numbers, for every argument and type: results are in their ranges."""
     for operator, seed in itertools.product(TRANSFERS.keys() - ASSUMED, seeds):
         call = drawn(operator, seed)
         graph, values = call.traced()
@@ -86,7 +86,7 @@ EDGES = [-1200.0, -746, -745.13, -745, -709.5, -705, -701, -104.5, -103, -88.5, 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_functions_hold_where_types_end(dtype: torch.dtype) -> None:
-    """Nothing is taken for zero, or for infinite, that is only very small or very large."""
+    """Very small numbers are not zero, and very large ones not infinite."""
     edges = [*EDGES, *(-edge for edge in EDGES), 709.8, 710.3]
     for operator, row in TRANSFERS.items():
         if not row.elementwise or row.is_exact or "self" not in row.names:
@@ -165,7 +165,7 @@ def _check(function: Callable[..., Tensor], inputs: list[Tensor], program: str) 
 
 
 def test_ranges_join_and_a_zero_has_either_sign() -> None:
-    """What divides by a zero is infinite of either sign: nothing that hides keys follows from `1 / (x * 0)`."""
+    """A quotient by zero may have either sign: `1 / (x * 0)` does not prove that keys are hidden."""
     assert hull(constant(1), constant(3)) == Range(1, 3)
     assert hull(Range(0, 1, True), constant(3)) == Range(0, 3, True)
     assert constant(math.nan) == Range(-INF, INF, True)
@@ -187,13 +187,13 @@ FOUND: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_found_is_within_its_range(name: str) -> None:
+def test_earlier_faults_stay_within_their_ranges(name: str) -> None:
     numbers = torch.linspace(-40, 40, 8, dtype=torch.float64)
     _check(FOUND[name], [numbers], name)
 
 
-def test_what_weights_are_multiplied_by_adds_up() -> None:
-    """Known numbers make of ordinary ones what no assumption covers, one after the other, too; sums and weights do not."""
+def test_assumptions_about_products_add_up() -> None:
+    """Repeated products with a known number leave the assumed range; sums and products with weights do not."""
     known = activation(torch.float64)
     for count in range(1, 4):
         made = times(known, constant(1e5))
