@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import streamfx
 from streamfx.kernels import sdpa
-from streamfx.passes.ops.hub_kernels import is_attention, name_of
+from streamfx.passes.ops.hub_kernels import is_attention, operator_name
 from streamfx.tools.report.fallback_reasons import ATTENTION, DECLARE_SHAPES
 from tests.support import hf, hub_kernels, layouts
 from tests.support.calls import noted
@@ -180,10 +180,10 @@ def test_an_operator_with_other_arguments_is_not_recognized() -> None:
     own, other = getattr(torch.ops, f"_flash_attn2_{hub_kernels.BUILD}"), getattr(torch.ops, hub_kernels.FA3)
     library = torch.library.Library("_flash_attn2_other", "DEF")
     library.define("_flash_attn_forward(Tensor q, Tensor k, Tensor v, bool causal) -> Tensor")
-    assert name_of(own._flash_attn_forward.default) == "flash_attn::_flash_attn_forward"
-    assert name_of(torch.ops._flash_attn2_other._flash_attn_forward.default) == "_flash_attn2_other::_flash_attn_forward"
-    assert name_of(other._flash_attn_forward.default) == f"{hub_kernels.FA3}::_flash_attn_forward"
-    assert name_of(torch.ops.aten.mm.default) == "aten::mm" and name_of(len) is None
+    assert operator_name(own._flash_attn_forward.default) == "flash_attn::_flash_attn_forward"
+    assert operator_name(torch.ops._flash_attn2_other._flash_attn_forward.default) == "_flash_attn2_other::_flash_attn_forward"
+    assert operator_name(other._flash_attn_forward.default) == f"{hub_kernels.FA3}::_flash_attn_forward"
+    assert operator_name(torch.ops.aten.mm.default) == "aten::mm" and operator_name(len) is None
     assert is_attention(other._flash_attn_forward.default) and not is_attention(torch.ops.aten.mm.default)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._decomp import decomposition_table
 from torch.utils import _pytree as pytree
 
-from streamfx.passes.ops.linearity import LINEAR, Linear, carries, is_linear
+from streamfx.passes.ops.linearity import LINEAR, Linear, is_linear, preserves_scale
 from tests.support.laws import Call
 from tests.support.samples import SAMPLES, Sizes, calls, table_in
 from tests.support.tracing import take_gradients, traced
@@ -133,7 +133,7 @@ def test_linear(target: Any) -> None:
             for choice in claims(call):
                 if check(call, choice):
                     held.update(_names(call, choice))
-    assert held.issuperset(name for row in LINEAR[target] for name in row.together if name != "value"), held
+    assert held.issuperset(name for row in LINEAR[target] for name in row.linear_arguments if name != "value"), held
 
 
 def test_an_argument_that_no_row_names() -> None:
@@ -152,7 +152,7 @@ def test_types_that_carry() -> None:
     types = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
     def found(driver: torch.dtype, gradient: torch.dtype) -> set[torch.dtype]:
-        return {dtype for dtype in types if carries(dtype, driver, gradient)}
+        return {dtype for dtype in types if preserves_scale(dtype, driver, gradient)}
 
     double, single, half = torch.float64, torch.float32, torch.bfloat16
     assert found(double, double) == {double}

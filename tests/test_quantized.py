@@ -17,7 +17,7 @@ import streamfx
 from streamfx.cost.meter import Meter
 from streamfx.integrations import enable
 from streamfx.passes.ops.rules.packed_weights import packed_product
-from streamfx.passes.ops.rules.registry import NAMED
+from streamfx.passes.ops.rules.registry import RULES_BY_NAME
 from tests.support.trainers import tiny
 
 pytestmark = pytest.mark.long
@@ -154,7 +154,7 @@ KINDS: dict[str, tuple[Callable[[Path, torch.dtype], Any], torch.dtype]] = {
 
 @pytest.mark.parametrize("kind", [*PRODUCTS, *KINDS])
 def test_quantized_base_weights(kind: str, tmp_path: Path, peft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(NAMED, "streamfx_tests::packed_linear", packed_product)
+    monkeypatch.setitem(RULES_BY_NAME, "streamfx_tests::packed_linear", packed_product)
     streamfx.register_rule(unpacked, "o k, o l! -> o k")
     make, dtype = KINDS.get(kind, (None, torch.float64))
     model = made(dtype, lambda child: Packed(child, PRODUCTS[kind])) if make is None else adapted(make(tmp_path, dtype), peft)

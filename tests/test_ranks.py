@@ -22,7 +22,7 @@ from streamfx.node_meta import REDUCED
 from streamfx.passes.analysis.access_roles import REDUCES_PAIRS
 from streamfx.passes.lowering.compile_bodies import split
 from streamfx.passes.ops.collectives import ELEMENTWISE
-from streamfx.passes.ops.traits import is_moved_elements
+from streamfx.passes.ops.traits import only_moves_elements
 from streamfx.runtime.chunked_recurrences import Recurrence
 from streamfx.runtime.collective_calls import ALL_REDUCE, begin, end
 from tests.support.canonical import Case, graphs, targets
@@ -140,7 +140,7 @@ def test_how_often_loops_reduce(ranks: None, name: str) -> None:
 def product_of(node: fx.Node) -> fx.Node:
     """Return the operand of a reduction, through views."""
     node = node_argument(node)
-    while is_moved_elements(node):
+    while only_moves_elements(node):
         node = node_argument(node)
     return node
 

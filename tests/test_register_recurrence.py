@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 
 import streamfx
-from streamfx.passes.ops.opaque import why_opaque
+from streamfx.passes.ops.opaque import describe_opaque
 from streamfx.passes.ops.rules.stateful import BACKWARDS, STATEFUL
 from tests.support.exactness import compare
 from tests.support.mixers import Mixed, Mixer, compared
@@ -227,7 +227,7 @@ def writing_rows(m: Mixed, x: Tensor) -> Tensor:
 
 
 CALLS: dict[str, tuple[Mixer, str]] = {
-    "another backward": (of_another_backward, "gets no operands that tell which call"),
+    "another backward": (of_another_backward, "its operands do not identify the call"),
     "a saved result that others read": (reading_what_is_saved, "result 2 in use by more than the operator's own backward"),
     "a result that is another without the flag": (reading_an_empty_state, "result 1 in use, which changes"),
     "a wide state": (from_a_wide_state, "of which torch.float32 does not hold all numbers"),
@@ -293,4 +293,4 @@ def test_a_kernel_that_is_no_operator_is_reported(kernel: Any) -> None:
 
 def test_a_triton_kernel_is_opaque() -> None:
     node = torch.fx.Graph().call_function(triton_kernel_wrapper_functional, (), {"kernel_idx": 0})
-    assert why_opaque(node) == "triton_kernel_wrapper_functional runs a kernel of which nobody tells what it does with rows"
+    assert describe_opaque(node) == "triton_kernel_wrapper_functional runs a Triton kernel, and no rule says how it maps rows"

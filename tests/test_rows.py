@@ -178,7 +178,7 @@ def test_a_use_streams(name: str) -> None:
     compare(used(STREAMS[name]), batch(LENGTH), chunk_size=5, also=(1, 7, LENGTH), attention={"causal"})
 
 
-POOLED = "pools in one piece: windows that lie side by side stream"
+POOLED = "falls back: adjacent windows stream"
 FALL_BACK: dict[str, tuple[Mix, str]] = {
     "windows in steps": (mean_of(along(lambda y: F.avg_pool1d(y, 5, 2))), POOLED),
     "the largest of windows": (

@@ -50,12 +50,12 @@ class Gated(nn.Module):
 
 
 X = (2, 11, WIDTH)
-OTHERS = "tells of other tensors, or of other dimensions, than the call has"
+OTHERS = "has other tensors, or other dimensions, than the call"
 
 
 RULES_THAT_DO_NOT_APPLY: list[tuple[Any, str]] = [
     (lambda call: vars(call)["rows"], "the rule for streamfx_tests.gate.default raises KeyError: 'rows'"),
-    (lambda call: "... e! -> ... d", "is to return a Signature or None, and returns '... e! -> ... d' (str)"),
+    (lambda call: "... e! -> ... d", "must return a Signature or None, and returns '... e! -> ... d' (str)"),
     (lambda call: Signature((((0,),),), (((0,),),)), OTHERS),
     (None, "no rule for streamfx_tests.gate"),
     (lambda call: Signature((), ()), OTHERS),

@@ -85,7 +85,7 @@ WHYS: list[tuple[Callable[[Tensor], Tensor], str, str]] = [
     (lambda x: x.flip(1).sin(), "changes the order of the rows of the sequence", OTHER_DIMENSION),
     (lambda x: x.sort(1).values, "mixes the rows of the sequence", OTHER_DIMENSION),
     (attended, "has queries that are not rows of the sequence", OTHER_DIMENSION),
-    (lambda x: x.reshape(len(x), x.shape[2], -1).mT.sin(), "reads rows of one length as rows of another", OTHER),
+    (lambda x: x.reshape(len(x), x.shape[2], -1).mT.sin(), "regroups rows of one length into rows of another", OTHER),
 ]
 
 

@@ -28,7 +28,7 @@ from streamfx.passes.analysis.derived_axes import keeps_row_positions
 from streamfx.passes.analysis.diagnostics import fallback_reason, too_many_dims_reason
 from streamfx.passes.ops.collectives import is_reduced_over_ranks, is_wait
 from streamfx.passes.ops.constants import FILLERS
-from streamfx.passes.ops.opaque import is_part_of_opaque
+from streamfx.passes.ops.opaque import is_nested_result
 from streamfx.passes.ops.traits import is_expensive, is_random
 
 aten = torch.ops.aten
@@ -237,7 +237,7 @@ class _Analysis:
         outside = tuple(StorageClass.WHOLE if self.axes.sequence_dims(shape) else StorageClass.OUTSIDE for shape in result_dims)
         operands = tensor_operands(node)
         has_sequence = any(self._dims(operand) for operand in operands) or StorageClass.WHOLE in outside
-        if not has_sequence or is_part_of_opaque(node):
+        if not has_sequence or is_nested_result(node):
             return outside
         if node.name in self.fallbacks:
             self.reasons[node] = self.fallbacks[node.name]

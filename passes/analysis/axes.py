@@ -27,9 +27,9 @@ from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.node_meta import VALUE, WHY_WHOLE
 from streamfx.passes.analysis.derived_axes import find_derived_axes, find_slice_links, reordered_axes, sequence_of
 from streamfx.passes.ops.collectives import is_collective
-from streamfx.passes.ops.opaque import is_opaque, places_like, why_opaque
+from streamfx.passes.ops.opaque import describe_opaque, is_opaque, match_operand_dims
 from streamfx.passes.ops.rules.registry import RuleCall, evaluate_rule, rule_for
-from streamfx.passes.ops.traits import is_moved_elements, is_random, producer_of
+from streamfx.passes.ops.traits import is_random, only_moves_elements, producer_of
 from streamfx.runtime.rng import find_seeded_variant
 
 aten = torch.ops.aten
@@ -174,7 +174,7 @@ def _unknown_dims(value: torch.Tensor | None, producer: fx.Node, table: AxisTabl
     """Return the dimensions of a result without a signature: new axes, or for an opaque operator those of equal operands."""
     if value is None:
         return ()
-    input_dims = places_like(value, producer) if is_opaque(producer) else [None] * value.dim()
+    input_dims = match_operand_dims(value, producer) if is_opaque(producer) else [None] * value.dim()
     pairs = zip(shape_of(value), input_dims, strict=True)
     return tuple(table.fresh(size) if input_dim is None else shapes[input_dim[0]][input_dim[1]] for size, input_dim in pairs)
 
@@ -185,7 +185,7 @@ def _apply_rule(
     """Return the node's signature, the dimensions of its labels and of its results, or the reason why it has no signature."""
     rule = rule_for(node)
     if rule is None:
-        return str(node.meta.get(WHY_WHOLE) or why_opaque(node))
+        return str(node.meta.get(WHY_WHOLE) or describe_opaque(node))
     if is_random(node) and (node.kwargs.get("generator") is not None or find_seeded_variant(node.target) is None):
         return f"{node.target} draws from a generator whose state a chunk cannot reproduce"
     call = RuleCall(node, table, shapes)
@@ -299,7 +299,7 @@ def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
         sources = [source for source in node.all_input_nodes if is_tensor(source)]
         if sources and all(source in parameters for source in sources):
             parameters.add(node)
-        if node in parameters or (is_moved_elements(node) and sources[0] in weights):
+        if node in parameters or (only_moves_elements(node) and sources[0] in weights):
             weights.add(node)
     return frozenset(weights)
 
@@ -370,7 +370,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
         for letter in (letter for letter, index in signature.index.items() if isinstance(index, (FullAxis, Tile, ConcatAxes))):
             unsuitable.update(axes.table.resolve(axes.letters[node].get(letter, ())))
         if node not in axes.static:
-            is_freed = node not in returned and not is_moved_elements(node)
+            is_freed = node not in returned and not only_moves_elements(node)
             for shape in axes.results[node]:
                 numel = numeric(product(axes.table.size_of_dim(dim) for dim in shape)) if is_freed else 0
                 for atom in {atom for dim in shape for atom in axes.table.resolve(dim)}:

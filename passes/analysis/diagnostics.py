@@ -18,7 +18,7 @@ from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import quotient
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.passes.ops.rules.attention import M
-from streamfx.passes.ops.traits import CUTS, is_moved_elements
+from streamfx.passes.ops.traits import CUTS, only_moves_elements
 
 aten = torch.ops.aten
 CONCATENATIONS = frozenset({aten.cat.default, aten.slice_scatter.default})
@@ -79,9 +79,9 @@ def fallback_reason(node: fx.Node, signature: Signature, axes: AxisFacts) -> str
         return SPLITS_BLOCKS.format(target=node.target, size=quotient(length, outer))
     if node.target in (ATTENTION, ATTENTION_BACKWARD) and axes.sequence_atom(axes.letters[node][M]) is None:
         return FOREIGN_QUERIES.format(target=node.target)
-    return (_family_reason(node, signature, axes) or (SPLITS_OR_CONCATENATES if is_moved_elements(node) else MIXES_ROWS)).format(
-        target=node.target
-    )
+    return (
+        _family_reason(node, signature, axes) or (SPLITS_OR_CONCATENATES if only_moves_elements(node) else MIXES_ROWS)
+    ).format(target=node.target)
 
 
 def mixes_rows_and_blocks(node: fx.Node, signature: Signature, axes: AxisFacts) -> bool:

@@ -26,7 +26,7 @@ from streamfx.ir.signature import Letter, LetterShape
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.alignment import align
-from streamfx.passes.ops.linearity import all_carry, is_linear
+from streamfx.passes.ops.linearity import all_preserve_scale, is_linear
 
 aten = torch.ops.aten
 
@@ -211,14 +211,14 @@ class _LinearPath:
         self.shape = tuple(map(self._resolved, axes.shapes[scale]))
         self.row_masks: dict[fx.Node, RowMask] = {}
         self.atoms: tuple[Atom, ...] = tuple(atom for dim in self.shape for atom in dim)
-        if len(set(self.atoms)) < len(self.atoms) or not all_carry(scale, *self.dtypes):
+        if len(set(self.atoms)) < len(self.atoms) or not all_preserve_scale(scale, *self.dtypes):
             self.scaled.clear()
 
     def follow(self, node: fx.Node) -> bool:
         """Return whether an operator depends on the scale only linearly and row by row, or not at all; add it to `scaled`."""
         if not any(source in self.scaled for source in node.all_input_nodes):
             return True
-        if not all_carry(node, *self.dtypes):
+        if not all_preserve_scale(node, *self.dtypes):
             return False
         if node.target is operator.getitem:
             self.scaled.add(node)

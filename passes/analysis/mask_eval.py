@@ -17,7 +17,7 @@ from streamfx.ir.piecewise import Fact, Pieces, Slope, absolute_value, compare_s
 from streamfx.ir.ranges import MAX_ROWS, Range, cast_range, is_exact_in
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.affine import linear_combination
-from streamfx.passes.ops.ranges.transfer import applied, computed_in, range_of_argument
+from streamfx.passes.ops.ranges.transfer import computation_dtype, evaluate_transfer, range_of_argument
 
 aten = torch.ops.aten
 
@@ -55,12 +55,12 @@ class Intervals:
                 return pieces
         ranges = {operand: self.range(fact) for operand, fact in facts.items()}
         return constant_pieces(
-            applied(node, lambda operand: ranges[operand] if operand in ranges else self._reader(operand))[result]
+            evaluate_transfer(node, lambda operand: ranges[operand] if operand in ranges else self._reader(operand))[result]
         )
 
     def compare(self, node: fx.Node, slope: Slope, value: Range, relation: str) -> Pieces | None:
         """Return the result of comparing a slope with a number; None if the dtype of the comparison rounds the slope."""
-        dtype = computed_in(node, bound_arguments(node))
+        dtype = computation_dtype(node, bound_arguments(node))
         number = None if dtype is None else cast_range(value, dtype).constant
         if number is None or dtype is None or not self.is_exact(slope, dtype):
             return None

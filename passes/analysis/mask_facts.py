@@ -39,7 +39,7 @@ from streamfx.passes.analysis.fused_scores import scores_of
 from streamfx.passes.analysis.mask_eval import COMPARISONS, Intervals, reach_of
 from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
 from streamfx.passes.ops.ranges.arithmetic import plus
-from streamfx.passes.ops.ranges.transfer import computed_in
+from streamfx.passes.ops.ranges.transfer import computation_dtype
 from streamfx.passes.ops.rules.attention import M, N
 from streamfx.passes.ops.rules.registry import broadcast, rule_for
 from streamfx.passes.ops.traits import MOVES_ELEMENTS, is_random
@@ -351,7 +351,7 @@ class Masks:
         relation = COMPARISONS.get(node.target)
         if relation is not None:
             terms: Any = ((1, node.args[0]), (-1, node.args[1]))
-            dtype = computed_in(node, bound_arguments(node))
+            dtype = computation_dtype(node, bound_arguments(node))
         elif node.target in COEFFICIENTS:
             terms, dtype = linear_combination(node), node.meta[VALUE].dtype
             if terms is not None and not all(is_exact_in(dtype, a, a) for a, _ in terms):

@@ -34,7 +34,7 @@ from streamfx.passes.lowering.host_program import HostProgramBuilder
 from streamfx.passes.lowering.output_aliasing import clone_if_mutated, clone_shared_gradients, clone_shared_results
 from streamfx.passes.ops.aliasing import MemoryPlace, OtherMemory
 from streamfx.passes.ops.fallback import FallbackError
-from streamfx.passes.ops.traits import is_expensive, is_random, producer_of, unpacks
+from streamfx.passes.ops.traits import is_dequantizer, is_expensive, is_random, producer_of
 from streamfx.passes.partition.hoisted_reductions import hoisted_reductions
 from streamfx.passes.partition.loop_distribution import Region, distribute_over_loops
 from streamfx.runtime.offload import from_host, wait_for_copy
@@ -343,7 +343,7 @@ class _BackwardBuilder(HostProgramBuilder):
         return (
             is_tensor(node)
             and self.layout.access.storage_class(node) is StorageClass.OUTSIDE
-            and (producer in self.layout.axes.signatures or unpacks(producer))
+            and (producer in self.layout.axes.signatures or is_dequantizer(producer))
             and not is_expensive(node)
             and not is_random(producer)
         )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.node_meta import SAVED_FOR_ONE, VALUE
-from streamfx.passes.ops.traits import is_moved_elements
+from streamfx.passes.ops.traits import only_moves_elements
 from streamfx.runtime.in_place import OVERWRITES_FIRST, add_in_place, scale_in_place, scale_saved_in_place
 from streamfx.runtime.loop import Loop
 from streamfx.torch_private import OpOverload
@@ -63,7 +63,7 @@ def _write_over_operand(node: fx.Node, module: fx.GraphModule) -> None:
 
 def find_view_base(node: fx.Node) -> fx.Node:
     """Follow a chain of views to the value that they view, as long as each value has no other user."""
-    while is_moved_elements(node) and len(node.all_input_nodes[0].users) == 1:
+    while only_moves_elements(node) and len(node.all_input_nodes[0].users) == 1:
         node = node.all_input_nodes[0]
     return node
 

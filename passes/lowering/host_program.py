@@ -19,7 +19,7 @@ from streamfx.node_meta import CONSTANT, FORWARD_OPERATOR, GRAPH, JOINT, LAYOUTS
 from streamfx.passes.lowering.bodies import BodyBuilder
 from streamfx.passes.ops.aliasing import MemoryPlace
 from streamfx.passes.ops.fallback import FallbackError
-from streamfx.passes.ops.traits import is_part
+from streamfx.passes.ops.traits import is_tuple_item
 from streamfx.passes.partition.loop_distribution import Region
 from streamfx.passes.partition.value_table import is_loop_value
 from streamfx.runtime.chunked_recurrences import Recurrence
@@ -110,7 +110,7 @@ class HostProgramBuilder:
         copy.meta = {**node.meta, TRACED: node.name, RUN: self.runs}
         self.env[node] = copy
         for user in node.users:
-            if is_part(user) and user not in self.env and is_tensor(user):
+            if is_tuple_item(user) and user not in self.env and is_tensor(user):
                 self.emit(user)
 
     def _argument_mapper(self, node: fx.Node) -> Callable[[fx.Node], Any]:
@@ -216,7 +216,7 @@ class HostProgramBuilder:
 
     def _emit_with_producer(self, node: fx.Node) -> None:
         """Emit an operator; for an element of a tuple, emit the operator that returns the tuple first."""
-        if is_part(node) and not self.has(node_argument(node)):
+        if is_tuple_item(node) and not self.has(node_argument(node)):
             self.emit(node_argument(node))
         self.emit(node)
 

@@ -23,7 +23,7 @@ from streamfx.passes.lowering.accumulating_lowerings import mean_divisor, sort_b
 from streamfx.passes.lowering.bodies import BodyBuilder, emit_copy, register_lowering
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.ops.rules.attention import M, N
-from streamfx.passes.ops.rules.views import vanishing
+from streamfx.passes.ops.rules.views import squeezed_dims
 from streamfx.runtime import select_row
 from streamfx.runtime.collective_calls import ALL_REDUCE, begin, end
 from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
@@ -79,7 +79,7 @@ def lower_sum(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 def lower_squeeze(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Squeeze the dimensions that have size one in the full value, because other dimensions may have size one in a chunk."""
     (operand,) = builder.operands(node)
-    return builder.graph.call_function(aten.squeeze.dims, (operand, vanishing(node)))
+    return builder.graph.call_function(aten.squeeze.dims, (operand, squeezed_dims(node)))
 
 
 @register_lowering(aten.tril.default, aten.triu.default)

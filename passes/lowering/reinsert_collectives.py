@@ -27,7 +27,7 @@ from streamfx.ir.subgraph import Subgraph
 from streamfx.node_meta import RUN, VALUE
 from streamfx.options import Options
 from streamfx.passes.ops.collectives import REASSEMBLES, is_wait
-from streamfx.passes.ops.traits import is_moved_elements
+from streamfx.passes.ops.traits import only_moves_elements
 
 aten = torch.ops.aten
 
@@ -169,7 +169,7 @@ def is_computing(node: fx.Node) -> bool:
 
 def _is_light(node: fx.Node) -> bool:
     """Return whether a value is recomputed for each group of its users: it is a view, an element of a tuple or a cast."""
-    return is_moved_elements(node) or node.target in REASSEMBLES or node.target is aten._to_copy.default
+    return only_moves_elements(node) or node.target in REASSEMBLES or node.target is aten._to_copy.default
 
 
 def _light_views_of(weight: fx.Node) -> set[fx.Node]:

@@ -37,7 +37,7 @@ class MemoryPlace(NamedTuple):
 
 
 def memories(node: fx.Node) -> frozenset[fx.Node]:
-    """Return the values whose memory this one may alias: only itself if an operator allocates it."""
+    """Return the values whose memory a value may alias: only the value itself if an operator allocates it."""
     owners, todo, seen = set[fx.Node](), [node], {node}
     while todo:
         value = todo.pop()
@@ -52,8 +52,8 @@ def memories(node: fx.Node) -> frozenset[fx.Node]:
     return frozenset(owners)
 
 
-def memories_made(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the values computed in the graph, rather than inputs, whose memory these may alias."""
+def computed_memories(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the values computed in the graph, and not its inputs, whose memory any of the nodes may alias."""
     return {memory for node in nodes for memory in memories(node) if memory.op == "call_function"}
 
 

@@ -29,7 +29,7 @@ REDUCTIONS = (
 ALL_REDUCES = ("_c10d_functional::all_reduce",)
 WAIT = "_c10d_functional::wait_tensor"
 ELEMENTWISE = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")  # all reductions of torch but those with factors
-OF_SEVERAL = {  # their batched variants
+COALESCED = {  # by collective, its coalesced variant, which sends several values in one call
     "_c10d_functional::all_gather_into_tensor": "all_gather_into_tensor_coalesced",
     "_c10d_functional::all_reduce": "all_reduce_coalesced",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter_tensor_coalesced",
@@ -54,17 +54,17 @@ REASSEMBLES = frozenset(  # operators that assemble a tensor from shards, or cut
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Return whether a node is a collective; works in Dynamo graphs, too, where operators have no overloads yet."""
+    """Return whether a node is a collective, also in Dynamo's graphs, whose operators have no overloads."""
     return node.op == "call_function" and (str(node.target).split(".")[0] in NAMESPACES or is_reduced_over_ranks(node))
 
 
 def is_reduced_over_ranks(node: fx.Node) -> bool:
-    """Return whether a value is reduced over ranks by the operator that may be part of a loop."""
+    """Return whether a node is streamfx's all-reduce, which may run in a loop."""
     return node.target is ALL_REDUCE
 
 
 def has_collectives(graph: fx.Graph) -> bool:
-    """Return whether ranks have to run a graph together."""
+    """Return whether a graph has collectives, so that all ranks must run it together."""
     return any(map(is_collective, graph.nodes))
 
 
@@ -107,9 +107,9 @@ def is_wait(node: fx.Node) -> bool:
 
 def coalesced_operator(node: fx.Node) -> OpOverload | None:
     """Return the coalesced variant of a collective, which takes several values at once; None if there is none."""
-    if not isinstance(node.target, OpOverload) or node.kwargs or node.target.name() not in OF_SEVERAL:
+    if not isinstance(node.target, OpOverload) or node.kwargs or node.target.name() not in COALESCED:
         return None
-    coalesced: OpOverload = getattr(torch.ops._c10d_functional, OF_SEVERAL[node.target.name()]).default
+    coalesced: OpOverload = getattr(torch.ops._c10d_functional, COALESCED[node.target.name()]).default
     return coalesced
 
 

@@ -23,19 +23,19 @@ FILLERS: dict[Any, float | None] = {  # None: the fill value is an argument
 }
 
 
-def fill_of(node: Any) -> float | None:
-    """Return the number that fills a value; None if the elements differ or are not known before the run."""
+def find_fill(node: Any) -> float | None:
+    """Return the number that all elements of a value equal; None if they differ or are not known before the run."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     if node.target is aten.scalar_tensor.default:
-        return number_in(node.args[0], node.meta[VALUE].dtype)
+        return exact_number(node.args[0], node.meta[VALUE].dtype)
     if node.target not in FILLERS:
         return None
-    return number_in(bound_arguments(node).get("fill_value", FILLERS[node.target]), node.meta[VALUE].dtype)
+    return exact_number(bound_arguments(node).get("fill_value", FILLERS[node.target]), node.meta[VALUE].dtype)
 
 
-def number_in(value: Any, dtype: torch.dtype) -> float | None:
-    """Return a fill value if the dtype represents it exactly, else None (floating-point types round most fractions)."""
+def exact_number(value: Any, dtype: torch.dtype) -> float | None:
+    """Return a scalar as a float if the dtype represents it exactly, else None."""
     if not isinstance(value, (int, float)) or dtype.is_complex:
         return None
     if dtype == torch.bool:
@@ -47,6 +47,6 @@ def number_in(value: Any, dtype: torch.dtype) -> float | None:
 
 
 def is_zero(node: Any) -> bool:
-    """Return whether a value is zero throughout, and positive zero: adding it treats the sign of a zero as eager does."""
-    fill = fill_of(node)
+    """Return whether all elements of a value are +0.0. (Adding -0.0 would keep the sign of a zero.)"""
+    fill = find_fill(node)
     return fill == 0.0 and math.copysign(1.0, fill) > 0.0

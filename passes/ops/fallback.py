@@ -8,7 +8,7 @@ from streamfx.passes.ops.traits import producer_of
 
 
 class FallbackError(Exception):
-    """An operator that earlier passes expected to chunk must run on the full sequence; `why` is the reason for the user."""
+    """An operator that earlier passes planned to chunk must run on the full sequence; `why` is the reason for the user."""
 
     def __init__(self, node: fx.Node, why: str) -> None:
         super().__init__(f"{node.name}: {why}")

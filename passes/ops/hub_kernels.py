@@ -15,21 +15,21 @@ from streamfx.torch_private import OpOverload
 
 PACKAGE = "flash_attn"
 BUILDS = re.compile(r"_flash_attn2(_\w+)?")
-OF_ATTENTION = re.compile(r"_\w*(attn|attention)\w*|flash_attn_\d")  # namespaces of builds, and of newer packages
+ATTENTION_NAMESPACES = re.compile(r"_\w*(attn|attention)\w*|flash_attn_\d")  # namespaces of builds, and of newer packages
 
-HEADS, HOW = "q k v", "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes"
+HEADS, OPTIONS = "q k v", "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes"
 ENDS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 SAVED, WRITTEN = f"dout {HEADS} out softmax_lse", "dq dk dv"
 ARGUMENTS = {
-    "_flash_attn_forward": f"{HEADS} {HOW} return_softmax",
-    "_flash_attn_varlen_forward": f"{HEADS} {ENDS} {HOW} return_softmax block_table leftpad_k seqused_k zero_tensors",
-    "_flash_attn_backward": f"{SAVED} {WRITTEN} {HOW} deterministic rng_state",
-    "_flash_attn_varlen_backward": f"{SAVED} {WRITTEN} {ENDS} {HOW} deterministic rng_state zero_tensors",
+    "_flash_attn_forward": f"{HEADS} {OPTIONS} return_softmax",
+    "_flash_attn_varlen_forward": f"{HEADS} {ENDS} {OPTIONS} return_softmax block_table leftpad_k seqused_k zero_tensors",
+    "_flash_attn_backward": f"{SAVED} {WRITTEN} {OPTIONS} deterministic rng_state",
+    "_flash_attn_varlen_backward": f"{SAVED} {WRITTEN} {ENDS} {OPTIONS} deterministic rng_state zero_tensors",
 }
 
 
-def name_of(target: Any) -> str | None:
-    """Return an operator's name, in the flash-attn namespace if that package defines it; None if it is not an operator."""
+def operator_name(target: Any) -> str | None:
+    """Return an operator's name, with flash-attn's namespace if a build of that kernel defines it; None for a function."""
     if not isinstance(target, OpOverload):
         return None
     name = target._schema.name.partition("::")[2]
@@ -38,10 +38,8 @@ def name_of(target: Any) -> str | None:
 
 
 def is_attention(target: Any) -> bool:
-    """Return whether an operator belongs to an attention kernel, by its namespace; the user may select another
-    implementation.
-    """
-    return isinstance(target, OpOverload) and OF_ATTENTION.fullmatch(target.namespace) is not None
+    """Return whether an operator's namespace is that of an attention kernel, of which the user may select another one."""
+    return isinstance(target, OpOverload) and ATTENTION_NAMESPACES.fullmatch(target.namespace) is not None
 
 
 def _arguments(name: str) -> list[str]:

@@ -1,9 +1,9 @@
 """A table of theorems about the arguments in which operators are linear.
 
-A row states that the operator is linear in some arguments, taken together, while all others are held fixed and meet
-the given conditions. An argument that a row does not name must have its schema default; a call with any other value
-is not covered. Among the arguments taken together, those that are not driven must be zero: g + 0 is linear in g, and
-g + 1e-3 is not.
+A row states that the operator is linear in some arguments jointly, while all others are held fixed and meet conditions.
+An argument that a row does not name must have its schema default; a call with any other value is not covered. The nodes
+in which a call is to be linear are *driven*. Of the jointly linear arguments, those that are not driven must be zero:
+g + 0 is linear in g, and g + 1e-3 is not.
 
     add(self, other, alpha)          linear in (self, other) for any number alpha
     constant_pad_nd(self, pad, v)    linear in (self, value) if value is zero
@@ -35,26 +35,24 @@ Condition: TypeAlias = "Callable[[Any], bool]"
 
 @dataclass(frozen=True)
 class Linear:
-    """An operator is linear in the arguments `together`; other arguments may be passed if they meet the conditions
-    `given`.
-    """
+    """An operator is jointly linear in `linear_arguments`, if its other arguments meet `conditions`."""
 
-    together: tuple[str, ...]
-    given: Mapping[str, Condition] = field(default_factory=dict)
+    linear_arguments: tuple[str, ...]
+    conditions: Mapping[str, Condition] = field(default_factory=dict)
 
     def holds(self, node: fx.Node, driven: Collection[fx.Node]) -> bool:
-        """Return whether this row covers a call, as a linear function of the nodes `driven`."""
+        """Return whether this row proves that a call is linear in the nodes `driven`."""
         arguments = bound_arguments(node)
-        return any(not _is_fixed(arguments[name], driven) for name in self.together) and all(
+        return any(not _is_fixed(arguments[name], driven) for name in self.linear_arguments) and all(
             all(item in driven or _is_zero_or_zero_constant(item) for item in _flat_items(arguments[argument.name]))
-            if argument.name in self.together
+            if argument.name in self.linear_arguments
             else _is_fixed(arguments[argument.name], driven) and self._admits(argument, arguments[argument.name])
             for argument in node.target._schema.arguments  # type: ignore[union-attr]
         )
 
     def _admits(self, argument: Any, value: Any) -> bool:
         """Return whether a fixed argument meets its condition, or has its default if the row does not name it."""
-        condition = self.given.get(argument.name)
+        condition = self.conditions.get(argument.name)
         if condition is not None:
             return condition(value)
         return bool(
@@ -67,9 +65,8 @@ def is_linear(node: fx.Node, driven: Collection[fx.Node]) -> bool:
     return any(row.holds(node, driven) for row in LINEAR.get(node.target, ()))
 
 
-def carries(dtype: torch.dtype, scale: torch.dtype, gradient: torch.dtype) -> bool:
-    """Return whether a gradient's cotangent scale may be applied after a value between them is rounded to `dtype`,
-    not before.
+def preserves_scale(dtype: torch.dtype, scale: torch.dtype, gradient: torch.dtype) -> bool:
+    """Return whether a cotangent scale may be applied to a gradient late, after an intermediate value was rounded to `dtype`.
 
     The dtype needs the exponent range of float32 (loss scaling keeps float16 gradients from underflowing, and a
     gradient computed for a tangent of one is not scaled). It also needs the precision of the scale, or of the
@@ -88,9 +85,9 @@ def carries(dtype: torch.dtype, scale: torch.dtype, gradient: torch.dtype) -> bo
         return False
 
 
-def all_carry(node: fx.Node, scale: torch.dtype, gradient: torch.dtype) -> bool:
-    """Return whether `carries` holds for all results of a node."""
-    return all(result is None or carries(result.dtype, scale, gradient) for result in results_of(node))
+def all_preserve_scale(node: fx.Node, scale: torch.dtype, gradient: torch.dtype) -> bool:
+    """Return whether `preserves_scale` holds for the dtypes of all results of a node."""
+    return all(result is None or preserves_scale(result.dtype, scale, gradient) for result in results_of(node))
 
 
 def _significand_bits(dtype: torch.dtype) -> int:
@@ -120,40 +117,40 @@ def _is_zero_or_zero_constant(value: Any) -> bool:
 # -- conditions on arguments that are held fixed
 
 
-def anything(value: Any) -> bool:
+def any_value(value: Any) -> bool:
     """Accept any value."""
     return True
 
 
-def fractions(value: Any) -> bool:
-    """Accept a floating-point type, or None for the operand's own: integers and booleans would round."""
+def is_float(value: Any) -> bool:
+    """Accept a floating-point dtype, or None for the operand's dtype. (Integers and booleans would round.)"""
     return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
 
 
-def adds(value: Any) -> bool:
-    """Accept True for `accumulate`: without accumulation, either of two values for one index might stay."""
+def is_true(value: Any) -> bool:
+    """Accept True, for `accumulate`. (Without accumulation, the last of two writes to one index is not defined.)"""
     return value is True
 
 
-def weight_alone(value: Any) -> bool:
+def requests_only_weight(value: Any) -> bool:
     """Accept the output mask of a convolution's backward that requests only the weight's gradient (of input, weight, bias)."""
     return list(value) == [False, True, False]
 
 
-def _linear_in(*together: str, **given: Condition) -> Linear:
-    """Return the row of an operator that is linear in the arguments `together`, with conditions on `given` arguments."""
-    return Linear(together, given)
+def _linear_in(*linear_arguments: str, **conditions: Condition) -> Linear:
+    """Return the row of an operator that is jointly linear in some arguments, if its other arguments meet `conditions`."""
+    return Linear(linear_arguments, conditions)
 
 
 def _any_value_of(*names: str) -> dict[str, Condition]:
     """Return the condition that accepts any value, for each of the names."""
-    return dict.fromkeys(names, anything)
+    return dict.fromkeys(names, any_value)
 
 
-_SUM = _linear_in("self", dim=anything, keepdim=anything, dtype=fractions)
+_SUM = _linear_in("self", dim=any_value, keepdim=any_value, dtype=is_float)
 _LOSS = _linear_in("grad_output", **_any_value_of("self", "target", "weight", "reduction", "ignore_index", "total_weight"))
-_SHARES = _linear_in("grad_output", output=anything, dim=anything, input_dtype=fractions)
-_ADDED = _linear_in("self", "values", indices=anything, accumulate=adds)
+_SHARES = _linear_in("grad_output", output=any_value, dim=any_value, input_dtype=is_float)
+_ADDED = _linear_in("self", "values", indices=any_value, accumulate=is_true)
 _CONVOLVED = _any_value_of("weight", "bias_sizes", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
 _MOVED = _linear_in("self", **_any_value_of("size", "shape", "dim", "dims", "dim0", "dim1", "implicit", "memory_format"))
 _POINTWISE = _any_value_of(
@@ -166,43 +163,43 @@ _SLOPE = _linear_in(
 LINEAR: Mapping[Any, tuple[Linear, ...]] = {
     **dict.fromkeys(MOVES_ELEMENTS, (_MOVED,)),
     aten.neg.default: (_linear_in("self"),),
-    aten.add.Tensor: (_linear_in("self", "other", alpha=anything),),
-    aten.sub.Tensor: (_linear_in("self", "other", alpha=anything),),
-    aten.cat.default: (_linear_in("tensors", dim=anything),),
-    aten.stack.default: (_linear_in("tensors", dim=anything),),
+    aten.add.Tensor: (_linear_in("self", "other", alpha=any_value),),
+    aten.sub.Tensor: (_linear_in("self", "other", alpha=any_value),),
+    aten.cat.default: (_linear_in("tensors", dim=any_value),),
+    aten.stack.default: (_linear_in("tensors", dim=any_value),),
     aten.sum.default: (_SUM,),
     aten.sum.dim_IntList: (_SUM,),
     aten.mean.default: (_SUM,),
     aten.mean.dim: (_SUM,),
-    aten.mm.default: (_linear_in("self", mat2=anything), _linear_in("mat2", self=anything)),
-    aten.bmm.default: (_linear_in("self", mat2=anything), _linear_in("mat2", self=anything)),
-    GROUPED_MM: (_linear_in("x", weight=anything, group=anything), _linear_in("weight", x=anything, group=anything)),
+    aten.mm.default: (_linear_in("self", mat2=any_value), _linear_in("mat2", self=any_value)),
+    aten.bmm.default: (_linear_in("self", mat2=any_value), _linear_in("mat2", self=any_value)),
+    GROUPED_MM: (_linear_in("x", weight=any_value, group=any_value), _linear_in("weight", x=any_value, group=any_value)),
     GROUPED_OUTER: (
-        _linear_in("x", y=anything, group=anything, groups=anything),
-        _linear_in("y", x=anything, group=anything, groups=anything),
+        _linear_in("x", y=any_value, group=any_value, groups=any_value),
+        _linear_in("y", x=any_value, group=any_value, groups=any_value),
     ),
-    aten.mul.Tensor: (_linear_in("self", other=anything), _linear_in("other", self=anything)),
-    aten.mul.Scalar: (_linear_in("self", other=anything),),
-    aten.div.Tensor: (_linear_in("self", other=anything),),
-    aten.div.Scalar: (_linear_in("self", other=anything),),
+    aten.mul.Tensor: (_linear_in("self", other=any_value), _linear_in("other", self=any_value)),
+    aten.mul.Scalar: (_linear_in("self", other=any_value),),
+    aten.div.Tensor: (_linear_in("self", other=any_value),),
+    aten.div.Scalar: (_linear_in("self", other=any_value),),
     aten.slice.Tensor: (_linear_in("self", **_any_value_of("dim", "start", "end", "step")),),
     aten.slice_backward.default: (_linear_in("grad_output", **_any_value_of("input_sizes", "dim", "start", "end", "step")),),
-    aten.select.int: (_linear_in("self", dim=anything, index=anything),),
+    aten.select.int: (_linear_in("self", dim=any_value, index=any_value),),
     RELATIVE_SHIFT: (_linear_in("x", **_any_value_of("dim", "first", "columns")),),
     RELATIVE_SHIFT_BACKWARD: (_linear_in("gradient", **_any_value_of("dim", "first", "width")),),
     aten.select_backward.default: (_linear_in("grad_output", **_any_value_of("input_sizes", "dim", "index")),),
-    aten.constant_pad_nd.default: (_linear_in("self", "value", pad=anything),),
-    aten.split.Tensor: (_linear_in("self", split_size=anything, dim=anything),),
-    aten.split_with_sizes.default: (_linear_in("self", split_sizes=anything, dim=anything),),
-    aten.where.self: (_linear_in("self", "other", condition=anything),),
-    aten.masked_fill.Scalar: (_linear_in("self", "value", mask=anything),),
-    aten.scatter.src: (_linear_in("self", "src", dim=anything, index=anything),),
-    aten.scatter_add.default: (_linear_in("self", "src", dim=anything, index=anything),),
+    aten.constant_pad_nd.default: (_linear_in("self", "value", pad=any_value),),
+    aten.split.Tensor: (_linear_in("self", split_size=any_value, dim=any_value),),
+    aten.split_with_sizes.default: (_linear_in("self", split_sizes=any_value, dim=any_value),),
+    aten.where.self: (_linear_in("self", "other", condition=any_value),),
+    aten.masked_fill.Scalar: (_linear_in("self", "value", mask=any_value),),
+    aten.scatter.src: (_linear_in("self", "src", dim=any_value, index=any_value),),
+    aten.scatter_add.default: (_linear_in("self", "src", dim=any_value, index=any_value),),
     aten.index_add.default: (_linear_in("self", "source", **_any_value_of("dim", "index", "alpha")),),
     **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), (_ADDED,)),
     aten.gather.default: (_linear_in("self", **_any_value_of("dim", "index", "sparse_grad")),),
     aten._to_copy.default: (
-        _linear_in("self", dtype=fractions, **_any_value_of("layout", "device", "pin_memory", "non_blocking", "memory_format")),
+        _linear_in("self", dtype=is_float, **_any_value_of("layout", "device", "pin_memory", "non_blocking", "memory_format")),
     ),
     aten.nll_loss_backward.default: (_LOSS,),
     aten.nll_loss2d_backward.default: (_LOSS,),
@@ -214,13 +211,13 @@ LINEAR: Mapping[Any, tuple[Linear, ...]] = {
     aten._cdist_backward.default: (_linear_in(GRADIENT_OF_CDIST, **_any_value_of("x1", "x2", "p", "cdist")),),
     aten.convolution_backward.default: (
         _linear_in("grad_output", **_CONVOLVED, **_any_value_of("input", "output_mask")),
-        _linear_in("input", **_CONVOLVED, grad_output=anything, output_mask=weight_alone),
+        _linear_in("input", **_CONVOLVED, grad_output=any_value, output_mask=requests_only_weight),
     ),
     aten.native_dropout_backward.default: (_SLOPE,),
     aten.tanh_backward.default: (_SLOPE,),
     aten.sigmoid_backward.default: (_SLOPE,),
     aten.silu_backward.default: (_SLOPE,),
-    aten.gelu_backward.default: (_linear_in("grad_output", self=anything, approximate=anything),),
+    aten.gelu_backward.default: (_linear_in("grad_output", self=any_value, approximate=any_value),),
     aten.threshold_backward.default: (_SLOPE,),
     aten.hardtanh_backward.default: (_SLOPE,),
     aten.elu_backward.default: (_SLOPE,),

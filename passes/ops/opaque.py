@@ -25,23 +25,23 @@ from streamfx.runtime.restride import item_at, strided, strided_scatter
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, HigherOrderOperator, OpOverload
 
 aten = torch.ops.aten
-ALONE = "{operator} gets no operands that tell which call of {forward} it belongs to, with whose states it would run"
+UNPAIRED_BACKWARD = "{operator}: its operands do not identify the call of {forward} whose states it needs"
 READS_MEMORY: dict[Any, Any] = {strided: aten.as_strided.default, strided_scatter: aten.as_strided_scatter.default}
 MERGEABLE_NAMESPACES = ("aten", "prims", "streamfx")  # namespaces
 POOLED = (
-    f"{{target}} pools in one piece: windows that lie side by side stream, and windows of at most {WIDEST} in steps of one, "
-    "without padding of its own (torch.nn.functional.pad streams)"
+    f"{{target}} falls back: adjacent windows stream, and windows of at most {WIDEST} with stride 1, both without the padding "
+    "argument (torch.nn.functional.pad streams)"
 )
-LARGEST = f"{{target}} pools in one piece: windows of at most {WIDEST} in steps of one stream as x.unfold(dim, size, 1).amax(-1)"
-SPARSE = "{target} puts a sparse gradient together from all rows: with sparse=False it streams"
-IN_WORDS: dict[Any, str] = {
+MAX_POOLED = f"{{target}} falls back: windows of at most {WIDEST} with stride 1 stream as x.unfold(dim, size, 1).amax(-1)"
+SPARSE_GRADIENT = "{target} builds a sparse gradient from all rows: with sparse=False it streams"
+REASONS: dict[Any, str] = {
     aten.avg_pool2d.default: POOLED,
     aten.avg_pool2d_backward.default: POOLED,
     aten._adaptive_avg_pool2d.default: POOLED,
     aten._adaptive_avg_pool2d_backward.default: POOLED,
-    aten.max_pool2d_with_indices.default: LARGEST,
-    aten.max_pool2d_with_indices_backward.default: LARGEST,
-    aten._sparse_coo_tensor_with_dims_and_tensors.default: SPARSE,
+    aten.max_pool2d_with_indices.default: MAX_POOLED,
+    aten.max_pool2d_with_indices_backward.default: MAX_POOLED,
+    aten._sparse_coo_tensor_with_dims_and_tensors.default: SPARSE_GRADIENT,
 }
 READS_MEMORY |= {target: target for target in READS_STRIDES}
 
@@ -51,24 +51,24 @@ def is_opaque(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem and rule_for(node) is None
 
 
-def why_opaque(node: fx.Node) -> str:
-    """Return the reason why an operator has no rule, in the user's terms."""
+def describe_opaque(node: fx.Node) -> str:
+    """Return the reason why an operator has no axis rule, as text for the user."""
     if node.target in READS_MEMORY:
-        return f"{READS_MEMORY[node.target]} reads memory, which loops lay out in other ways"
+        return f"{READS_MEMORY[node.target]} reads memory by strides, and loops store values in another layout"
     if is_triton(node):
-        return f"{node.target} runs a kernel of which nobody tells what it does with rows"
+        return f"{node.target} runs a Triton kernel, and no rule says how it maps rows"
     if isinstance(node.target, HigherOrderOperator):
         inner = next((argument for argument in node.args if isinstance(argument, OpOverload)), None)
         if node.target is AUTO_FUNCTIONALIZED:
-            return f"{inner} writes into its arguments, and runs in one piece"
-        return (
-            f"{node.target} calls functions that no rule looks into" if inner is None else f"{inner} has effects, and runs once"
-        )
+            return f"{inner} writes to its arguments, so it falls back"
+        if inner is None:
+            return f"{node.target} calls functions, for which no rule exists"
+        return f"{inner} has side effects, so it runs once"
     if isinstance(node.target, OpOverload) and (declared := BACKWARDS.get(node.target.name())) is not None:
-        return ALONE.format(operator=node.target, forward=declared.operators[0])
+        return UNPAIRED_BACKWARD.format(operator=node.target, forward=declared.operators[0])
     if is_collective(node):
-        return f"{node.target} runs on all ranks at once, in one piece"
-    return IN_WORDS.get(node.target, "no rule for {target}").format(target=node.target)
+        return f"{node.target} runs on all ranks at once, so it falls back"
+    return REASONS.get(node.target, "no rule for {target}").format(target=node.target)
 
 
 def is_triton(node: fx.Node) -> bool:
@@ -77,7 +77,7 @@ def is_triton(node: fx.Node) -> bool:
 
 
 def may_be_merged(node: fx.Node) -> bool:
-    """Return whether two equal calls give equal results.
+    """Return whether two equal calls return equal results, so that one of them may be removed.
 
     A function called by a higher-order operator, or an operator of another package, may draw random numbers.
     """
@@ -86,12 +86,13 @@ def may_be_merged(node: fx.Node) -> bool:
     return not isinstance(node.target, OpOverload) or node.target.namespace in MERGEABLE_NAMESPACES
 
 
-def places_like(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] | None]:
-    """Return, for each dimension of an opaque operator's result, a dimension of equal size and position in an operand
-    of equal rank.
+def match_operand_dims(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] | None]:
+    """Return, for each dimension of an opaque operator's result, an operand and its dimension of equal index and size.
 
-    The two dimensions are treated as one axis. This needs no proof: the operator is not chunked, and loops may slice
-    its result along any axis. A wrong guess only costs chunking.
+    Only operands of equal rank match; None if there is none.
+
+    The two dimensions are treated as one axis. This needs no proof, because the operator is not chunked, and loops may slice
+    its result along any axis. After a wrong guess, fewer operators are chunked.
     """
     operands = [operand for operand in tensor_operands(node) if operand.meta[VALUE].dim() == value.dim()]
     operand_sizes: list[tuple[Size, ...]] = [shape_of(operand.meta[VALUE]) for operand in operands]
@@ -101,6 +102,6 @@ def places_like(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] 
     ]
 
 
-def is_part_of_opaque(node: fx.Node) -> bool:
+def is_nested_result(node: fx.Node) -> bool:
     """Return whether a node selects a tensor of a nested result."""
     return node.target is item_at and is_tensor(node)

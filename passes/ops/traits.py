@@ -66,16 +66,16 @@ CONTRACTIONS = frozenset(
 )
 
 
-UNPACKERS = ("bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise", "quanto::unpack", "streamfx::unpacked")
+DEQUANTIZERS = ("bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise", "quanto::unpack", "streamfx::unpacked")
 
 
-def is_moved_elements(node: fx.Node) -> bool:
+def only_moves_elements(node: fx.Node) -> bool:
     """Return whether an operator only moves elements: a view or a copy."""
     return node.target in MOVES_ELEMENTS
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return whether a second run could give different numbers."""
+    """Return whether an operator draws random numbers, so that a second run may return another result."""
     if node.target is draw_seed:
         return True
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
@@ -87,7 +87,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_expensive(node: fx.Node) -> bool:
-    """Return whether a value is worth storing rather than recomputing."""
+    """Return whether recomputing a value is so expensive that it should be stored."""
     return node.target is ALL_REDUCE or is_product(node)
 
 
@@ -97,21 +97,19 @@ def is_product(node: fx.Node) -> bool:
     return isinstance(producer, fx.Node) and (producer.target in CONTRACTIONS or isinstance(producer.target, Recurrence))
 
 
-def unpacks(node: fx.Node) -> bool:
-    """Return whether an operator of another package dequantizes a weight, so that its operands take less memory than
-    its result.
+def is_dequantizer(node: fx.Node) -> bool:
+    """Return whether an operator of another package dequantizes a weight: its operands take less memory than its result.
 
-    Such operators are listed by name, because a schema does not tell whether an operator without a rule is
-    deterministic.
+    Such operators are listed by name, because a schema does not state whether an operator is deterministic.
     """
-    return isinstance(node.target, OpOverload) and node.target.name() in UNPACKERS
+    return isinstance(node.target, OpOverload) and node.target.name() in DEQUANTIZERS
 
 
-def is_part(node: fx.Node) -> bool:
+def is_tuple_item(node: fx.Node) -> bool:
     """Return whether a node selects one result of a tuple-valued operator."""
     return node.target is operator.getitem or node.target is item_at
 
 
 def producer_of(node: fx.Node) -> fx.Node:
     """Return the operator that computes a value; for an item of a tuple-valued operator, that operator."""
-    return node_argument(node) if is_part(node) else node
+    return node_argument(node) if is_tuple_item(node) else node

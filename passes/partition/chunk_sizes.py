@@ -27,7 +27,7 @@ from streamfx.ir.stage_plan import AutoChunk, ChunkSize
 from streamfx.node_meta import VALUE
 from streamfx.options import Options
 from streamfx.passes.ops.collectives import is_reduced_over_ranks
-from streamfx.passes.ops.traits import is_expensive, is_moved_elements
+from streamfx.passes.ops.traits import is_expensive, only_moves_elements
 from streamfx.torch_private.symbolic_sizes import size_hint
 
 VALUES_PER_LIVE_VALUE = 3  # about one of so many values of a loop body is alive at its peak
@@ -119,7 +119,7 @@ def _flops(nodes: Iterable[fx.Node]) -> int:
 
 def _launches_kernel(node: fx.Node) -> bool:
     """Return whether an operator launches a kernel, unlike views and elements of tuples."""
-    return is_tensor(node) and not is_moved_elements(node) and node.target is not operator.getitem
+    return is_tensor(node) and not only_moves_elements(node) and node.target is not operator.getitem
 
 
 def _moved_by_a_chunk(stage: Stage, facts: Facts) -> int:
@@ -156,7 +156,7 @@ def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
     for node in nodes:
         if (
             is_tensor(node)
-            and not is_moved_elements(node)
+            and not only_moves_elements(node)
             and access.storage_class(node) in (StorageClass.ROWS, StorageClass.PAIR)
         ):
             total = total + _elements_of_a_row(node, facts.axes) * node.meta[VALUE].element_size()

@@ -27,7 +27,7 @@ from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import COLLECTED, PART_OF, VALUE
 from streamfx.passes.ops.collectives import is_reduced_over_ranks
-from streamfx.passes.ops.traits import is_expensive, is_moved_elements, producer_of
+from streamfx.passes.ops.traits import is_expensive, only_moves_elements, producer_of
 from streamfx.passes.partition.code_sinking import sink_operators
 from streamfx.passes.partition.interloop_values import InterloopValues
 from streamfx.passes.partition.stage_names import stage_names
@@ -201,7 +201,7 @@ class _StageFinder:
         """Return the positions of materialized keys, of their source, and of the operators along their axis."""
         key_atoms = {atom for dim in keys.meta[COLLECTED] for atom in self.axes.table.resolve(self.axes.shapes[keys][dim])}
         source, todo, nodes = node_argument(keys), [keys], set[fx.Node]()
-        while is_moved_elements(source) and node_argument(source) in self.position:
+        while only_moves_elements(source) and node_argument(source) in self.position:
             source = node_argument(source)
         while todo:
             node = todo.pop()
@@ -392,7 +392,7 @@ def move_last_stage_first(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, i
             moved_back.add(node)
     reshaped = set[fx.Node]()
     for node in reversed(nodes):
-        is_reshaped = is_moved_elements(node) or node.target in WRITES_INTO_ZEROS or node not in dependent
+        is_reshaped = only_moves_elements(node) or node.target in WRITES_INTO_ZEROS or node not in dependent
         if is_reshaped and node not in moved_back and moved_back.issuperset(node.users):
             reshaped.add(node)
             moved_back.add(node)

@@ -21,7 +21,7 @@ from streamfx.ir.axis_table import Atom
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import results_of
 from streamfx.node_meta import EXAMPLE_VALUE
-from streamfx.passes.ops.traits import is_moved_elements
+from streamfx.passes.ops.traits import only_moves_elements
 from streamfx.torch_private.split import can_be_input, names_in_dynamo, split_points
 
 MIN_SHARE = 0.1  # of the peak: a split needs values of so many bytes that have another axis instead of the chunked one
@@ -76,7 +76,7 @@ def _forward_results(facts: Facts, order: dict[str, int]) -> Iterable[ForwardOpe
         if node not in facts.joint.forward:
             continue
         node_index = next((order[name] for name in names_in_dynamo(node) if name in order), node_index)
-        if node not in axes.static and not is_moved_elements(node):
+        if node not in axes.static and not only_moves_elements(node):
             for shape, value in zip(axes.results.get(node, ()), results_of(node), strict=False):
                 yield ForwardOperator(
                     node_index, frozenset(atom for dim in shape for atom in axes.table.resolve(dim)), bytes_like(value)

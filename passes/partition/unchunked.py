@@ -24,7 +24,7 @@ from streamfx.ir.joint import JointGraph, descendants, device_of, outputs_of
 from streamfx.log import log
 from streamfx.node_meta import RECOMPUTE
 from streamfx.options import Options
-from streamfx.passes.ops.aliasing import memories, memories_made
+from streamfx.passes.ops.aliasing import computed_memories, memories
 from streamfx.passes.ops.collectives import has_collectives
 from streamfx.passes.ops.traits import is_expensive
 from streamfx.passes.partition.budget_search import held_bytes
@@ -171,7 +171,7 @@ def min_live_bytes(joint: JointGraph) -> int:
     """
     nodes = joint.nodes
     products = (node for node in nodes if is_expensive(node))
-    operands_and_result = (bytes_of_values({node, *memories_made(node.all_input_nodes)}) for node in products)
+    operands_and_result = (bytes_of_values({node, *computed_memories(node.all_input_nodes)}) for node in products)
     return max(*operands_and_result, *_alive_in_backward(joint, nodes), 0)
 
 
@@ -179,12 +179,14 @@ def _alive_in_backward(joint: JointGraph, nodes: list[fx.Node]) -> Iterator[int]
     """Yield the bytes of kept products and of gradients, after each backward operator."""
     dependent = descendants(joint.tangents, nodes)
     backward = [node for node in nodes if node in dependent]  # others, as the mask of `clamp`, may run in the forward graph
-    last_use = {source: node for node in backward for source in memories_made(node.all_input_nodes) if source in joint.forward}
+    last_use = {
+        source: node for node in backward for source in computed_memories(node.all_input_nodes) if source in joint.forward
+    }
     last_use = {source: node for source, node in last_use.items() if is_expensive(source) and RECOMPUTE not in source.meta}
     freed_after, alive = Counter[fx.Node](), bytes_of_values(last_use)
     for source, node in last_use.items():
         freed_after[node] += bytes_of_values((source,))
-    gradients = memories_made(node for node in joint.gradients if isinstance(node, fx.Node)) - joint.forward
+    gradients = computed_memories(node for node in joint.gradients if isinstance(node, fx.Node)) - joint.forward
     yield alive
     for node in backward:
         alive += bytes_of_values(gradients & {node})

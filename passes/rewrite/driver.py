@@ -16,7 +16,7 @@ from torch import fx
 from streamfx.ir.joint import erase_unused, is_tensor
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.ops.aliasing import memories
-from streamfx.passes.ops.hub_kernels import name_of
+from streamfx.passes.ops.hub_kernels import operator_name
 from streamfx.passes.ops.opaque import may_be_merged
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.rewrite.pattern import Replacement, RewriteRule
@@ -68,7 +68,7 @@ def _sweep(graph: fx.Graph, rules_by_target: Mapping[Any, list[RewriteRule]], nu
 
 def _rules_for(node: fx.Node, rules_by_target: Mapping[Any, list[RewriteRule]]) -> list[RewriteRule]:
     """Return the rules for an operator: by its target, or by name if another package defines it."""
-    return rules_by_target.get(node.target) or rules_by_target.get(name_of(node.target)) or []
+    return rules_by_target.get(node.target) or rules_by_target.get(operator_name(node.target)) or []
 
 
 def _apply_rule(rule: RewriteRule, node: fx.Node, writer: GraphWriter) -> bool:

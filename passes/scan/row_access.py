@@ -20,7 +20,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, erase_unused, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.constants import fill_of
+from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.scan.trim import is_same_type_addition, trim_rows, trim_stacks
 
@@ -180,7 +180,7 @@ def _stack_chain(remaining: list[fx.Node], chain: _Chain, writer: GraphWriter) -
         return
     length = end.meta[VALUE].shape[chain.dim]
     values = [chain.at(step, len(remaining) - 1) for step in range(length)]
-    if None not in values or fill_of(chain.root) == 0:
+    if None not in values or find_fill(chain.root) == 0:
         end.replace_all_uses_with(_stack_rows(values, chain.dim, end, writer), propagate_meta=False)
 
 

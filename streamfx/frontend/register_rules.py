@@ -12,7 +12,7 @@ from streamfx.argument_checks import check_call
 from streamfx.errors import RuleError, with_article
 from streamfx.ir.signature import Signature
 from streamfx.passes.ops.rules.decompositions import DECOMPOSITIONS
-from streamfx.passes.ops.rules.registry import RULES, RuleCall, notation_rule, rule_of
+from streamfx.passes.ops.rules.registry import RULES, RuleCall, find_operator_rule, notation_rule
 from streamfx.passes.ops.rules.stateful import is_declared
 from streamfx.torch_private import OpOverload, OpOverloadPacket
 
@@ -70,7 +70,7 @@ def register_rule(operator: Any, rule: Rule) -> None:
 
 def has_rule(operator: OpOverload[Any, Any]) -> bool:
     """Return whether an operator is supported: by a rule, a tag of torch, a declared state, or decomposition."""
-    return rule_of(operator) is not None or is_declared(operator) or operator in DECOMPOSITIONS
+    return find_operator_rule(operator) is not None or is_declared(operator) or operator in DECOMPOSITIONS
 
 
 def overload_of(operator: Any, asked: str) -> OpOverload[Any, Any]:

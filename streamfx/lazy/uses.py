@@ -16,7 +16,7 @@ from streamfx.lazy.recompute import RowChunks
 from streamfx.log import log
 from streamfx.node_meta import EXAMPLE_VALUE, VALUE
 from streamfx.options import Options
-from streamfx.passes.ops.traits import is_moved_elements
+from streamfx.passes.ops.traits import only_moves_elements
 from streamfx.runtime.restride import RESTRIDE_FUNCTIONS
 from streamfx.torch_private.symbolic_sizes import size_hint
 
@@ -76,10 +76,10 @@ def computed_outside_loops(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that a graph computes outside its loops, except results, and views of inputs and of results."""
     results, inputs = set(graph.output_node().all_input_nodes), set(graph.find_nodes(op="placeholder"))
     for node in reversed(graph.nodes):
-        if node in results and (is_moved_elements(node) or node.target in RESTRIDE_FUNCTIONS):
+        if node in results and (only_moves_elements(node) or node.target in RESTRIDE_FUNCTIONS):
             results.update(node.all_input_nodes)
     for node in graph.nodes:
-        if is_moved_elements(node) and inputs.issuperset(node.all_input_nodes):
+        if only_moves_elements(node) and inputs.issuperset(node.all_input_nodes):
             inputs.add(node)
     return [node for node in graph.nodes if node.op == "call_function" and node not in results | inputs]
 

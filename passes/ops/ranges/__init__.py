@@ -10,8 +10,8 @@ patterns.py     relations between two values that their ranges cannot express
 casts.py        type conversions that keep numbers exact
 analysis.py     the ranges of a whole graph
 
-It maps ranges of operands to ranges of results, and knows nothing of axes or loops. It may import `ir` and traits of
-operators.
+The functions map ranges of operands to ranges of results. They do not depend on axes or loops, and may import `ir` and
+traits of operators.
 """
 
 from streamfx.passes.ops.ranges import arithmetic as _arithmetic  # noqa: F401  (each module fills its part of the table)
@@ -20,6 +20,6 @@ from streamfx.passes.ops.ranges import reductions as _reductions  # noqa: F401
 from streamfx.passes.ops.ranges import unary as _functions  # noqa: F401
 from streamfx.passes.ops.ranges import views as _moves  # noqa: F401
 from streamfx.passes.ops.ranges.analysis import ValueRanges
-from streamfx.passes.ops.ranges.transfer import TRANSFERS, Reader, applied
+from streamfx.passes.ops.ranges.transfer import TRANSFERS, Reader, evaluate_transfer
 
-__all__ = ["TRANSFERS", "Reader", "ValueRanges", "applied"]
+__all__ = ["TRANSFERS", "Reader", "ValueRanges", "evaluate_transfer"]

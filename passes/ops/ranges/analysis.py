@@ -14,14 +14,12 @@ from streamfx.ir.piecewise import Pieces, hull_of
 from streamfx.ir.ranges import MAX_ROWS, Range, activation, full_range
 from streamfx.node_meta import PATTERN, VALUE
 from streamfx.passes.ops.ranges.products import unpacked_product
-from streamfx.passes.ops.ranges.transfer import applied
+from streamfx.passes.ops.ranges.transfer import evaluate_transfer
 from streamfx.torch_private import OpOverload
 
 
 class ValueRanges:
-    """Ranges by value. `trained` are the sources assumed to hold ordinary numbers: inputs that get a gradient, and
-    tangents.
-    """
+    """The ranges of a graph's values. Of `trained` values, inputs with a gradient and tangents, ordinary numbers are assumed."""
 
     def __init__(self, trained: Collection[fx.Node] = ()) -> None:
         self._trained = frozenset(trained)
@@ -42,7 +40,7 @@ class ValueRanges:
         return self._range_of[node][0]
 
     def note(self, node: fx.Node, value_range: Range) -> None:
-        """Record a range found by other means, from facts about query and key positions."""
+        """Record the range of a value that another analysis has found, from facts about query and key positions."""
         self._range_of[node] = (value_range,)
 
     def _compute(self, node: fx.Node) -> tuple[Range, ...]:
@@ -60,7 +58,7 @@ class ValueRanges:
         if not isinstance(node.target, OpOverload):
             return tuple(full_range(torch.float64 if result is None else result.dtype) for result in results_of(node))
         unpacked = unpacked_product(node, self._operand)
-        return applied(node, self._operand) if unpacked is None else (unpacked,)
+        return evaluate_transfer(node, self._operand) if unpacked is None else (unpacked,)
 
     def _operand(self, node: fx.Node) -> Range:
         """Return the computed range of an operand."""

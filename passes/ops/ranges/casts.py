@@ -27,8 +27,8 @@ def holds_integers(node: fx.Node, values: ValueRanges) -> bool:
     return node.target in SAME_SHAPES | RESHAPED and all(holds_integers(source, values) for source in sources)
 
 
-def keeps_numbers(node: fx.Node, values: ValueRanges) -> bool:
-    """Return whether a copy or view holds the same numbers as its operand."""
+def keeps_elements(node: fx.Node, values: ValueRanges) -> bool:
+    """Return whether a copy, cast or view has the same elements as its operand, up to their shape."""
     if node.target in RESHAPED or node.target is aten.clone.default:
         return True
     if node.target is not aten._to_copy.default:
@@ -39,7 +39,7 @@ def keeps_numbers(node: fx.Node, values: ValueRanges) -> bool:
 
 
 def source_of_exact_copies(node: fx.Node, values: ValueRanges, through: frozenset[object] = SAME_SHAPES) -> fx.Node:
-    """Follow copies that keep the numbers, and return their source."""
-    while node.target in through and keeps_numbers(node, values):
+    """Return the source of a chain of operators in `through` that keep the elements."""
+    while node.target in through and keeps_elements(node, values):
         node = node_argument(node)
     return node

@@ -12,11 +12,11 @@ from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
 from streamfx.node_meta import VALUE
 
 aten = torch.ops.aten
-SAME_NUMBERS = frozenset({aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default})
+COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default})
 
 
 def is_largest_of(largest: Any, operand: Any) -> bool:
-    """Return whether each element of `largest` is the maximum of the elements of `operand` that it is broadcast to."""
+    """Return whether `largest` is the maximum of `operand` along some dimensions, which are kept with size one."""
     if not isinstance(largest, fx.Node) or not isinstance(operand, fx.Node):
         return False
     largest = _skip_copies(largest)
@@ -49,7 +49,7 @@ def _skip_copies(node: Any) -> Any:
 
 def _is_copy(node: fx.Node) -> bool:
     """Return whether a node copies its operand without changing the dtype."""
-    source = node.args[0] if node.target in SAME_NUMBERS else None
+    source = node.args[0] if node.target in COPIES else None
     return is_tensor(source) and source.meta[VALUE].dtype == node.meta[VALUE].dtype  # type: ignore[union-attr]
 
 

@@ -21,7 +21,7 @@ from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.arithmetic import plus, times
 from streamfx.passes.ops.ranges.transfer import RangeCall, Reader, count_of, longest, structural
 from streamfx.passes.ops.ranges.views import ZERO
-from streamfx.passes.ops.traits import unpacks
+from streamfx.passes.ops.traits import is_dequantizer
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -45,27 +45,27 @@ def product(dtype: torch.dtype, count: int, *operands: Range) -> Range:
     return Range(-bound, bound, nan) if bound < torch.finfo(dtype).max else full_range(dtype)
 
 
-@structural(aten.mm.default, aten.bmm.default, takes="self mat2")
+@structural(aten.mm.default, aten.bmm.default, arguments="self mat2")
 def _mm(call: RangeCall) -> Range:
     return product(call.dtype, longest(call.shape("self")[-1]), call.range("self"), call.range("mat2"))
 
 
-@structural(aten.mv.default, takes="self vec")
+@structural(aten.mv.default, arguments="self vec")
 def _mv(call: RangeCall) -> Range:
     return product(call.dtype, longest(call.shape("self")[-1]), call.range("self"), call.range("vec"))
 
 
-@structural(aten.dot.default, takes="self tensor")
+@structural(aten.dot.default, arguments="self tensor")
 def _dot(call: RangeCall) -> Range:
     return product(call.dtype, longest(call.shape("self")[-1]), call.range("self"), call.range("tensor"))
 
 
-@structural(aten.addmm.default, takes="self mat1 mat2 beta alpha")
+@structural(aten.addmm.default, arguments="self mat1 mat2 beta alpha")
 def _addmm(call: RangeCall) -> Range:
     return _scaled_sum(call, "mat1")
 
 
-@structural(aten.baddbmm.default, takes="self batch1 batch2 beta alpha")
+@structural(aten.baddbmm.default, arguments="self batch1 batch2 beta alpha")
 def _baddbmm(call: RangeCall) -> Range:
     return _scaled_sum(call, "batch1")
 
@@ -78,17 +78,15 @@ def _scaled_sum(call: RangeCall, first: str) -> Range:
     return product_range if beta.constant == 0 else plus(times(call.range("self"), beta), product_range)
 
 
-@structural(aten.convolution.default, takes="input weight bias stride padding dilation transposed output_padding groups")
+@structural(aten.convolution.default, arguments="input weight bias stride padding dilation transposed output_padding groups")
 def _convolution(call: RangeCall) -> Range:
     product_range = product(call.dtype, count_of(*call.shape("weight")), call.range("input"), call.range("weight"))
     return product_range if call.arguments["bias"] is None else plus(product_range, call.range("bias"))
 
 
-@structural(aten._cdist_forward.default, takes="x1 x2 p compute_mode")
+@structural(aten._cdist_forward.default, arguments="x1 x2 p compute_mode")
 def _distance(call: RangeCall) -> Range:
-    """Bound a norm of order one or above by the sum of all differences, with room for the squares and products of
-    kernels.
-    """
+    """Bound a norm of order one or above by the sum of all differences, widened because kernels compute squares."""
     x1, x2, count = call.range("x1"), call.range("x2"), longest(call.shape("x1")[-1])
     distance = x1.magnitude + x2.magnitude
     if not call.arguments["p"] >= 1 or count * distance * distance > torch.finfo(call.dtype).max / 4:
@@ -98,17 +96,17 @@ def _distance(call: RangeCall) -> Range:
     return Range(0, 1.01 * count * distance, x1.nan or x2.nan)
 
 
-@structural(GROUPED_MM, takes="x weight group")
+@structural(GROUPED_MM, arguments="x weight group")
 def _grouped_mm(call: RangeCall) -> Range:
     return product(call.dtype, longest(call.shape("x")[-1]), call.range("x"), call.range("weight"))
 
 
-@structural(GROUPED_OUTER, takes="x y group groups")
+@structural(GROUPED_OUTER, arguments="x y group groups")
 def _grouped_outer(call: RangeCall) -> Range:
     return product(call.dtype, longest(call.shape("x")[0]), call.range("x"), call.range("y"))
 
 
-@structural(ATTENTION, takes="query key value attn_mask is_causal scale")
+@structural(ATTENTION, arguments="query key value attn_mask is_causal scale")
 def _attention(call: RangeCall) -> tuple[Range, ...]:
     """Return a convex combination of the values; zero if a query position sees no key."""
     value = call.range("value")
@@ -121,12 +119,12 @@ def _attention(call: RangeCall) -> tuple[Range, ...]:
 def unpacked_product(node: fx.Node, reader: Reader) -> Range | None:
     """Return the range of a product with a packed weight, or of an unpacked weight.
 
-    They are ordinary numbers if all packed operands are parameters.
+    They are ordinary numbers if all packed operands are parameters. None for any other operator or operand.
     """
-    if not isinstance(node.target, OpOverload) or not (unpacks(node) or node.target.name() in PACKED):
+    if not isinstance(node.target, OpOverload) or not (is_dequantizer(node) or node.target.name() in PACKED):
         return None
     operands = tensor_operands(node)
-    unpacked_operands = () if unpacks(node) else operands[:1]
+    unpacked_operands = () if is_dequantizer(node) else operands[:1]
     if not all(map(is_parameter, operands[len(unpacked_operands) :])):
         return None
     dtype: torch.dtype = node.meta[VALUE].dtype

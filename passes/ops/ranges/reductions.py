@@ -15,12 +15,12 @@ from streamfx.passes.ops.ranges.transfer import RangeCall, count_of, structural
 from streamfx.passes.ops.ranges.views import ZERO
 
 aten = torch.ops.aten
-MOST_COUNTED = 2**24  # float32 represents every integer up to this one
-LEAST_EPS = 1e-16  # the default eps depends on the dtype
-MORE = 1.01  # sums in low precision may come out a little larger
+MAX_FLOAT32_COUNT = 2**24  # float32 represents every integer up to this one
+MIN_EPS = 1e-16  # the default eps depends on the dtype
+SUM_SLACK = 1.01  # factor by which a sum in low precision may exceed its bound
 
 
-def summed(operand: Range, count: Number, dtype: torch.dtype) -> Range:
+def sum_range(operand: Range, count: Number, dtype: torch.dtype) -> Range:
     """Return the range of a sum of at most `count` numbers, each first converted to the dtype of the accumulation."""
     in_dtype = cast_range(operand, dtype)
     total = times(hull(in_dtype, ZERO), Range(0, count))
@@ -41,27 +41,27 @@ def reduced_count(call: RangeCall, name: str = "dim") -> Number:
     return count_of(*(shape[dim % len(shape)] for dim in chosen)) if shape else 1
 
 
-@structural(aten.sum.default, takes="self dtype")
+@structural(aten.sum.default, arguments="self dtype")
 def _sum(call: RangeCall) -> Range:
-    return summed(call.range("self"), count_of(*call.shape("self")), call.dtype)
+    return sum_range(call.range("self"), count_of(*call.shape("self")), call.dtype)
 
 
-@structural(aten.sum.dim_IntList, takes="self dim keepdim dtype")
+@structural(aten.sum.dim_IntList, arguments="self dim keepdim dtype")
 def _sum_dim(call: RangeCall) -> Range:
-    return summed(call.range("self"), reduced_count(call), call.dtype)
+    return sum_range(call.range("self"), reduced_count(call), call.dtype)
 
 
-@structural(aten.cumsum.default, takes="self dim dtype")
+@structural(aten.cumsum.default, arguments="self dim dtype")
 def _cumsum(call: RangeCall) -> Range:
-    return summed(call.range("self"), reduced_count(call), call.dtype)
+    return sum_range(call.range("self"), reduced_count(call), call.dtype)
 
 
-@structural(aten.mean.default, takes="self dtype")
+@structural(aten.mean.default, arguments="self dtype")
 def _mean(call: RangeCall) -> Range:
     return _mean_of(call, count_of(*call.shape("self")))
 
 
-@structural(aten.mean.dim, takes="self dim keepdim dtype")
+@structural(aten.mean.dim, arguments="self dim keepdim dtype")
 def _mean_dim(call: RangeCall) -> Range:
     return _mean_of(call, reduced_count(call))
 
@@ -69,20 +69,20 @@ def _mean_dim(call: RangeCall) -> Range:
 def _mean_of(call: RangeCall, count: Number) -> Range:
     """Return the range of a mean: within the operand's, unless the sum overflows; the mean of no elements is NaN."""
     operand = cast_range(call.range("self"), call.dtype)
-    total = cast_range(summed(operand, count, call.dtype), call.dtype)
+    total = cast_range(sum_range(operand, count, call.dtype), call.dtype)
     if not math.isfinite(total.magnitude):
         return Range(0 if operand.low >= 0 else -INFINITY, 0 if operand.high <= 0 else INFINITY, nan=True)
-    low = operand.low * (MORE if operand.low < 0 else 1 / MORE)
-    high = operand.high * (MORE if operand.high > 0 else 1 / MORE)
+    low = operand.low * (SUM_SLACK if operand.low < 0 else 1 / SUM_SLACK)
+    high = operand.high * (SUM_SLACK if operand.high > 0 else 1 / SUM_SLACK)
     return Range(min(low, high), max(low, high), nan=True)
 
 
-@structural(aten.any.default, aten.all.default, takes="self")
+@structural(aten.any.default, aten.all.default, arguments="self")
 def _any(call: RangeCall) -> Range:
     return Range(0, 1)
 
 
-@structural(aten.var.correction, takes="self dim correction keepdim")
+@structural(aten.var.correction, arguments="self dim correction keepdim")
 def _var(call: RangeCall) -> Range:
     """Return the range of a variance: the sum of squared differences from the mean, divided by the count less the correction."""
     operand, correction = call.range("self"), call.arguments["correction"]
@@ -92,7 +92,7 @@ def _var(call: RangeCall) -> Range:
     return Range(0, 2 * float(spread) * float(spread), nan=True)
 
 
-@structural(aten.linalg_vector_norm.default, takes="self ord dim keepdim dtype")
+@structural(aten.linalg_vector_norm.default, arguments="self ord dim keepdim dtype")
 def _norm(call: RangeCall) -> Range:
     """Return the range of a Euclidean norm: at most sqrt(count) times the largest magnitude."""
     operand, order = call.range("self"), call.arguments["ord"]
@@ -101,29 +101,29 @@ def _norm(call: RangeCall) -> Range:
     count, squares = reduced_count(call), float(operand.magnitude) * float(operand.magnitude)
     if count * squares > torch.finfo(torch.float32 if call.dtype.itemsize < 4 else call.dtype).max:
         return Range(0, INFINITY, operand.nan)
-    return Range(0, MORE * math.sqrt(count) * operand.magnitude if count else 0, operand.nan)
+    return Range(0, SUM_SLACK * math.sqrt(count) * operand.magnitude if count else 0, operand.nan)
 
 
-@structural(aten.logsumexp.default, takes="self dim keepdim")
+@structural(aten.logsumexp.default, arguments="self dim keepdim")
 def _logsumexp(call: RangeCall) -> Range:
     operand, count = cast_range(call.range("self"), call.dtype), reduced_count(call)
     slack = 1e-3 + 8 * torch.finfo(call.dtype).eps  # error of the sum, which a low-precision type rounds before the logarithm
     return plus(operand, Range(-slack, math.log(max(count, 1)) + slack))
 
 
-@structural(aten._softmax.default, takes="self dim half_to_float")
+@structural(aten._softmax.default, arguments="self dim half_to_float")
 def _softmax(call: RangeCall) -> Range:
     """Return the range [0, 1]; NaN if all elements are minus infinity, or one is infinite."""
     operand = call.range("self")
     return Range(0, 1 + 1e-3, operand.nan or math.isinf(operand.magnitude))
 
 
-@structural(aten._safe_softmax.default, takes="self dim dtype")
+@structural(aten._safe_softmax.default, arguments="self dim dtype")
 def _safe_softmax(call: RangeCall) -> Range:
     return Range(0, 1 + 1e-3, call.range("self").nan or call.range("self").high == INFINITY)
 
 
-@structural(aten._log_softmax.default, takes="self dim half_to_float")
+@structural(aten._log_softmax.default, arguments="self dim half_to_float")
 def _log_softmax(call: RangeCall) -> Range:
     """Return a range of at most zero, up to rounding; the scores' spread and the logarithm of their count bound it below."""
     operand = call.range("self")
@@ -131,10 +131,10 @@ def _log_softmax(call: RangeCall) -> Range:
         return Range(-INFINITY, 1e-3, nan=True)
     shape = call.shape("self")
     count = count_of(shape[call.arguments["dim"] % len(shape)]) if shape else 1
-    return Range((operand.low - operand.high - math.log(max(count, 1)) - 1) * MORE, 1e-3)
+    return Range((operand.low - operand.high - math.log(max(count, 1)) - 1) * SUM_SLACK, 1e-3)
 
 
-@structural(aten._softmax_backward_data.default, takes="grad_output output dim input_dtype")
+@structural(aten._softmax_backward_data.default, arguments="grad_output output dim input_dtype")
 def _softmax_backward(call: RangeCall) -> Range:
     """Return the range of output * (grad_output - sum): zero if the output is zero."""
     return Range(0, 0, nan=True) if call.range("output").is_zero else full_range(call.dtype)
@@ -143,28 +143,29 @@ def _softmax_backward(call: RangeCall) -> Range:
 # -- normalizations
 
 
-@structural(aten.native_layer_norm.default, takes="input normalized_shape weight bias eps")
+@structural(aten.native_layer_norm.default, arguments="input normalized_shape weight bias eps")
 def _layer_norm(call: RangeCall) -> tuple[Range, ...]:
     mean = call.range("input")
     return _apply_weight_and_bias(call, _normalized(call)), Range(mean.low, mean.high, nan=True), Range(0, INFINITY, nan=True)
 
 
-@structural(aten._fused_rms_norm.default, takes="input normalized_shape weight eps")
+@structural(aten._fused_rms_norm.default, arguments="input normalized_shape weight eps")
 def _rms_norm(call: RangeCall) -> tuple[Range, ...]:
     return _apply_weight_and_bias(call, _normalized(call)), Range(0, INFINITY, nan=True)
 
 
 def _normalized(call: RangeCall) -> Range:
-    """Divide by a norm of at least sqrt(eps). The bound from the count of elements does not hold for large, nearly
-    equal numbers.
+    """Return the range of the input divided by its norm, which is at least sqrt(eps).
+
+    The bound by the number of elements does not hold for large, nearly equal numbers, because the mean is rounded.
     """
     operand, eps = call.range("input"), call.arguments["eps"]
-    eps = LEAST_EPS if eps is None else eps
+    eps = MIN_EPS if eps is None else eps
     if not isinstance(eps, float) or eps <= 0 or math.isinf(operand.magnitude):
         return Range(-INFINITY, INFINITY, nan=True)
-    bound = 2 * MORE * operand.magnitude / math.sqrt(eps)
+    bound = 2 * SUM_SLACK * operand.magnitude / math.sqrt(eps)
     if operand.assumed:  # activations are assumed not to be large and nearly equal
-        bound = min(bound, MORE * math.sqrt(count_of(*call.shape("input"))))
+        bound = min(bound, SUM_SLACK * math.sqrt(count_of(*call.shape("input"))))
     return Range(-bound, bound, operand.nan or not operand.magnitude < 1e15)  # squares may overflow
 
 
@@ -179,26 +180,26 @@ def _apply_weight_and_bias(call: RangeCall, normalized: Range) -> Range:
 # -- counts
 
 
-@structural(aten.histc.default, takes="self bins min max")
+@structural(aten.histc.default, arguments="self bins min max")
 def _histogram(call: RangeCall) -> Range:
-    """Return the range of counts; if the size is unknown, eager's own counts in the operand's dtype are assumed to be exact."""
+    """Return the range of counts. If the size is dynamic, counts in the operand's dtype are assumed to be exact, as in eager."""
     shape = call.shape("self")
     count = count_of(*shape)
-    return Range(0, count if all(isinstance(size, int) for size in shape) else min(count, MOST_COUNTED))
+    return Range(0, count if all(isinstance(size, int) for size in shape) else min(count, MAX_FLOAT32_COUNT))
 
 
-@structural(aten.bincount.default, takes="self minlength")
+@structural(aten.bincount.default, arguments="self minlength")
 def _bincount(call: RangeCall) -> Range:
     return Range(0, count_of(*call.shape("self")))
 
 
-@structural(aten.index_add.default, takes="self dim index source alpha")
+@structural(aten.index_add.default, arguments="self dim index source alpha")
 def _index_add(call: RangeCall) -> Range:
-    added = summed(times(call.range("source"), call.range("alpha")), count_of(*call.shape("source")), call.dtype)
+    added = sum_range(times(call.range("source"), call.range("alpha")), count_of(*call.shape("source")), call.dtype)
     return plus(call.range("self"), added)
 
 
-@structural(aten.scatter_add.default, takes="self dim index src")
+@structural(aten.scatter_add.default, arguments="self dim index src")
 def _scatter_add(call: RangeCall) -> Range:
-    added = summed(call.range("src"), count_of(*shape_of_node(call.arguments["index"])), call.dtype)
+    added = sum_range(call.range("src"), count_of(*shape_of_node(call.arguments["index"])), call.dtype)
     return plus(call.range("self"), added)

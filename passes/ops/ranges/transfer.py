@@ -28,17 +28,15 @@ Transfer: TypeAlias = "Callable[..., Range | tuple[Range, ...]]"
 F = TypeVar("F", bound="Callable[..., Any]")
 
 # These arguments do not affect the numbers of a result.
-WITHOUT_MEANING = frozenset({"memory_format", "layout", "device", "pin_memory", "non_blocking", "implicit"})
+IGNORED_ARGUMENTS = frozenset({"memory_format", "layout", "device", "pin_memory", "non_blocking", "implicit"})
 CONDITIONS = frozenset({"condition", "mask"})  # arguments that are not operands of the arithmetic
 HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
-CHOOSES = CONDITIONS | {"attn_mask"}  # arguments that select numbers, or weight them
+SELECTORS = CONDITIONS | {"attn_mask"}  # arguments that select numbers, or weight them
 
 
 @dataclass(frozen=True)
 class TransferFunction:
-    """A transfer function; `names` are the arguments that it takes. `elementwise` operators get them as ranges in one
-    dtype.
-    """
+    """A transfer function and the `names` of its arguments. If `elementwise`, it is called with ranges in one dtype."""
 
     function: Transfer
     names: frozenset[str]
@@ -51,9 +49,7 @@ TRANSFERS: dict[Any, TransferFunction] = {}
 
 
 def elementwise(*operators: Any, exact: bool = True) -> Callable[[F], F]:
-    """Register a function of ranges, whose parameters have the operator's argument names. `exact`: all devices round
-    alike.
-    """
+    """Register a function of ranges, whose parameters have the operator's argument names. If `exact`, all devices agree."""
 
     def register(function: F) -> F:
         """Register the function for all operators."""
@@ -67,15 +63,13 @@ def elementwise(*operators: Any, exact: bool = True) -> Callable[[F], F]:
     return register
 
 
-def structural(*operators: Any, takes: str) -> Callable[[F], F]:
-    """Register a function of a `RangeCall` for operators that are not elementwise; `takes` names the arguments that
-    it knows.
-    """
+def structural(*operators: Any, arguments: str) -> Callable[[F], F]:
+    """Register a function of a `RangeCall` for operators that are not elementwise; `arguments` are the supported arguments."""
 
     def register(function: F) -> F:
         """Register the function for all operators."""
         for operator in operators:
-            TRANSFERS[operator] = TransferFunction(function, frozenset(takes.split()), elementwise=False)
+            TRANSFERS[operator] = TransferFunction(function, frozenset(arguments.split()), elementwise=False)
         return function
 
     return register
@@ -83,7 +77,7 @@ def structural(*operators: Any, takes: str) -> Callable[[F], F]:
 
 @dataclass(frozen=True)
 class RangeCall:
-    """One node, as the argument of a transfer function."""
+    """One call of an operator, as the argument of a transfer function."""
 
     node: fx.Node
     reader: Reader
@@ -140,7 +134,7 @@ def count_of(*sizes: Size) -> int:
     return math.prod(longest(size) for size in sizes)
 
 
-def applied(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
+def evaluate_transfer(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
     """Return the range of each result of an operator, given the ranges of its operands."""
     results = results_of(node)
     unknown = tuple(full_range(torch.float64 if result is None else result.dtype) for result in results)
@@ -161,19 +155,17 @@ def applied(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
         if result is None
         else replace(
             range_in_type := cast_range(item, result.dtype),
-            assumed=range_in_type.assumed or _assumed(node, transfer, reader, range_in_type),
+            assumed=range_in_type.assumed or _assumed_growth(node, transfer, reader, range_in_type),
         )
         for item, result in zip((*ranges, *unknown[len(ranges) :]), results, strict=True)
     )
 
 
-def _assumed(node: fx.Node, transfer: TransferFunction, reader: Reader, result_range: Range) -> Number:
-    """Return how far a result relies on assumed magnitudes of its operands; arguments that only select numbers do not
-    count.
-    """
+def _assumed_growth(node: fx.Node, transfer: TransferFunction, reader: Reader, result_range: Range) -> Number:
+    """Return how far a result relies on assumed magnitudes of its operands, without arguments that only select elements."""
     operands = tensor_operands(node)
     if not transfer.elementwise:
-        selectors = [item for name, item in bound_arguments(node).items() if name in CHOOSES]
+        selectors = [item for name, item in bound_arguments(node).items() if name in SELECTORS]
         return assumed_growth(
             [reader(item) for item in operands if item not in selectors and item.meta[VALUE].is_floating_point()]
         )
@@ -191,7 +183,7 @@ def named_arguments(node: fx.Node, names: frozenset[str]) -> dict[str, Any] | No
             value = node.kwargs.get(argument.name, argument.default_value)
         if argument.name in names:
             arguments[argument.name] = value
-        elif argument.name not in WITHOUT_MEANING and not _is_default(value, argument.default_value):
+        elif argument.name not in IGNORED_ARGUMENTS and not _is_default(value, argument.default_value):
             return None
     return arguments
 
@@ -205,7 +197,7 @@ def _elementwise(
     node: fx.Node, transfer: TransferFunction, arguments: dict[str, Any], reader: Reader
 ) -> Range | tuple[Range, ...]:
     """Apply the transfer function of an elementwise operator to its operands, converted to the dtype of the computation."""
-    dtype = computed_in(node, arguments)
+    dtype = computation_dtype(node, arguments)
     if dtype is None:
         return ()
     range_of = {name: range_of_argument(value, reader) for name, value in arguments.items() if _is_numeric(value)}
@@ -263,7 +255,7 @@ def _is_numeric(item: Any) -> bool:
     return is_tensor(item) or is_size(item) or isinstance(item, (bool, int, float))
 
 
-def computed_in(node: fx.Node, arguments: Mapping[str, Any]) -> torch.dtype | None:
+def computation_dtype(node: fx.Node, arguments: Mapping[str, Any]) -> torch.dtype | None:
     """Return the dtype that an operator converts its operands to: that of its result, or the common type of its operands."""
     result = results_of(node)[0]
     assert result is not None
@@ -288,7 +280,7 @@ def _promotion_placeholder(item: Any) -> Any:
 
 
 def _constant_result(node: fx.Node, transfer: TransferFunction, range_by_name: Mapping[str, Range]) -> Range | None:
-    """Run the operator on operands that are all constant, with each sign of each zero."""
+    """Return the range of the operator's results for constant operands, with both signs of each zero; None if it fails."""
     arguments = named_arguments(node, transfer.names) or {}
     numbers = {
         item: range_by_name[name].constant
@@ -304,7 +296,7 @@ def _constant_result(node: fx.Node, transfer: TransferFunction, range_by_name: M
         _run_on_constants(node, dict(zip(numbers, signed, strict=True)), expected.dtype)
         for signed in _with_both_zero_signs(numbers)
     ]
-    ranges = [constant(number) if transfer.is_exact else about(number) for number in values if number is not None]
+    ranges = [constant(number) if transfer.is_exact else widen_constant(number) for number in values if number is not None]
     if len(ranges) < len(values):
         return None
     return hull(*ranges) if transfer.is_exact else _widen_for_devices(hull(*ranges), expected.dtype)
@@ -333,7 +325,7 @@ def _run_on_constants(node: fx.Node, numbers: Mapping[fx.Node, Any], dtype: torc
     with unset_fake_temporarily():
         try:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), placeholder)
-            kwargs = {name: value for name, value in kwargs.items() if name not in WITHOUT_MEANING}
+            kwargs = {name: value for name, value in kwargs.items() if name not in IGNORED_ARGUMENTS}
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, TypeError, ValueError, NotImplementedError, OverflowError):
             return None
@@ -341,8 +333,8 @@ def _run_on_constants(node: fx.Node, numbers: Mapping[fx.Node, Any], dtype: torc
         return result.item() if is_single else None
 
 
-def about(number: float) -> Range:
-    """Return the range of a function's value: devices round its last digits differently."""
+def widen_constant(number: float) -> Range:
+    """Return the range around a function's value, because devices round its last digits differently."""
     if number in (0, 1) or number != number or math.isinf(number):
         return constant(number)
     return Range(number - 1e-3 * abs(number), number + 1e-3 * abs(number))

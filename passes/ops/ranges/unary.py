@@ -13,8 +13,8 @@ from streamfx.passes.ops.ranges.arithmetic import ANYTHING, ONE, minus, negated,
 from streamfx.passes.ops.ranges.transfer import RangeCall, elementwise
 
 aten = torch.ops.aten
-LEAST = 5e-324  # the least positive double
-ROUGH = 1e-3  # devices compute functions to fewer digits than sums: bounds are widened by this factor
+MIN_POSITIVE = 5e-324  # the least positive double
+FUNCTION_ERROR = 1e-3  # devices compute functions to fewer digits than sums: bounds are widened by this factor
 
 
 def _increasing(function: Callable[[float], float], low: Number = -INFINITY, high: Number = INFINITY) -> Callable[..., Range]:
@@ -39,7 +39,7 @@ def _rounded_range(low: Number, high: Number, nan: bool = False) -> Range:
     """Return a range widened by the error of devices; anything if a bound is NaN."""
     if low != low or high != high:
         return ANYTHING
-    return Range(scaled(low, -ROUGH), scaled(high, ROUGH), nan)
+    return Range(scaled(low, -FUNCTION_ERROR), scaled(high, FUNCTION_ERROR), nan)
 
 
 def _call_or_infinity(function: Callable[[float], float], x: Number) -> float:
@@ -60,7 +60,7 @@ def _log1p(x: float) -> float:
 
 def _exp(x: float) -> float:
     """Return exp(x), but not zero if a device may return a subnormal number."""
-    return 0.0 if x < -800 else max(math.exp(x), LEAST)
+    return 0.0 if x < -800 else max(math.exp(x), MIN_POSITIVE)
 
 
 def _sigmoid(x: float) -> float:
@@ -76,9 +76,9 @@ def _sinh(x: float) -> float:
     return math.copysign(_call_or_infinity(math.sinh, abs(x)), x)
 
 
-RISING: dict[Any, Callable[..., Range]] = {
+INCREASING: dict[Any, Callable[..., Range]] = {
     aten.exp.default: _increasing(_exp),
-    aten.exp2.default: _increasing(lambda x: 0.0 if x < -1150 else max(2.0**x, LEAST)),
+    aten.exp2.default: _increasing(lambda x: 0.0 if x < -1150 else max(2.0**x, MIN_POSITIVE)),
     aten.expm1.default: _increasing(math.expm1),
     aten.log.default: _increasing(_log, 0),
     aten.log2.default: _increasing(lambda x: _log(x) / math.log(2), 0),
@@ -91,7 +91,7 @@ RISING: dict[Any, Callable[..., Range]] = {
     aten.asinh.default: _increasing(math.asinh),
     aten.sinh.default: _increasing(_sinh),
 }
-for _operator, _transfer in RISING.items():
+for _operator, _transfer in INCREASING.items():
     elementwise(_operator, exact=False)(_transfer)
 
 
@@ -112,13 +112,13 @@ def _rounding(function: Callable[[Any], Number]) -> Callable[..., Range]:
     return transfer
 
 
-STEPPING: dict[Any, Callable[[Any], Number]] = {
+ROUNDINGS: dict[Any, Callable[[Any], Number]] = {
     aten.floor.default: math.floor,
     aten.ceil.default: math.ceil,
     aten.trunc.default: math.trunc,
     aten.round.default: round,
 }
-for _operator, _step in STEPPING.items():
+for _operator, _step in ROUNDINGS.items():
     elementwise(_operator)(_rounding(_step))
 
 
@@ -190,7 +190,7 @@ def _pow(self: Range, exponent: Range) -> Range:
     """Return the range of a power: for positive bases from the corners; otherwise only for small positive integer exponents."""
     power = exponent.constant
     if power == 0.5 and self.low >= 0:
-        return RISING[aten.sqrt.default](self)
+        return INCREASING[aten.sqrt.default](self)
     if self.low > 0:
         corners = [_power_or_infinity(x, y) for x in (self.low, self.high) for y in (exponent.low, exponent.high)]
         return _rounded_range(min(corners), max(corners), self.nan or exponent.nan) if all(c == c for c in corners) else ANYTHING

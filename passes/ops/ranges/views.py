@@ -16,7 +16,7 @@ from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 aten = torch.ops.aten
 ZERO = constant(0)
 
-PARTS: dict[Any, str] = {  # the first result contains elements of `self` alone; other arguments select them
+ELEMENT_SELECTIONS: dict[Any, str] = {  # the first result contains elements of `self` alone; other arguments select them
     aten.view.default: "size",
     aten._unsafe_view.default: "size",
     aten.reshape.default: "shape",
@@ -47,49 +47,49 @@ PARTS: dict[Any, str] = {  # the first result contains elements of `self` alone;
     aten.max.default: "",
     aten.min.default: "",
 }
-for _operator, _names in PARTS.items():
+for _operator, _names in ELEMENT_SELECTIONS.items():
 
-    @structural(_operator, takes=f"self {_names}")
+    @structural(_operator, arguments=f"self {_names}")
     def _part(call: RangeCall) -> Range:
         return call.range("self")
 
 
-@structural(aten.max.dim, aten.min.dim, takes="self dim keepdim")
+@structural(aten.max.dim, aten.min.dim, arguments="self dim keepdim")
 def _largest_of_dim(call: RangeCall) -> tuple[Range, Range]:
-    return call.range("self"), positions(call, call.arguments["dim"])
+    return call.range("self"), index_range(call, call.arguments["dim"])
 
 
-@structural(aten.topk.default, takes="self k dim largest sorted")
+@structural(aten.topk.default, arguments="self k dim largest sorted")
 def _topk(call: RangeCall) -> tuple[Range, Range]:
-    return call.range("self"), positions(call, call.arguments["dim"])
+    return call.range("self"), index_range(call, call.arguments["dim"])
 
 
-@structural(aten.sort.default, takes="self dim descending")
+@structural(aten.sort.default, arguments="self dim descending")
 def _sort(call: RangeCall) -> tuple[Range, Range]:
-    return call.range("self"), positions(call, call.arguments["dim"])
+    return call.range("self"), index_range(call, call.arguments["dim"])
 
 
-@structural(aten.sort.stable, takes="self stable dim descending")
+@structural(aten.sort.stable, arguments="self stable dim descending")
 def _sort_stable(call: RangeCall) -> tuple[Range, Range]:
-    return call.range("self"), positions(call, call.arguments["dim"])
+    return call.range("self"), index_range(call, call.arguments["dim"])
 
 
-@structural(aten.argsort.default, takes="self dim descending")
+@structural(aten.argsort.default, arguments="self dim descending")
 def _argsort(call: RangeCall) -> Range:
-    return positions(call, call.arguments["dim"])
+    return index_range(call, call.arguments["dim"])
 
 
-@structural(aten.argsort.stable, takes="self stable dim descending")
+@structural(aten.argsort.stable, arguments="self stable dim descending")
 def _argsort_stable(call: RangeCall) -> Range:
-    return positions(call, call.arguments["dim"])
+    return index_range(call, call.arguments["dim"])
 
 
-@structural(aten.argmax.default, aten.argmin.default, takes="self dim keepdim")
+@structural(aten.argmax.default, aten.argmin.default, arguments="self dim keepdim")
 def _argmax(call: RangeCall) -> Range:
-    return positions(call, call.arguments["dim"])
+    return index_range(call, call.arguments["dim"])
 
 
-def positions(call: RangeCall, dim: int | None) -> Range:
+def index_range(call: RangeCall, dim: int | None) -> Range:
     """Return the range of indices along a dimension."""
     shape = call.shape("self")
     if dim is None or not shape:
@@ -102,78 +102,78 @@ def _all_results(call: RangeCall) -> tuple[Range, ...]:
     return (call.range("self"),) * len(call.node.meta[VALUE])
 
 
-structural(aten.split.Tensor, takes="self split_size dim")(_all_results)
-structural(aten.split_with_sizes.default, takes="self split_sizes dim")(_all_results)
-structural(aten.unbind.int, takes="self dim")(_all_results)
+structural(aten.split.Tensor, arguments="self split_size dim")(_all_results)
+structural(aten.split_with_sizes.default, arguments="self split_sizes dim")(_all_results)
+structural(aten.unbind.int, arguments="self dim")(_all_results)
 
 
-@structural(aten.embedding.default, takes="weight indices padding_idx scale_grad_by_freq sparse")
+@structural(aten.embedding.default, arguments="weight indices padding_idx scale_grad_by_freq sparse")
 def _embedding(call: RangeCall) -> Range:
     return call.range("weight")
 
 
-@structural(aten.cat.default, aten.stack.default, takes="tensors dim")
+@structural(aten.cat.default, aten.stack.default, arguments="tensors dim")
 def _concat(call: RangeCall) -> Range:
     nonempty = [item for item in call.arguments["tensors"] if 0 not in shape_of_node(item)]
     return hull(*(range_of_argument(item, call.reader) for item in nonempty)) if nonempty else full_range(call.dtype)
 
 
-@structural(aten.tril.default, aten.triu.default, takes="self diagonal")
+@structural(aten.tril.default, aten.triu.default, arguments="self diagonal")
 def _triangle(call: RangeCall) -> Range:
     return hull(call.range("self"), ZERO)
 
 
-@structural(aten.constant_pad_nd.default, takes="self pad value")
+@structural(aten.constant_pad_nd.default, arguments="self pad value")
 def _padded(call: RangeCall) -> Range:
     return hull(call.range("self"), call.range("value"))
 
 
-@structural(aten.copy.default, takes="self src")
+@structural(aten.copy.default, arguments="self src")
 def _copied(call: RangeCall) -> Range:
     return call.range("src")
 
 
-@structural(aten.slice_scatter.default, takes="self src dim start end step")
+@structural(aten.slice_scatter.default, arguments="self src dim start end step")
 def _slice_scatter(call: RangeCall) -> Range:
     return hull(call.range("self"), call.range("src"))
 
 
-@structural(aten.select_scatter.default, aten.scatter.src, takes="self src dim index")
+@structural(aten.select_scatter.default, aten.scatter.src, arguments="self src dim index")
 def _select_scatter(call: RangeCall) -> Range:
     return hull(call.range("self"), call.range("src"))
 
 
-@structural(aten.scatter.value, takes="self dim index value")
+@structural(aten.scatter.value, arguments="self dim index value")
 def _scatter_value(call: RangeCall) -> Range:
     return hull(call.range("self"), call.range("value"))
 
 
-@structural(aten.index_put.default, aten._unsafe_index_put.default, takes="self indices values accumulate")
+@structural(aten.index_put.default, aten._unsafe_index_put.default, arguments="self indices values accumulate")
 def _index_put(call: RangeCall) -> Range:
     return full_range(call.dtype) if call.arguments["accumulate"] else hull(call.range("self"), call.range("values"))
 
 
-@structural(aten.masked_scatter.default, takes="self mask source")
+@structural(aten.masked_scatter.default, arguments="self mask source")
 def _masked_scatter(call: RangeCall) -> Range:
     return hull(call.range("self"), call.range("source"))
 
 
-@structural(aten.slice_backward.default, takes="grad_output input_sizes dim start end step")
+@structural(aten.slice_backward.default, arguments="grad_output input_sizes dim start end step")
 def _slice_backward(call: RangeCall) -> Range:
     return hull(call.range("grad_output"), ZERO)
 
 
-@structural(RELATIVE_SHIFT, takes="x dim first columns")
+@structural(RELATIVE_SHIFT, arguments="x dim first columns")
 def _relative_shift(call: RangeCall) -> Range:
     return call.range("x")
 
 
-@structural(RELATIVE_SHIFT_BACKWARD, takes="gradient dim first width")
+@structural(RELATIVE_SHIFT_BACKWARD, arguments="gradient dim first width")
 def _relative_shift_backward(call: RangeCall) -> Range:
     return hull(call.range("gradient"), ZERO)
 
 
-@structural(aten.select_backward.default, takes="grad_output input_sizes dim index")
+@structural(aten.select_backward.default, arguments="grad_output input_sizes dim index")
 def _select_backward(call: RangeCall) -> Range:
     return hull(call.range("grad_output"), ZERO)
 
@@ -181,52 +181,52 @@ def _select_backward(call: RangeCall) -> Range:
 # -- constants and factories
 
 
-@structural(aten.full.default, takes="size fill_value dtype")
+@structural(aten.full.default, arguments="size fill_value dtype")
 def _full(call: RangeCall) -> Range:
     return call.range("fill_value")
 
 
-@structural(aten.full_like.default, takes="self fill_value dtype")
+@structural(aten.full_like.default, arguments="self fill_value dtype")
 def _full_like(call: RangeCall) -> Range:
     return call.range("fill_value")
 
 
-@structural(aten.scalar_tensor.default, takes="s dtype")
+@structural(aten.scalar_tensor.default, arguments="s dtype")
 def _scalar_tensor(call: RangeCall) -> Range:
     return call.range("s")
 
 
-@structural(aten.zeros.default, takes="size dtype")
+@structural(aten.zeros.default, arguments="size dtype")
 def _zeros(call: RangeCall) -> Range:
     return ZERO
 
 
-@structural(aten.zeros_like.default, takes="self dtype")
+@structural(aten.zeros_like.default, arguments="self dtype")
 def _zeros_like(call: RangeCall) -> Range:
     return ZERO
 
 
-@structural(aten.ones.default, takes="size dtype")
+@structural(aten.ones.default, arguments="size dtype")
 def _ones(call: RangeCall) -> Range:
     return constant(1)
 
 
-@structural(aten.ones_like.default, takes="self dtype")
+@structural(aten.ones_like.default, arguments="self dtype")
 def _ones_like(call: RangeCall) -> Range:
     return constant(1)
 
 
-@structural(aten.arange.default, takes="end dtype")
+@structural(aten.arange.default, arguments="end dtype")
 def _arange(call: RangeCall) -> Range:
     return _arange_range(ZERO, call.range("end"), constant(1), call.dtype)
 
 
-@structural(aten.arange.start, takes="start end dtype")
+@structural(aten.arange.start, arguments="start end dtype")
 def _arange_start(call: RangeCall) -> Range:
     return _arange_range(call.range("start"), call.range("end"), constant(1), call.dtype)
 
 
-@structural(aten.arange.start_step, takes="start end step dtype")
+@structural(aten.arange.start_step, arguments="start end step dtype")
 def _arange_start_step(call: RangeCall) -> Range:
     return _arange_range(call.range("start"), call.range("end"), call.range("step"), call.dtype)
 
@@ -243,27 +243,27 @@ def _arange_range(start: Range, end: Range, step: Range, dtype: torch.dtype) -> 
     return Range(min(start.low, end.low + 1), start.high)
 
 
-@structural(aten.rand.default, takes="size dtype")
+@structural(aten.rand.default, arguments="size dtype")
 def _rand(call: RangeCall) -> Range:
     return Range(0, 1)
 
 
-@structural(aten.rand_like.default, takes="self dtype")
+@structural(aten.rand_like.default, arguments="self dtype")
 def _rand_like(call: RangeCall) -> Range:
     return Range(0, 1)
 
 
-@structural(aten.randn.default, takes="size dtype")
+@structural(aten.randn.default, arguments="size dtype")
 def _randn(call: RangeCall) -> Range:
     return activation(call.dtype)
 
 
-@structural(aten.bernoulli.default, takes="self")
+@structural(aten.bernoulli.default, arguments="self")
 def _bernoulli(call: RangeCall) -> Range:
     return Range(0, 1)
 
 
-@structural(aten.native_dropout.default, takes="input p train")
+@structural(aten.native_dropout.default, arguments="input p train")
 def _native_dropout(call: RangeCall) -> tuple[Range, Range]:
     """Return the range of dropout's result, in which each element is scaled or zero, and of its mask."""
     operand, p = call.range("input"), call.arguments["p"]

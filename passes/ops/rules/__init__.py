@@ -1,5 +1,4 @@
-"""How each operator maps the axes of its operands to the axes of its results: one table, with a file per operator
-family.
+"""Axis rules: how each operator maps the axes of its operands to the axes of its results, with a file per operator family.
 
 A rule turns one call into a `Signature` of axis labels. It knows the call's arguments and shapes and the operands'
 axes, and may import `ir`, `runtime`, `kernels` and the other tables of operators.

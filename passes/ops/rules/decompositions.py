@@ -1,8 +1,8 @@
 """Operators that AOTAutograd decomposes before any rule applies.
 
-A mean of pointwise terms as a single operator (`mse_loss`) hides the number of terms: rows of a chunk would be
-divided by the chunk's own count. Other operators hide which axis they mix. Rules exist for their decompositions,
-which keep the operators' assertions on their operands.
+A mean of pointwise terms as a single operator (`mse_loss`) hides the number of terms: a chunk's sum would be divided by the
+number of terms in the chunk. Other operators hide which axis they mix. Rules exist for the decompositions, which keep the
+operators' assertions on their operands.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WHOLE_OPERATORS = (
 
 
 def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> Tensor:
-    """Return torch's own decomposition, after the assertions that its kernels make."""
+    """Return the result of torch's decomposition, after the assertions of torch's kernels."""
     for name, probability in (("input", input), ("target", target)):
         inside = ((probability >= 0) & (probability <= 1)).all()
         aten._assert_async.msg(inside, f"all elements of {name} should be between 0 and 1")
@@ -50,7 +50,7 @@ def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None =
 
 
 def _avg_pool2d(x: Tensor, size: Sizes, stride: Sizes = (), padding: Sizes = (0,), ceil: bool = False, *options: Any) -> Tensor:
-    """Return the means of adjacent blocks, or of short windows with a stride of one; other windows are not decomposed."""
+    """Return the means of adjacent blocks, or of short windows with stride 1; `NotImplemented` for other windows."""
     if _are_windows(x, size, stride, padding, ceil, *options):
         return x.unfold(-1, size[-1], 1).mean(-1)
     if not _are_blocks(size, stride, padding, ceil, *options):

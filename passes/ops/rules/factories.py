@@ -19,21 +19,21 @@ aten = torch.ops.aten
     aten.randn.default,
 )
 def constant(call: RuleCall) -> Signature:
-    """Return labels that are not needed in full: all elements are computed alike, so any slice can be computed alone."""
+    """Return a new label per dimension. All elements are computed alike, so any slice can be computed separately."""
     return Signature((), (tuple((i,) for i in range(len(call.shape))),))
 
 
 @rule(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
-def constant_like_device_of(call: RuleCall) -> Signature:
-    """Return new labels for the result: the operand only provides dtype and device."""
+def new_constant(call: RuleCall) -> Signature:
+    """Return new labels for the result, because the operand only provides dtype and device."""
     result = tuple((i,) for i in range(len(call.shape)))
     operand = tuple((len(result) + i,) for i in range(len(call.shapes[0])))
     return Signature((operand,), (result,), full_axes(*(letter for dim in operand for letter in dim)))
 
 
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.eye.default)
-def positions(call: RuleCall) -> Signature:
-    """Return labels that are needed in full: each element depends on its index, and is computed once."""
+def index_dependent(call: RuleCall) -> Signature:
+    """Return labels that are needed in full, because each element depends on its index."""
     result = tuple((i,) for i in range(len(call.shape)))
     return Signature((), (result,), full_axes(*range(len(result))))
 

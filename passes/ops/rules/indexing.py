@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @rule(aten.embedding.default)
 def embedding(call: RuleCall) -> Signature:
-    """Rows of the table follow the index; the vocabulary is needed in full."""
+    """The result's rows have the labels of the index; the vocabulary is needed in full."""
     rank = len(call.shapes[1])
     index = tuple((i,) for i in range(rank))
     vocabulary, width = (rank,), (rank + 1,)
@@ -82,7 +82,7 @@ def scatter(call: RuleCall) -> Signature | None:
 
 @rule(aten.index_select.default)
 def index_select(call: RuleCall) -> Signature | None:
-    """Rows follow the index; the indexed dimension is needed in full."""
+    """The result's rows have the label of the index; the indexed dimension is needed in full."""
     rank = len(call.shapes[0])
     if not rank:
         return None
@@ -136,9 +136,9 @@ def index_add(call: RuleCall) -> Signature | None:
 
 
 def _is_rounded_count(call: RuleCall) -> bool:
-    """Return whether integers are summed in a dtype that may not represent the sum: a count in bfloat16 stops at 256.
+    """Return whether integers are summed in a dtype that may not represent the sum, as bfloat16 above 256.
 
-    Eager's result then depends on the order of summation, and the count may be used as a number of rows.
+    Eager's result then depends on the order of summation, and the sum may be used as a number of rows.
     """
     values, source = ValueRanges(), call.operands[-1]
     dtype: torch.dtype = source.meta[VALUE].dtype

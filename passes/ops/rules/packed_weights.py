@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streamfx.cost.flops import PACKED
 from streamfx.ir.signature import Signature, full_axes
-from streamfx.passes.ops.rules.registry import NAMED, RuleCall
+from streamfx.passes.ops.rules.registry import RULES_BY_NAME, RuleCall
 
 
 def packed_product(call: RuleCall) -> Signature | None:
@@ -27,4 +27,4 @@ def packed_product(call: RuleCall) -> Signature | None:
     )
 
 
-NAMED.update(dict.fromkeys(PACKED, packed_product))
+RULES_BY_NAME.update(dict.fromkeys(PACKED, packed_product))

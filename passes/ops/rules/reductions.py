@@ -12,22 +12,20 @@ from streamfx.ir.signature import Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, broadcast, rule
 
 aten = torch.ops.aten
-NONE_IS_NONE = (aten.any.dims, aten.all.dims)  # an empty `dim` reduces nothing here: each element becomes a flag
+EMPTY_DIM_KEEPS_ALL = (aten.any.dims, aten.all.dims)  # an empty `dim` reduces no dimension: each element becomes a boolean
 
 
 def reduced_dims(call: RuleCall) -> set[int]:
-    """Return the dimensions that the call reduces. A missing `dim` means all, as does an empty one, except for
-    `NONE_IS_NONE`.
-    """
+    """Return the dimensions that a call reduces. A missing or empty `dim` means all, except for `EMPTY_DIM_KEEPS_ALL`."""
     rank = len(call.shapes[0])
     dims: Any = call.arguments().get("dim")
-    if dims is None or (isinstance(dims, (list, tuple)) and not dims and call.node.target not in NONE_IS_NONE):
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims and call.node.target not in EMPTY_DIM_KEEPS_ALL):
         return set(range(rank))
     return {dim % rank for dim in (dims if isinstance(dims, Iterable) else (dims,))} if rank else set()
 
 
 def reduction(call: RuleCall, summable: bool, combine: str = "sum") -> Signature:
-    """Return the signature of a reduction: `summable` if partial results can be combined, by `combine`."""
+    """Return the signature of a reduction. If `summable`, partial results are combined by `combine`; else the axis is full."""
     rank, reduced = len(call.shapes[0]), reduced_dims(call)
     letters = tuple((i,) for i in range(rank))
     keep = call.arguments().get("keepdim", False)
@@ -36,13 +34,13 @@ def reduction(call: RuleCall, summable: bool, combine: str = "sum") -> Signature
 
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
-def sums(call: RuleCall) -> Signature:
+def sum_reduction(call: RuleCall) -> Signature:
     """A reduced axis is contracted: partial sums add up."""
     return reduction(call, summable=True)
 
 
 @rule(aten.mean.default, aten.mean.dim)
-def means(call: RuleCall) -> Signature:
+def mean_reduction(call: RuleCall) -> Signature:
     """A reduced axis is contracted: partial sums add up to the mean of all elements."""
     return reduction(call, summable=True, combine="mean")
 
@@ -71,7 +69,7 @@ def means(call: RuleCall) -> Signature:
     aten.linalg_vector_norm.default,
     aten.median.dim,
 )
-def needs_all_rows(call: RuleCall) -> Signature:
+def full_axis_reduction(call: RuleCall) -> Signature:
     """A reduced axis is needed in full: partial results do not add up."""
     return reduction(call, summable=False)
 
@@ -98,14 +96,14 @@ def softmax_backward(call: RuleCall) -> Signature:
     aten.argsort.default,
     aten.argsort.stable,
 )
-def along_one_dimension(call: RuleCall) -> Signature:
+def full_axis_operator(call: RuleCall) -> Signature:
     """Return the signature of operators whose rows depend on all others along one dimension, which is needed in full."""
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
     return replace(broadcast(call), index=full_axes(dim))
 
 
 @rule(aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default)
-def transforms(call: RuleCall) -> Signature:
+def fourier_transform(call: RuleCall) -> Signature:
     """Fourier transforms: each output along a dimension depends on all inputs along it; the size may change."""
     rank = len(call.shape)
     dims = {dim % rank for dim in call.arguments()["dim"]}

@@ -15,19 +15,19 @@ from streamfx.ir.axis_table import AxisTable, Dim
 from streamfx.ir.joint import bound_arguments, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import FullAxis, Index, LetterDim, LetterShape, Signature
 from streamfx.ir.sizes import Size, shape_of
-from streamfx.passes.ops.traits import is_moved_elements
+from streamfx.passes.ops.traits import only_moves_elements
 from streamfx.torch_private import OpOverload
 
 Rule: TypeAlias = "Callable[[RuleCall], Signature | None]"
 FAILS = "the rule for {target} raises {error}"
-NO_SIGNATURE = "the rule for {target} is to return a Signature or None, and returns {found}"
+NO_SIGNATURE = "the rule for {target} must return a Signature or None, and returns {found}"
 NOT_COVERED = "the rule for {target} does not cover these arguments"
-OTHER_DIMENSIONS = "the rule for {target} tells of other tensors, or of other dimensions, than the call has"
-OTHER_ROWS = "{target} reads rows of one length as rows of another"
+OTHER_DIMENSIONS = "the signature from the rule for {target} has other tensors, or other dimensions, than the call"
+OTHER_ROWS = "{target} regroups rows of one length into rows of another"
 
 
 class RuleCall:
-    """One node as the argument of a rule: arguments by name, shapes, and the operands' axes."""
+    """One call of an operator, as the argument of a rule: arguments by name, shapes, and the operands' axes."""
 
     def __init__(self, node: fx.Node, axes: AxisTable, dims: Mapping[fx.Node, tuple[Dim, ...]]) -> None:
         """Read the operands, the shapes and the result shapes of a node; `dims` holds the axes of all values before it."""
@@ -57,7 +57,7 @@ class RuleCall:
 
 
 RULES: dict[Any, Rule] = {}
-NAMED: dict[str, Rule] = {}  # by operator name, for operators of packages that may be missing
+RULES_BY_NAME: dict[str, Rule] = {}  # by operator name, for operators of packages that may be missing
 
 
 def rule(*operators: Any) -> Callable[[Rule], Rule]:
@@ -83,7 +83,7 @@ def signatures(table: Mapping[Any, str]) -> None:
 
 
 def notation_rule(notation: str) -> Rule:
-    """Return the rule for one string of notation; it declines a call with other operands or dimensions.
+    """Return the rule for one string of notation; the rule returns None for a call with other operands or dimensions.
 
     A label that no operand has is a new dimension, which the operator produces in full.
     """
@@ -99,7 +99,7 @@ def notation_rule(notation: str) -> Rule:
         spread_ranks: set[int] = set()
 
         def labels_of(tokens: Sequence[str], rank: int) -> LetterShape:
-            """Return the labels of one tensor, with `...` expanded to its rank, and note labels needed in full."""
+            """Return the labels of one tensor, with `...` expanded to its rank; record labels that are needed in full."""
             names: list[str] = []
             spread = rank - len(tokens) + 1
             for token in tokens:
@@ -150,13 +150,13 @@ def broadcast(call: RuleCall, operands: Sequence[int] | None = None, results: in
 
 
 def rule_for(node: fx.Node) -> Rule | None:
-    """Return the rule of a node's operator."""
-    return rule_of(node.target)
+    """Return the rule of a node's operator, or None."""
+    return find_operator_rule(node.target)
 
 
-def rule_of(target: Any) -> Rule | None:
-    """Return the rule of an operator; operators that torch tags as pointwise need no entry."""
-    registered = RULES.get(target) or RULES.get(type(target)) or NAMED.get(_name_of(target))
+def find_operator_rule(target: Any) -> Rule | None:
+    """Return the rule of an operator, or None. Operators that torch tags as pointwise need no entry in the table."""
+    registered = RULES.get(target) or RULES.get(type(target)) or RULES_BY_NAME.get(_name_of(target))
     if registered is not None:
         return registered
     return broadcast if is_tagged_pointwise(target) else None
@@ -172,7 +172,7 @@ def evaluate_rule(rule: Rule, call: RuleCall) -> Signature | str:
     except Exception as error:
         return FAILS.format(target=target, error=describe_error(error))
     if signature is None:
-        return (OTHER_ROWS if is_moved_elements(call.node) else NOT_COVERED).format(target=target)
+        return (OTHER_ROWS if only_moves_elements(call.node) else NOT_COVERED).format(target=target)
     if not isinstance(signature, Signature):
         return NO_SIGNATURE.format(target=target, found=describe_value(signature))
     labeled = (*zip(signature.operands, call.shapes, strict=False), *zip(signature.results, call.result_shapes, strict=False))

@@ -1,6 +1,4 @@
-"""Rules of relative shifts: each row begins at a column that follows from its row index, so any rows can be shifted
-alone.
-"""
+"""Rules of relative shifts: the shift of a row depends on its index alone, so rows can be shifted separately."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 
 @rule(RELATIVE_SHIFT)
 def relative_shift(call: RuleCall) -> Signature:
-    """Any slice of rows and columns of the result can be computed alone, from all columns of those rows."""
+    """Any slice of rows and columns of the result can be computed from all columns of these rows of the operand."""
     source, shifted, dim, last = _letters(call)
     return Signature((source,), (shifted,), index=full_axes(last), index_dependent=frozenset({dim, dim + 1}))
 

@@ -1,6 +1,4 @@
-"""Registry of declared operators with a state, and their backward operators, by name: the defining package may be
-missing.
-"""
+"""Registry of declared operators with a state, and of their backward operators, by name: their package may be missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators with a state that other packages define, by name: no package is imported, and any may be missing.
+"""Declarations of operators with a state that other packages define. No package is imported, and any may be missing.
 
 flash-linear-attention's delta rule (fla/ops/generalized_delta_rule/dplr/backends/tilelang/chunk.py, August 2026):
 rows [b t h d], state [b h k v] in float32. A flag tells whether an initial state is passed; without it, the
@@ -17,21 +17,19 @@ from streamfx.ir.scan_schema import Stateful
 from streamfx.passes.ops.rules.stateful import declare
 
 ROWS = ("q", "k", "v", "a", "b", "gk")
-HOW = ("scale", "has_initial_state", "is_varlen", "chunk_size")
+OPTIONS = ("scale", "has_initial_state", "is_varlen", "chunk_size")
 LAYOUT = ("chunk_indices", "chunk_offsets")
 CONTEXT = ("h", "v_new", "qg", "kg", "ag", "bg", "w", "A_ab_inv", "A_ak", "A_qk", "A_qb")
 
 
 def _late_bound(name: str) -> Callable[..., Any]:
-    """Return the operator of this name, resolved at call time: the package is imported by then."""
+    """Return a function that calls the operator with this name, which exists only after its package was imported."""
     namespace, operator = name.split("::")
     return lambda **arguments: getattr(getattr(torch.ops, namespace), operator)(**arguments)
 
 
 def _delta_rule(suffix: str, context: tuple[str, ...]) -> Stateful:
-    """Declare the operator that saves, in addition to its block layout, the values that its backward would otherwise
-    recompute.
-    """
+    """Return the declaration of one variant of the operator, which saves its block layout and the values `context`."""
     names = f"fla::chunk_dplr_delta_rule_fwd{suffix}", f"fla::chunk_dplr_delta_rule_bwd{suffix}"
     saved = (*LAYOUT, *(f"{name}_ctx" for name in context))
     return Stateful(
@@ -40,7 +38,7 @@ def _delta_rule(suffix: str, context: tuple[str, ...]) -> Stateful:
         forward=_late_bound(names[0]),
         backward=_late_bound(names[1]),
         argument_names=(*ROWS, "h0", "cu_seqlens", "scale", "has_initial_state", "output_final_state", "is_varlen", "chunk_size"),
-        backward_argument_names=("do", "dht", *ROWS, "h0", "cu_seqlens", *saved, *HOW),
+        backward_argument_names=("do", "dht", *ROWS, "h0", "cu_seqlens", *saved, *OPTIONS),
         rows=dict.fromkeys(ROWS, 1),
         results=(1, None, *(None for _ in saved)),
         states={"h0": 1},

@@ -1,4 +1,4 @@
-"""Rules of views and copies that only move elements: axes are regrouped, never computed with."""
+"""Rules of views and copies, which only move elements: they regroup, select and insert axes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from streamfx.passes.ops.traits import CUTS
 from streamfx.torch_private.symbolic_sizes import is_negative
 
 aten = torch.ops.aten
-FEW = 4  # loops may select up to this many single rows
+MAX_SINGLE_ROWS = 4  # single-row selections of one axis that stay in loops; if there are more, the axis is needed in full
 
 
 def _own_letters(rank: int) -> LetterShape:
@@ -31,7 +31,7 @@ def _own_letters(rank: int) -> LetterShape:
 def view(call: RuleCall) -> Signature | None:
     """Regroup axis factors, with one label per factor.
 
-    An axis that is split into blocks, or flattened from them, is needed in whole blocks.
+    If an axis is split into blocks, or flattened from blocks, chunks must have complete blocks.
     """
     groups = call.axes.regroup(tuple(atom for dim in call.dims(0) for atom in dim), call.shape)
     if groups is None:
@@ -59,7 +59,7 @@ def view(call: RuleCall) -> Signature | None:
 
 
 def _matching_prefix(call: RuleCall, old: list[Atom], new: list[Atom]) -> tuple[int, int] | None:
-    """Return how many leading factors on each side cover the same elements: (1, 1), or an axis and its two blocks."""
+    """Return how many leading factors on each side cover the same elements: (1, 1), or (1, 2) for an axis and its blocks."""
     if old[0] == new[0]:
         return 1, 1
     if call.axes.are_blocks(old[0], tuple(new[:2])):
@@ -74,15 +74,19 @@ def _grouped(letters: Sequence[int], dims: Sequence[Dim]) -> LetterShape:
 
 
 @rule(aten.view.dtype)
-def view_of_bits(call: RuleCall) -> Signature | None:
-    """Reinterpret the dtype. If the element size changes, the last dimension is needed in full."""
+def view_dtype(call: RuleCall) -> Signature | None:
+    """Reinterpret the bytes as another dtype. With an equal element size all axes are kept.
+
+    Otherwise the last dimension changes its size: the operand's is read in full, and the result's is a new axis, also in
+    full. A scalar has no dimension to resize: no rule.
+    """
     operand, result = _own_letters(len(call.shapes[0])), _own_letters(len(call.shape))
     if call.node.args[1].itemsize == node_argument(call.node).meta[VALUE].element_size():  # type: ignore[union-attr]
         return Signature((operand,), (result,))
     if not operand:
         return None
-    last = len(operand)
-    return Signature((operand,), ((*result[:-1], (last,)),), index=full_axes(last - 1, last))
+    new_label = len(operand)
+    return Signature((operand,), ((*result[:-1], (new_label,)),), index=full_axes(new_label - 1, new_label))
 
 
 @rule(aten.unsqueeze.default)
@@ -97,12 +101,12 @@ def unsqueeze(call: RuleCall) -> Signature:
 @rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def squeeze(call: RuleCall) -> Signature:
     """Remove the requested dimensions that have size one."""
-    removed = vanishing(call.node)
+    removed = squeezed_dims(call.node)
     letters = tuple((i,) if size != 1 else () for i, size in enumerate(call.shapes[0]))
     return Signature((letters,), (tuple(dim for i, dim in enumerate(letters) if i not in removed),))
 
 
-def vanishing(node: fx.Node) -> list[int]:
+def squeezed_dims(node: fx.Node) -> list[int]:
     """Return the dimensions that `squeeze` removes from a value on the full sequence."""
     shape, requested = shape_of_node(node_argument(node)), bound_arguments(node).get("dim")
     dims = range(len(shape)) if requested is None else (requested if isinstance(requested, (list, tuple)) else [requested])
@@ -111,7 +115,7 @@ def vanishing(node: fx.Node) -> list[int]:
 
 @rule(aten.expand.default)
 def expand(call: RuleCall) -> Signature:
-    """Repeat dimensions of size one: each gets a new axis, of which any slice can be computed alone."""
+    """Repeat dimensions of size one: each gets a new axis, of which any slice can be computed separately."""
     operand_shape, shape = call.shapes[0], call.shape
     skipped = len(shape) - len(operand_shape)
     result = _own_letters(len(shape))
@@ -140,12 +144,12 @@ def transpose(call: RuleCall) -> Signature:
 
 @rule(aten.select.int)
 def select(call: RuleCall) -> Signature:
-    """Select one row: in the chunk that holds it, or from the full axis if it is one of many such selections."""
+    """Select one row: in the chunk that has it, or from the full axis if the graph selects many rows of such values."""
     letters = _own_letters(len(call.shapes[0]))
     dim = call.arguments()["dim"] % len(letters)
     result = letters[:dim] + letters[dim + 1 :]
     index, length = call.arguments()["index"], call.shapes[0][dim]
-    return Signature((letters,), (result,), _selected_row(call, dim, _from_start(index, length)))
+    return Signature((letters,), (result,), _selected_row(call, dim, _nonnegative_index(index, length)))
 
 
 @rule(aten.select_backward.default)
@@ -155,20 +159,20 @@ def select_backward(call: RuleCall) -> Signature:
     dim = call.arguments()["dim"] % len(result)
     operand = result[:dim] + result[dim + 1 :]
     index, length = call.arguments()["index"], call.shape[dim]
-    return Signature((operand,), (result,), _selected_row(call, dim, _from_start(index, length)))
+    return Signature((operand,), (result,), _selected_row(call, dim, _nonnegative_index(index, length)))
 
 
 @rule(aten.diagonal.default)
 def diagonal(call: RuleCall) -> Signature:
-    """Select the elements at (i, i + offset) of two dimensions, all at once, as the last dimension."""
+    """Select the elements at (i, i + offset) of two dimensions, which are needed in full, as a new last dimension."""
     return Signature(*_diagonal(call, len(call.shapes[0])))
 
 
 @rule(aten.diagonal_backward.default)
 def diagonal_backward(call: RuleCall) -> Signature:
     """Return the gradient of a diagonal, with zeros elsewhere."""
-    (whole_value,), (selected,), index = _diagonal(call, len(call.shape))
-    return Signature((selected,), (whole_value,), index)
+    (full_value,), (selected,), index = _diagonal(call, len(call.shape))
+    return Signature((selected,), (full_value,), index)
 
 
 def _diagonal(call: RuleCall, rank: int) -> tuple[tuple[LetterShape], tuple[LetterShape], dict[Letter, Index]]:
@@ -178,18 +182,18 @@ def _diagonal(call: RuleCall, rank: int) -> tuple[tuple[LetterShape], tuple[Lett
     return (letters,), ((*remaining, (rank,)),), full_axes(*dims, rank)
 
 
-def _from_start(index: Any, length: Size) -> Any:
+def _nonnegative_index(index: Any, length: Size) -> Any:
     """Convert a negative index, which counts from the end, to one from the start."""
     return simplified(length + index) if isinstance(index, int) and index < 0 else index
 
 
 def _selected_row(call: RuleCall, dim: int, row: Any) -> dict[Letter, Index]:
-    """Return the selected row as an index, or the full axis if many nodes select rows alike: a recurrence, row by row."""
+    """Return the selected row as an index, or the full axis if many nodes select other rows: an unrolled recurrence."""
     node = call.node
     similar_nodes = (
         other for other in node.graph.find_nodes(op="call_function", target=node.target) if _differs_only_in_row(other, node)
     )
-    is_many = isinstance(row, fx.Node) or len(list(islice(similar_nodes, FEW + 1))) > FEW
+    is_many = isinstance(row, fx.Node) or len(list(islice(similar_nodes, MAX_SINGLE_ROWS + 1))) > MAX_SINGLE_ROWS
     return full_axes(dim) if is_many else {dim: SingleRow(row)}
 
 
@@ -208,13 +212,13 @@ def _row_arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _new_axis_along(call: RuleCall, dim: int, rank: int, results: int = 1) -> Signature:
-    """Give both sides their own axis along `dim`, needed in full; all other axes are kept."""
+    """Return a signature with separate axes of operand and result along `dim`, both needed in full; other axes are kept."""
     operand = _own_letters(rank)
     result = (*operand[:dim], (rank,), *operand[dim + 1 :])
     return Signature((operand,) * len(call.operands), (result,) * results, index=full_axes(dim, rank))
 
 
-def first_row(start: Any, length: Any) -> Size | None:
+def slice_start(start: Any, length: Any) -> Size | None:
     """Return the first row of a slice of an axis with `length` rows, as torch defines it.
 
     Negative indices count from the end, and clamp to the first row. A sign that depends on a dynamic size becomes a
@@ -239,7 +243,7 @@ def slice_(call: RuleCall) -> Signature | None:
     operand = _own_letters(rank)
     if kept_length == length:
         return Signature((operand,), (operand,))
-    start = first_row(call.arguments()["start"], call.operands[0].meta[VALUE].shape[dim])
+    start = slice_start(call.arguments()["start"], call.operands[0].meta[VALUE].shape[dim])
     if start is None:
         return None
     if kept_length == 1:
@@ -260,7 +264,7 @@ def slice_backward(call: RuleCall) -> Signature | None:
     operand = _own_letters(rank)
     if kept_length == length:
         return Signature((operand,), (operand,))
-    start = first_row(call.arguments()["start"], call.node.meta[VALUE].shape[dim])
+    start = slice_start(call.arguments()["start"], call.node.meta[VALUE].shape[dim])
     if start is None:
         return None
     if kept_length == 1:

@@ -20,7 +20,7 @@ from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
 from streamfx.node_meta import VALUE, WHY_WHOLE
-from streamfx.passes.ops.hub_kernels import name_of
+from streamfx.passes.ops.hub_kernels import operator_name
 from streamfx.passes.rewrite.attention.varlen_mask import WindowSize, emit_document_bias, emit_window_bias
 from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
 from streamfx.torch_private import AUTO_FUNCTIONALIZED
@@ -145,7 +145,7 @@ def _is_backward_of(
     node: fx.Node, forward: Mapping[str, Any], users_by_result: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
 ) -> bool:
     """Return whether a node is the backward of this forward call: with its operands, options and results."""
-    if node.target is not AUTO_FUNCTIONALIZED or name_of(node.args[0]) != layout.backward:
+    if node.target is not AUTO_FUNCTIONALIZED or operator_name(node.args[0]) != layout.backward:
         return False
     arguments = node.kwargs
     supported = {*BACKWARD_OPERANDS, *BACKWARD_BASES, *layout.extra_arguments, "zero_tensors"}

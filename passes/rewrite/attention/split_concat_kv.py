@@ -30,10 +30,10 @@ from streamfx.ir.ranges import MAX_NEXT_TO_COUNT
 from streamfx.ir.writer import GraphWriter
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.constants import fill_of
+from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.rules.attention import M, N
-from streamfx.passes.ops.traits import is_moved_elements
+from streamfx.passes.ops.traits import only_moves_elements
 from streamfx.passes.rewrite.attention.softmax_sink import cast_to
 from streamfx.passes.rewrite.views.concat_propagation import ConcatSlices
 
@@ -138,7 +138,7 @@ class _VisibleSlices:
 
     def _bound_by_operands(self, mask: fx.Node) -> float:
         """Return a mask's bound from its constant, its range, or the bounds of its operands."""
-        if fill_of(mask) == -math.inf:
+        if find_fill(mask) == -math.inf:
             return 0
         value_range = self.values.of(mask)
         if value_range.is_counted:
@@ -146,7 +146,7 @@ class _VisibleSlices:
         operands = [item for item in tensor_operands(mask) if item.meta[VALUE].is_floating_point()]
         arguments = [*mask.args, *mask.kwargs.values()]
         scalar_magnitudes = [abs(item) for item in arguments if isinstance(item, (int, float)) and item != -math.inf]
-        if not operands or not (mask.target in SELECTIONS or is_moved_elements(mask)):
+        if not operands or not (mask.target in SELECTIONS or only_moves_elements(mask)):
             return math.inf
         if mask.target is aten.add.Tensor:  # a value may be added to itself, or a multiple of it
             is_two_operands = len(arguments) == 2 and not mask.kwargs

@@ -24,7 +24,7 @@ from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
 from streamfx.node_meta import VALUE, WHY_WHOLE
-from streamfx.passes.ops.constants import fill_of
+from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.ops.ranges.casts import RESHAPED, SAME_SHAPES, holds_integers, source_of_exact_copies
 from streamfx.passes.rewrite.moe.sort_elimination import Permutations, Permuted
 from streamfx.passes.rewrite.views.iota_index import VIEWS, is_arange
@@ -198,7 +198,7 @@ def _match_index_add(orders: Permutations, counts: fx.Node, num_groups: Any) -> 
     arguments = bound_arguments(counts)
     base, ones = arguments["self"], arguments["source"]
     adds_ones_to_zeros = (
-        arguments["alpha"] == 1 and shape_of_node(counts) == (num_groups,) and fill_of(base) == 0 and fill_of(ones) == 1
+        arguments["alpha"] == 1 and shape_of_node(counts) == (num_groups,) and find_fill(base) == 0 and find_fill(ones) == 1
     )
     return arguments["index"] if adds_ones_to_zeros else None
 

@@ -11,7 +11,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.rules.convolution import is_of_one_tap, window_of
+from streamfx.passes.ops.rules.convolution import find_window, is_one_tap
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
@@ -63,4 +63,4 @@ def _has_axis_rule(arguments: dict[str, Any], x: fx.Node, weight: fx.Node) -> bo
     taps = shape_of_node(weight)
     if not all(item.meta[VALUE].is_floating_point() for item in (x, weight)):  # gradients of complex tensors contain conjugates
         return False
-    return is_of_one_tap(arguments, taps) or (len(shape_of_node(x)) == 3 and window_of(arguments, taps[-1]) is not None)
+    return is_one_tap(arguments, taps) or (len(shape_of_node(x)) == 3 and find_window(arguments, taps[-1]) is not None)

@@ -12,7 +12,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, has_same_type, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.constants import fill_of
+from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ class _Concat:
     @property
     def is_pair(self) -> bool:
         """Return whether there are exactly two computed operands, concatenated along a dimension other than the last."""
-        computed = [piece for piece in self.operands if fill_of(piece) is None]
+        computed = [piece for piece in self.operands if find_fill(piece) is None]
         return self.is_float and len(computed) == len(self.operands) == 2 and self.dim < self.rank - 1
 
 
@@ -58,7 +58,7 @@ def remove_cat_with_empty(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def cat_with_constant_to_pad(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """cat([zeros, x]) -> pad(x, before)"""
     concat = _match_concat(node)
-    fills = [fill_of(piece) for piece in concat.operands]
+    fills = [find_fill(piece) for piece in concat.operands]
     computed = [i for i, fill in enumerate(fills) if fill is None]
     values = {(fill, math.copysign(1.0, fill)) for fill in fills if fill is not None}
     if len(computed) != 1 or len(values) != 1 or not concat.is_float:
@@ -103,7 +103,7 @@ def _is_slice(piece: fx.Node, dim: int) -> bool:
 def slice_scatter_to_pad(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """slice_scatter(zeros, x, 0, 1, 3) -> pad(x, before and after)"""
     arguments, rows = bound_arguments(node), node_argument(node, 1)
-    value, dim = fill_of(node.args[0]), arguments["dim"] % len(shape_of_node(node))
+    value, dim = find_fill(node.args[0]), arguments["dim"] % len(shape_of_node(node))
     length, row_count = (item.meta[VALUE].shape[dim] for item in (node, rows))
     start = arguments["start"] or 0
     after = length - row_count - start if isinstance(start, int) and start >= 0 else None

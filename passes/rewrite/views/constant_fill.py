@@ -10,7 +10,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, is_size, node_argument
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.constants import fill_of
+from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def full_like_of_row_to_full(node: fx.Node, writer: GraphWriter) -> fx.Node | No
     The first state of a recurrence is often written like this, and must not depend on x.
     """
     row, value = node_argument(node), node.meta[VALUE]
-    fill = fill_of(node)
+    fill = find_fill(node)
     if row.target is not aten.select.int or fill is None or not all(isinstance(size, int) for size in value.shape):
         return None
     number = bool(fill) if value.dtype == torch.bool else fill if value.is_floating_point() else int(fill)

@@ -19,7 +19,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, has_same_type, int_argument, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.constants import fill_of, number_in
+from streamfx.passes.ops.constants import exact_number, find_fill
 from streamfx.passes.ops.traits import MOVES_ELEMENTS
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.column_strips import (
@@ -191,10 +191,10 @@ def _find_constant(rows: fx.Node) -> float | None:
     if rows.target is aten.zero.default:
         return 0.0
     if rows.target not in OVERWRITES:
-        return fill_of(rows)
+        return find_fill(rows)
     value, dtype = rows.args[1], rows.meta[VALUE].dtype
     if not isinstance(value, fx.Node):
-        return number_in(value, dtype)
+        return exact_number(value, dtype)
     number = _find_constant(value)
     dtypes = {value.meta[VALUE].dtype, dtype}
     is_exact = number is not None and (len(dtypes) == 1 or all(_represents(each_dtype, number) for each_dtype in dtypes))

@@ -30,7 +30,7 @@ from streamfx.ir.joint import (
 )
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.rules.views import first_row
+from streamfx.passes.ops.rules.views import slice_start
 
 aten = torch.ops.aten
 
@@ -134,7 +134,7 @@ def _is_write_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
     x, rows = tensor_operands(node)
     dim, length = _written_dim(node), shape_of_node(node)[_written_dim(node)]
     are_known = isinstance(length, int) and isinstance(shape_of_node(rows)[dim], int) and bound_arguments(node)["step"] == 1
-    is_static_write = are_known and has_same_type(x, rows) and first_row(bound_arguments(node)["start"], length) is not None
+    is_static_write = are_known and has_same_type(x, rows) and slice_start(bound_arguments(node)["start"], length) is not None
     return is_static_write and node not in axes.static and axes.sequence_atom(axes.shapes[x][dim]) is not None
 
 
@@ -147,7 +147,7 @@ def _emit_slice_write(node: fx.Node, writer: GraphWriter) -> fx.Node:
     """Emit a slice write as a `where`, and not as a sum, because the overwritten elements may be NaN or infinite."""
     (x, rows), dim, rank = tensor_operands(node), _written_dim(node), len(shape_of_node(node))
     length, count = (item.meta[VALUE].shape[dim] for item in (x, rows))
-    start = min(first_row(bound_arguments(node)["start"], length), length)  # type: ignore[type-var]
+    start = min(slice_start(bound_arguments(node)["start"], length), length)  # type: ignore[type-var]
     padded_rows = writer.call(aten.constant_pad_nd.default, rows, [0, 0] * (rank - 1 - dim) + [start, length - start - count], 0)
     indices = writer.call(aten.arange.default, length, device=node.meta[VALUE].device)
     column_of_indices = writer.call(aten.view.default, indices, [-1] + [1] * (rank - 1 - dim))

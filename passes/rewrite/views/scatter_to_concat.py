@@ -21,7 +21,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, has_same_type, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.constants import fill_of
+from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.iota_index import VIEWS
 from streamfx.passes.rewrite.views.tile_views import is_static_shape, sliced_rows
@@ -153,7 +153,7 @@ def _find_pieces(value: fx.Node, dim: int, low: int, high: int) -> list[_Piece]:
             still_open += [(low_side, high_side) for low_side, high_side in sides if low_side < high_side]
         open_rows = still_open
         value, padding = (value, _padding_value(value)) if value.target in PADS else (node_argument(value), None)
-    padding = fill_of(value) if padding is None else padding
+    padding = find_fill(value) if padding is None else padding
     pieces += [_Piece(begin, end - begin, value if padding is None else padding, begin) for begin, end in open_rows]
     return sorted(pieces, key=lambda piece: piece.row)
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from streamfx.cost.memory import Cost, bytes_of_values
 from streamfx.ir.joint import outputs_of, saved_values
-from streamfx.passes.ops.aliasing import memories, memories_made
+from streamfx.passes.ops.aliasing import computed_memories, memories
 from streamfx.passes.ops.traits import producer_of
 from streamfx.tools.inspect.tracing import TracedGraph
 from streamfx.torch_private.lines import source_line
@@ -38,8 +38,8 @@ def most_alive(forward: fx.GraphModule, backward: fx.GraphModule | None, num_out
     moments = list(_moments(forward, {}))
     if backward is not None:
         saved = saved_values(forward.graph, backward.graph, num_outputs)
-        aliased = {placeholder: frozenset(memories_made([node])) for placeholder, node in saved.items()}
-        results = memories_made(node for node in outputs_of(forward.graph)[:num_outputs] if isinstance(node, fx.Node))
+        aliased = {placeholder: frozenset(computed_memories([node])) for placeholder, node in saved.items()}
+        results = computed_memories(node for node in outputs_of(forward.graph)[:num_outputs] if isinstance(node, fx.Node))
         moments += _moments(backward, aliased, frozenset(results))
     return max(moments, key=lambda moment: moment[0], default=(0, frozenset()))
 

@@ -18,7 +18,7 @@ from streamfx.options import Options
 from streamfx.passes.analysis.diagnostics import CONCATENATIONS, READS_BY_INDEX, WRITES_BY_INDEX, mixes_rows_and_blocks
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.hub_kernels import is_attention
-from streamfx.passes.ops.opaque import is_opaque, is_triton, why_opaque
+from streamfx.passes.ops.opaque import describe_opaque, is_opaque, is_triton
 from streamfx.passes.ops.traits import CONTRACTIONS, CUTS, producer_of
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
 from streamfx.torch_private.lines import source_line
@@ -241,7 +241,7 @@ def _sizes_of_rows(value: torch.Tensor) -> Sequence[int | torch.SymInt]:
 def _opaque_text(node: fx.Node) -> str:
     """Return why an operator has no axis rule, with its source line."""
     line = source_line(node)
-    return f"{why_opaque(node)} ({line})" if line else why_opaque(node)
+    return f"{describe_opaque(node)} ({line})" if line else describe_opaque(node)
 
 
 def check_strict(facts: Facts, options: Options) -> None:

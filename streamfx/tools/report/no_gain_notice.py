@@ -19,7 +19,7 @@ from streamfx.ir.joint import is_parameter, is_tensor
 from streamfx.log import log
 from streamfx.node_meta import VALUE
 from streamfx.options import Options
-from streamfx.passes.ops.aliasing import memories_made
+from streamfx.passes.ops.aliasing import computed_memories
 from streamfx.passes.ops.collectives import has_collectives
 from streamfx.passes.partition.chunk_sizes import gradient_bytes
 from streamfx.tools.report.fallback_reasons import why_no_stages
@@ -96,10 +96,10 @@ def checkpointing_bytes(facts: Facts) -> int:
     joint, saved, peak = facts.joint, set[fx.Node](), 0
     gradients = gradient_bytes(joint.gradients)
     for stage in facts.stages:
-        recomputed = memories_made(node for node in stage.forward if any(user not in joint.forward for user in node.users))
+        recomputed = computed_memories(node for node in stage.forward if any(user not in joint.forward for user in node.users))
         work = max((bytes_like(node.meta[VALUE]) for node in stage.backward if is_tensor(node)), default=0)
         peak = max(peak, bytes_of_values(saved | recomputed) + work)
-        saved |= memories_made(stage.outputs)
+        saved |= computed_memories(stage.outputs)
     return peak + gradients
 
 
