@@ -237,23 +237,6 @@ def test_a_configuration_has_many_names(cached: Path, tmp_path: Path, monkeypatc
     assert config_file("Qwen/Qwen3-8B") == Path("Qwen/Qwen3-8B/config.json")
 
 
-MEANT = {
-    "Qwen3-9B": "did you mean 'Qwen3-8B'?",
-    "lama-3.1-8b": "did you mean 'Llama-3.1-8B'?",
-    "Qwen/Qwen3-80B": "did you mean 'Qwen3-8B'? `hf download Qwen/Qwen3-80B config.json` stores it in the cache",
-    "some-org/another": "`hf download some-org/another config.json`",
-    **dict.fromkeys(("../nowhere", "an org/with -- odd..letters", "xyz", "~/mine"), "do    give a path, or one of GPT-OSS-20B"),
-}
-
-
-@pytest.mark.parametrize(("name", "said"), MEANT.items())
-def test_similar_names_are_suggested(cached: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", name]) == 1
-    found = capsys.readouterr().err
-    assert f"there is no configuration {name!r}" in found and said in found
-    assert ("hf download" in found) == ("hf download" in said)
-
-
 def test_a_cached_model_is_planned(cached: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "some-org/some-model", "--seq", "64", "--no-baselines", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == "some-model"

@@ -81,21 +81,6 @@ def test_a_streamed_decoder() -> None:
     assert len(text.splitlines()) < 15
 
 
-SORTED = ("aten.sort", "mixes the rows", "small.py", "torch.sort(self.up(x), dim=1)", "let it run along")
-FALLBACKS: list[tuple[Any, tuple[int, ...], tuple[str, ...]]] = [
-    (Mixing(), (2, 6, WIDTH), SORTED),
-    (TokenNorm(), (2, 6, WIDTH), ("aten._softmax.default", "test_explain.py")),
-    (lambda x: x.sort(0).values * 2, (4,), ("no dimension of this graph",)),
-]
-
-
-@pytest.mark.parametrize(("model", "shape", "parts"), FALLBACKS)
-def test_a_fallback_has_a_reason(model: Any, shape: tuple[int, ...], parts: tuple[str, ...]) -> None:
-    stages = summary_of(model, torch.randn(shape, requires_grad=True))["stages"]
-    reason = next(stage["reason"] for stage in stages if stage["kind"] == "whole")
-    assert [part for part in parts if part not in reason] == []
-
-
 def test_strict_is_explained_not_raised() -> None:
     found = streamfx.explain(Mixing(), rows(), strict=True)
     assert found.stages[0].kind == "whole" and found.summary()["stages"][0]["attention"] == ["masked"]
