@@ -230,7 +230,7 @@ CALLS: dict[str, tuple[Mixer, str]] = {
     "another backward": (of_another_backward, "its operands do not identify the call"),
     "a saved result that others read": (reading_what_is_saved, "result 2 in use by more than the operator's own backward"),
     "a result that is another without the flag": (reading_an_empty_state, "result 1 in use, which changes"),
-    "a wide state": (from_a_wide_state, "of which torch.float32 does not hold all numbers"),
+    "a wide state": (from_a_wide_state, "which the dtype of the final state, torch.float32, cannot represent"),
     "calls that differ in what the backward is not given": (of_two_biases, "a backward that may belong to another call"),
     "an operator that writes": (writing_rows, "to its arguments"),
 }
@@ -250,7 +250,7 @@ def test_operands_with_other_numbers_of_rows_fall_back() -> None:
     """One row for all others."""
     with declared(selective, rows={"x": 1, "dt": 1, "a": 1, "b": 1, "c": 1}):
         (facts,) = compared(lambda m, x: m.out(selected(m, x)[0]), chunk_size=4, streams=False).facts
-    assert "other numbers of rows" in "; ".join(facts.reasons())
+    assert "different numbers of rows" in "; ".join(facts.reasons())
 
 
 # -- kernels that are no operators

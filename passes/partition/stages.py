@@ -371,7 +371,7 @@ def move_last_stage_first(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, i
     """Return the backward operators with those of the last stage in front; `stage_of` maps forward values to stages.
 
     If a model is called twice, the trace has all layers of one call before the head of the other. Operators are moved
-    behind the last stage in three cases:
+    after the last stage in three cases:
     - products whose result no operator combines with values of the last stage, and operators that depend on them. But a
       product that shrinks a dependent value of the last stage stays: else the gradient of the logits would be stored;
     - operators used only by moved operators that do not depend on the last stage;

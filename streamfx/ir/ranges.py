@@ -29,7 +29,7 @@ MIN_VISIBLE_MASK_HALF = -5e3  # least float16 mask value of visible keys: produc
 ACTIVATION = 1e6  # assumed bound of trained weights, and of products of ordinary numbers (docs/internals.md)
 ACTIVATION_HALF = 1e4
 MAX_NEXT_TO_COUNT = (
-    1e4  # added to a number this large, the log of a count keeps twelve digits in float64, and in any dtype as many as a score
+    1e4  # added to a number up to this, the log of a count keeps twelve digits in float64, and in other dtypes as many as a score
 )
 MAX_GROWTH = 1e12  # between two products, ordinary values are assumed to grow by at most this factor
 MAX_ORDINARY = 1e28  # bound of weights and activations that have grown between two products
@@ -71,7 +71,7 @@ class Range:
 
     @property
     def is_counted(self) -> bool:
-        """Whether the log of a count survives next to such a score: a small number, or an unscaled weight."""
+        """Whether a sum of such a score and the log of a count keeps enough digits of the log: it is small, or a weight."""
         return self.magnitude <= (ACTIVATION if self.assumed else MAX_NEXT_TO_COUNT)
 
     @property

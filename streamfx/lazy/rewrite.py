@@ -307,7 +307,7 @@ class _OutputRewriter:
     def _program(
         self, placeholders: Sequence[fx.Node], nodes: Sequence[fx.Node], label: Callable[[fx.Node], RecipeInput] | None
     ) -> RecipeProgram:
-        """Return the nodes as a separate graph with inputs `placeholders`, described by `label`, or not at all if that is None."""
+        """Return the nodes as a separate graph with these inputs, described by `label` unless it is None."""
         graph = fx.Graph()
         env = {node: graph.placeholder(node.name) for node in placeholders}
         sizes = dict.fromkeys(
