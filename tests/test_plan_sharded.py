@@ -18,7 +18,7 @@ from streamfx.cost.workspaces import ALLOCATION_BLOCK
 from streamfx.tools.planner.devices import device_by_name
 from streamfx.tools.planner.host_memory import Copies
 from streamfx.tools.planner.models import build_model
-from streamfx.tools.planner.overlap import OverlapInterval, Seconds, waited
+from streamfx.tools.planner.overlap import OverlapInterval, Seconds, waiting_seconds
 from tests.support.collectives import data_of
 from tests.support.sharded import Decoder
 from tests.support.spread import only
@@ -125,23 +125,23 @@ def in_seconds(sent: float = 1.0) -> Seconds:
 def test_a_stage_takes_the_longer_of_loops_and_communication() -> None:
     """Stages of 10 seconds; 1 byte takes a second."""
     forward = [OverlapInterval("forward", TEN, gathered=of(size)) for size in (3, 8, 14)]
-    assert waited(forward, in_seconds()) == (3 + 4, 0)
+    assert waiting_seconds(forward, in_seconds()) == (3 + 4, 0)
     sizes = ((0, 6), (8, 9), (5, 2))
     backward = [OverlapInterval("backward", TEN, gathered=of(gathered), reduced=of(reduced)) for gathered, reduced in sizes]
-    assert waited(backward, in_seconds()) == ((6 + 5 - 10) + 2, 0)
-    assert waited([*forward, *backward], in_seconds()) == (7 + 3, 0)
-    assert waited([OverlapInterval("forward", TEN, exposed=of(5))], in_seconds(0.5)) == (2.5, 0)
-    assert waited([], in_seconds()) == (0, 0)
+    assert waiting_seconds(backward, in_seconds()) == ((6 + 5 - 10) + 2, 0)
+    assert waiting_seconds([*forward, *backward], in_seconds()) == (7 + 3, 0)
+    assert waiting_seconds([OverlapInterval("forward", TEN, exposed=of(5))], in_seconds(0.5)) == (2.5, 0)
+    assert waiting_seconds([], in_seconds()) == (0, 0)
 
 
 def test_copies_to_the_host_wait_for_the_rest_of_a_stage() -> None:
     """Stage inputs go to the host during the next stage, and return during the backward half of that stage."""
     forward = [OverlapInterval("forward", TEN, copies=Copies(left=size)) for size in (12, 8, 3)]
-    assert waited(forward, in_seconds()) == (0, 2 + 3)
+    assert waiting_seconds(forward, in_seconds()) == (0, 2 + 3)
     backward = [OverlapInterval("backward", TEN, copies=Copies(fetched=size)) for size in (4, 17, 9)]
-    assert waited(backward, in_seconds()) == (0, 4 + 7)
+    assert waiting_seconds(backward, in_seconds()) == (0, 4 + 7)
     late = [OverlapInterval("backward", TEN), OverlapInterval("backward", TEN, gathered=of(15), copies=Copies(fetched=17))]
-    assert waited(late, in_seconds()) == (5, 2)
+    assert waiting_seconds(late, in_seconds()) == (5, 2)
 
 
 # -- optimizers in the backward half

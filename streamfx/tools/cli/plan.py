@@ -40,6 +40,16 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "model", help="a Hugging Face configuration: a folder, a JSON file, org/name in the local cache, or a shipped one"
     )
+    _add_step(parser)
+    _add_devices_and_objective(parser)
+    _add_search_and_options(parser)
+    add_html_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    return parser
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes of the step, its memory limits, and what is trained."""
     parser.add_argument("--seq", type=int, default=4096, metavar="TOKENS", help="tokens per sequence (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences per step and device (default: %(default)s)")
     parser.add_argument(
@@ -59,6 +69,10 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         action="store_true",
         help="the optimizer updates parameters, and frees gradients, during the backward pass",
     )
+
+
+def _add_devices_and_objective(parser: argparse.ArgumentParser) -> None:
+    """Add the division of the step among devices, and its objective."""
     parser.add_argument(
         "--world", type=int, default=1, metavar="N", help="devices that run the step together (default: %(default)s)"
     )
@@ -79,6 +93,10 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--group", type=int, default=GROUP, metavar="N", help="answers per prompt, for grpo (default: %(default)s)"
     )
+
+
+def _add_search_and_options(parser: argparse.ArgumentParser) -> None:
+    """Add the searches for the largest size, options of the backend, and the device."""
     parser.add_argument("--max-length", action="store_true", help="find the longest sequence that fits into --memory")
     parser.add_argument("--max-batch", action="store_true", help="find the largest batch of --seq that fits into --memory")
     parser.add_argument("--chunk-size", type=int, metavar="ROWS", help="set the option chunk_size instead of planning it")
@@ -100,9 +118,6 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-baselines", action="store_true", help="omit the baselines: eager mode with and without gradient checkpointing"
     )
-    add_html_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> str:
