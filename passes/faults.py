@@ -24,7 +24,7 @@ from streamfx.errors import NotStreamedError, StreamFXError, describe_error
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import JointGraph, is_assertion, is_size, is_tensor, joint_graph
 from streamfx.log import log
-from streamfx.node_meta import JOINT, ORIGIN, TRACED, WHY_WHOLE
+from streamfx.node_meta import FALLBACK_REASON, JOINT, ORIGIN, TRACED_NAME
 from streamfx.passes.ops.aliasing import is_view
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.fallback import FallbackError
@@ -59,7 +59,7 @@ class PassFailedError(Exception):
         frames = [frame for frame, _ in traceback.walk_tb(self.error.__traceback__)]
         for value in (value for frame in reversed(frames) for value in frame.f_locals.values()):
             if isinstance(value, fx.Node):  # of the joint graph, or of a program: then its metadata names the joint node
-                traced = by_name.get(value.meta.get(TRACED) or value.meta.get(JOINT, value.name))
+                traced = by_name.get(value.meta.get(TRACED_NAME) or value.meta.get(JOINT, value.name))
                 if traced is not None and traced.op == "call_function":
                     yield producer_of(traced)
 
@@ -215,7 +215,7 @@ def _replace_by_opaque(node: fx.Node, reason: str) -> None:
     target: Any = node.target
     with node.graph.inserting_before(node):
         opaque = node.graph.call_function(RestridedOperator(target, is_view(target)), node.args, node.kwargs)
-    opaque.meta = {**node.meta, WHY_WHOLE: reason}
+    opaque.meta = {**node.meta, FALLBACK_REASON: reason}
     node.replace_all_uses_with(opaque, propagate_meta=False)
     node.graph.erase_node(node)
 

@@ -24,20 +24,22 @@ CONSTANT = "streamfx_constant"  # of a constant: its tensor
 GRAPH = "streamfx_graph"  # of a function that a higher-order operator calls: its graph module
 
 # Outputs
-MEMORIES = "streamfx_memories"  # of an output: per result, the names of the values whose memory it aliased when traced
+ALIASED_VALUES = "streamfx_memories"  # of an output: per result, the names of the values whose memory it aliased when traced
 RESULT_VIEWS = "streamfx_result_views"  # of an output: per result that is a view of another value, its `MemoryPlace`
 
 # Operators of the joint graph
-STAYS = "streamfx_stays"  # it stays even without users
+KEPT_WITHOUT_USERS = "streamfx_stays"  # of an operator: it is not removed even without users
 ORIGIN = "streamfx_origin"  # of an operator that a pass wrote: the name of the traced operator that it replaces
-LAYOUTS = "streamfx_layouts"  # the strides of its tensor operands when it was traced
-PART_OF = "streamfx_part_of"  # of attention of some heads: the name of the attention of all heads
-WHY_WHOLE = "streamfx_why_whole"  # why an operator without a rule was not rewritten into an operator that has one
+TRACED_STRIDES = "streamfx_layouts"  # the strides of its tensor operands when it was traced
+SPLIT_FROM = "streamfx_part_of"  # of attention of some heads: the name of the attention of all heads
+FALLBACK_REASON = (
+    "streamfx_why_whole"  # of an operator: why it was not rewritten into an operator that has a rule, so that it falls back
+)
 OWN_AXES = "streamfx_own_axes"  # of a view: it has its own axes, which start at the first row of the view
 # of a view of all rows at once: per such dimension, the value and dimension with the same axis (a gradient, which returns to
 # chunks), or None for an axis that is not part of the sequence
-COLLECTED = "streamfx_collected"
-EACH_ONCE = "streamfx_each_once"  # of a scatter: each element of the result is written once
+MATERIALIZED_AXES = "streamfx_collected"
+WRITES_EACH_ONCE = "streamfx_each_once"  # of a scatter: each element of the result is written once
 UNROLLED = "streamfx_unrolled"  # of a recurrence: the name of a value that its unrolled loop computed
 FORWARD_OPERATOR = "streamfx_forward"  # of a recurrence's backward operator: its forward operator
 DRAW = "streamfx_draw"  # of a random operator: the node of the step's seed, and the operator's number
@@ -45,8 +47,8 @@ DRAW = "streamfx_draw"  # of a random operator: the node of the step's seed, and
 # Host programs and loop bodies
 JOINT = "joint"  # the name of the joint graph's node for this value
 HAS_KEYS = "has_keys"
-TRACED = "streamfx_traced"  # of an operator between loops: its name in the joint graph
-RUN = "streamfx_run"  # the index of the region to which the node belongs
+TRACED_NAME = "streamfx_traced"  # of an operator between loops: its name in the joint graph
+REGION = "streamfx_run"  # the index of the region to which the node belongs
 STACKED = "streamfx_stacked"  # of a loop's result: its chunks are concatenated
-SAVED_FOR_ONE = "streamfx_saved_for_one"  # of an input: a loop's result that the forward graph keeps for this graph only
+SAVED_FOR_ONE_GRAPH = "streamfx_saved_for_one"  # of an input: a loop's result that the forward graph keeps for this graph only
 REDUCED = "streamfx_reduced"  # of a reduction in a loop body: the operand and the reduced rows

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import fx
 
-from streamfx.node_meta import RUN
+from streamfx.node_meta import REGION
 from streamfx.passes.lowering.buckets import coalesce_collectives
 
 c10d, sin = torch.ops._c10d_functional, torch.ops.aten.sin.default
@@ -26,7 +26,7 @@ def reduced(call: Any, value: fx.Node, how: str = "sum", run: int | None = None)
 
 
 def of_run(node: fx.Node, run: int) -> fx.Node:
-    node.meta[RUN] = run
+    node.meta[REGION] = run
     return node
 
 

@@ -24,7 +24,7 @@ from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
 from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import ConcatAxes, FullAxis, Letter, RunningSum, Signature, Tile
 from streamfx.ir.sizes import Size, numeric, product, shape_of
-from streamfx.node_meta import VALUE, WHY_WHOLE
+from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.analysis.derived_axes import find_derived_axes, find_slice_links, reordered_axes, sequence_of
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.opaque import describe_opaque, is_opaque, match_operand_dims
@@ -185,7 +185,7 @@ def _apply_rule(
     """Return the node's signature, the dimensions of its labels and of its results, or the reason why it has no signature."""
     rule = rule_for(node)
     if rule is None:
-        return str(node.meta.get(WHY_WHOLE) or describe_opaque(node))
+        return str(node.meta.get(FALLBACK_REASON) or describe_opaque(node))
     if is_random(node) and (node.kwargs.get("generator") is not None or find_seeded_variant(node.target) is None):
         return f"{node.target} draws from a generator whose state a chunk cannot reproduce"
     call = RuleCall(node, table, shapes)

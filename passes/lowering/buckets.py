@@ -20,7 +20,7 @@ from torch import fx
 
 from streamfx.ir.facts import Facts
 from streamfx.ir.writer import GraphWriter
-from streamfx.node_meta import RUN, VALUE
+from streamfx.node_meta import REGION, VALUE
 from streamfx.passes.lowering.reinsert_collectives import is_computing
 from streamfx.passes.ops.collectives import coalesced_operator, group_of, is_wait
 from streamfx.torch_private.groups import supports_coalescing
@@ -79,7 +79,7 @@ def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
     for node in nodes:
         for key in [key for key, bucket in open_buckets.items() if not set(bucket).isdisjoint(node.all_input_nodes)]:
             yield open_buckets.pop(key)
-        if RUN not in node.meta and coalesced_operator(node) is not None:
+        if REGION not in node.meta and coalesced_operator(node) is not None:
             open_buckets.setdefault(_bucket_key(node), []).append(node)
     yield from open_buckets.values()
 

@@ -13,7 +13,7 @@ from torch import fx
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import bound_arguments, is_tensor
 from streamfx.ir.program import Program
-from streamfx.node_meta import REDUCED, TRACED, VALUE
+from streamfx.node_meta import REDUCED, TRACED_NAME, VALUE
 from streamfx.passes.ops.collectives import group_of, is_collective
 from streamfx.rank_errors import NUMBER
 from streamfx.runtime.collective_calls import begin
@@ -38,7 +38,7 @@ def describe_order_between_loops(facts: Facts, group: str) -> str:
         return "\n".join((UNCHUNKED, *labels.values()))
     forward_and_backward = _between_loops(facts.program, group)
     return "\n".join(
-        labels.get(node.meta.get(TRACED, "")) or _call_text(node, group) for nodes in forward_and_backward for node in nodes
+        labels.get(node.meta.get(TRACED_NAME, "")) or _call_text(node, group) for nodes in forward_and_backward for node in nodes
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import fx
 
-from streamfx.node_meta import RUN
+from streamfx.node_meta import REGION
 from streamfx.runtime.offload import free_after_copy, from_host, to_host, wait_for_copy
 
 
@@ -36,12 +36,12 @@ class _Runs:
     def __init__(self, graph: fx.Graph) -> None:
         """Record the run of each node (`run_index`) and the first node of each run."""
         self.graph, self.position = graph, {node: i for i, node in enumerate(graph.nodes)}
-        run_ids = dict.fromkeys(node.meta[RUN] for node in graph.nodes if RUN in node.meta)
+        run_ids = dict.fromkeys(node.meta[REGION] for node in graph.nodes if REGION in node.meta)
         index_of_run = {run: i for i, run in enumerate(run_ids)}
         self.run_index: dict[fx.Node, int] = {}
         current = len(index_of_run) - 1
         for node in reversed(graph.nodes):
-            self.run_index[node] = current = index_of_run.get(node.meta.get(RUN), current)
+            self.run_index[node] = current = index_of_run.get(node.meta.get(REGION), current)
         self._first_nodes: dict[int, fx.Node] = {}
         for node in graph.nodes:
             if node.target is operator.getitem:

@@ -15,7 +15,7 @@ from streamfx.ir.access import Layout
 from streamfx.ir.joint import bound_arguments, is_size, is_tensor, node_argument, shape_of_node
 from streamfx.ir.sizes import Size, free_symbols, numeric, product, size_of
 from streamfx.ir.stage_plan import ChunkSize, StagePlan
-from streamfx.node_meta import CONSTANT, FORWARD_OPERATOR, GRAPH, JOINT, LAYOUTS, RUN, STACKED, TRACED, VALUE
+from streamfx.node_meta import CONSTANT, FORWARD_OPERATOR, GRAPH, JOINT, REGION, STACKED, TRACED_NAME, TRACED_STRIDES, VALUE
 from streamfx.passes.lowering.bodies import BodyBuilder
 from streamfx.passes.ops.aliasing import MemoryPlace
 from streamfx.passes.ops.fallback import FallbackError
@@ -107,7 +107,7 @@ class HostProgramBuilder:
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._argument_mapper(node))
         copy = self.graph.call_function(COPYING_VIEWS.get(node.target, node.target), args, dict(kwargs))
-        copy.meta = {**node.meta, TRACED: node.name, RUN: self.runs}
+        copy.meta = {**node.meta, TRACED_NAME: node.name, REGION: self.runs}
         self.env[node] = copy
         for user in node.users:
             if is_tuple_item(user) and user not in self.env and is_tensor(user):
@@ -115,7 +115,7 @@ class HostProgramBuilder:
 
     def _argument_mapper(self, node: fx.Node) -> Callable[[fx.Node], Any]:
         """Return the function that maps an operator's arguments; opaque operators get tensors with traced strides."""
-        layouts = iter(node.meta.get(LAYOUTS, ()))
+        layouts = iter(node.meta.get(TRACED_STRIDES, ()))
 
         def map_argument(argument: fx.Node) -> Any:
             """Return the argument of the copied operator for an argument of the joint graph."""
@@ -231,7 +231,7 @@ class HostProgramBuilder:
         self.loops.append(loop)
         symbols = tuple(self.symbol(symbol) for symbol in spec.symbols)
         call = self.graph.call_module(name, (*symbols, *sources))
-        call.meta[RUN] = self.runs
+        call.meta[REGION] = self.runs
         for i, node in enumerate(returned):
             result = self.graph.call_function(operator.getitem, (call, i))
             result.meta = {VALUE: node.meta[VALUE], JOINT: node.name, STACKED: True}

@@ -24,7 +24,7 @@ from streamfx.ir.collective_ops import Gather
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import outputs_of, saved_values
 from streamfx.ir.subgraph import Subgraph
-from streamfx.node_meta import RUN, VALUE
+from streamfx.node_meta import REGION, VALUE
 from streamfx.options import Options
 from streamfx.passes.ops.collectives import REASSEMBLES, is_wait
 from streamfx.passes.ops.traits import only_moves_elements
@@ -94,7 +94,7 @@ class _HostGraph:
         self.first_inserted: dict[fx.Node, fx.Node] = {}  # the first node that was inserted before a node
         run = last_computing_run = 0
         for node in self.graph.nodes:
-            run = self.run[node] = max(run, node.meta.get(RUN, 0))
+            run = self.run[node] = max(run, node.meta.get(REGION, 0))
             if is_computing(node):
                 self.first_computing.setdefault(run, node)
                 last_computing_run = run
@@ -164,7 +164,7 @@ class _HostGraph:
 
 def is_computing(node: fx.Node) -> bool:
     """Return whether a node is a loop or a full-sequence operator: collectives are placed between these."""
-    return RUN in node.meta and not _is_light(node)
+    return REGION in node.meta and not _is_light(node)
 
 
 def _is_light(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from streamfx.frontend.mask_buffers import pattern_of
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy, is_object, joint_graph
 from streamfx.ir.piecewise import Pieces
-from streamfx.node_meta import CONSTANT, GRAPH, MUTATED, PATTERN, STATIC_ADDRESS, STAYS, VALUE
+from streamfx.node_meta import CONSTANT, GRAPH, KEPT_WITHOUT_USERS, MUTATED, PATTERN, STATIC_ADDRESS, VALUE
 from streamfx.passes.ops.collectives import is_wait
 from streamfx.runtime.restride import resolve_conj_and_neg
 from streamfx.torch_private import FakeTensor, tree_leaves, unset_fake_temporarily
@@ -41,7 +41,7 @@ def captured(
         _keep_constant(node, module)
     for node in graph.nodes:
         if is_wait(node) and not node.users:  # another rank may read the result, and waits for this one
-            node.meta[STAYS] = True
+            node.meta[KEPT_WITHOUT_USERS] = True
     joint = joint_graph(graph, num_primals, num_outputs)
     inputs, counted = joint.inputs, [node for node in joint.inputs if not is_object(node)]
     for position in static_inputs:

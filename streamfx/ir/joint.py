@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.sizes import Size, free_symbols, shape_of, size_of
-from streamfx.node_meta import STATIC_ADDRESS, STAYS, VALUE
+from streamfx.node_meta import KEPT_WITHOUT_USERS, STATIC_ADDRESS, VALUE
 from streamfx.torch_private import inputs_of_gradients, is_token
 
 ASSERTIONS = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default, torch.ops.aten._assert_scalar.default)
@@ -158,7 +158,7 @@ def erase_unused(graph: fx.Graph, keep: Callable[[fx.Node], bool] = lambda node:
 
 def is_assertion(node: fx.Node) -> bool:
     """Return whether an operator must run even if nothing uses its result: an assertion, or a collective."""
-    return id(node.target) in _ASSERTION_IDS or node.meta.get(STAYS, False)
+    return id(node.target) in _ASSERTION_IDS or node.meta.get(KEPT_WITHOUT_USERS, False)
 
 
 def is_tensor(node: Any) -> bool:

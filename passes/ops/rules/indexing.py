@@ -8,7 +8,7 @@ import torch
 
 from streamfx.ir.ranges import is_exact_in
 from streamfx.ir.signature import LetterShape, Signature, full_axes
-from streamfx.node_meta import EACH_ONCE, VALUE
+from streamfx.node_meta import VALUE, WRITES_EACH_ONCE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.ranges.casts import holds_integers
@@ -76,7 +76,7 @@ def scatter(call: RuleCall) -> Signature | None:
         return None
     letters = tuple((i,) for i in range(rank))
     index = (*letters[:dim], (rank,), *letters[dim + 1 :])
-    positions = () if EACH_ONCE in call.node.meta else (rank,)
+    positions = () if WRITES_EACH_ONCE in call.node.meta else (rank,)
     return Signature((letters, *(index,) * (len(call.operands) - 1)), (letters,), index=full_axes(dim, *positions))
 
 

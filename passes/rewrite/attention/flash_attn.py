@@ -19,7 +19,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
-from streamfx.node_meta import VALUE, WHY_WHOLE
+from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.ops.hub_kernels import operator_name
 from streamfx.passes.rewrite.attention.varlen_mask import WindowSize, emit_document_bias, emit_window_bias
 from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
@@ -90,11 +90,13 @@ def _replace_calls(node: fx.Node, layout: PackageLayout, writer: GraphWriter) ->
     arguments, users_by_result = bound_arguments(node), getitems_by_index(node)
     unsupported = _find_unsupported(arguments, layout)
     if unsupported:
-        node.meta[WHY_WHOLE] = UNSUPPORTED_CALL.format(operator=node.target, found=unsupported)
+        node.meta[FALLBACK_REASON] = UNSUPPORTED_CALL.format(operator=node.target, found=unsupported)
         return None
     backwards = None if users_by_result is None else _backward_calls(arguments, users_by_result, layout)
     if users_by_result is None or backwards is None:
-        node.meta[WHY_WHOLE] = UNSUPPORTED_CALL.format(operator=node.target, found="results in use by more than its own backward")
+        node.meta[FALLBACK_REASON] = UNSUPPORTED_CALL.format(
+            operator=node.target, found="results in use by more than its own backward"
+        )
         return None
     heads = [layout.to_bhmd(arguments[name], writer) for name in ("q", "k", "v")]
     options = layout.options(arguments, writer)

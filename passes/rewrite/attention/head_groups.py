@@ -24,7 +24,7 @@ from streamfx.ir.joint import erase_unused, node_argument, shape_of_node
 from streamfx.ir.sizes import Size, product, size_of
 from streamfx.ir.writer import GraphWriter
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
-from streamfx.node_meta import LAYOUTS, PART_OF, VALUE
+from streamfx.node_meta import SPLIT_FROM, TRACED_STRIDES, VALUE
 from streamfx.passes.ops.collectives import is_wait
 from streamfx.passes.rewrite.pattern import getitems_by_index
 from streamfx.torch_private import OpOverload
@@ -250,7 +250,7 @@ def _rewrite(exchanged: ExchangedAttention, num_groups: int, writer: GraphWriter
         )
         operands_by_group.append([_emit_group(query, group, num_groups, writer), *keys_and_values])
         results.append(writer.call(ATTENTION, *operands_by_group[-1], **_options(exchanged.node)))
-        results[-1].meta[PART_OF] = exchanged.node.name
+        results[-1].meta[SPLIT_FROM] = exchanged.node.name
         received.append(_apply_path(exchanged.outputs, _getitem(results[-1], 0, writer), num_groups, writer))
     _concat_groups(exchanged.outputs, received, writer)
     for gradient in exchanged.gradients:
@@ -327,8 +327,8 @@ def _apply_path(path: ExchangePath, node: fx.Node, num_groups: int, writer: Grap
         if _is_exchange(step) and not node.meta[VALUE].is_contiguous():
             node = writer.call(aten.clone.default, node, memory_format=torch.contiguous_format)
         result = writer.call(target, node, *arguments, **step.kwargs)
-        if LAYOUTS in step.meta:
-            result.meta[LAYOUTS] = (tuple(map(size_of, node.meta[VALUE].stride())),)
+        if TRACED_STRIDES in step.meta:
+            result.meta[TRACED_STRIDES] = (tuple(map(size_of, node.meta[VALUE].stride())),)
         node = result
     return node
 

@@ -23,7 +23,7 @@ from streamfx.ir.ranges import MAX_ROWS, is_exact_in
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
-from streamfx.node_meta import VALUE, WHY_WHOLE
+from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.ops.ranges.casts import RESHAPED, SAME_SHAPES, holds_integers, source_of_exact_copies
 from streamfx.passes.rewrite.moe.sort_elimination import Permutations, Permuted
@@ -121,7 +121,7 @@ def _prove_groups(orders: Permutations, node: fx.Node, order: fx.Node, ends: Any
 
 def _record_fallback(node: fx.Node, reason: str) -> None:
     """Record the reason why an operator falls back; it has no effect if the operator is replaced."""
-    node.meta[WHY_WHOLE] = f"{node.target}: {reason}"
+    node.meta[FALLBACK_REASON] = f"{node.target}: {reason}"
 
 
 def _is_single_full_group(ends: fx.Node, keys: fx.Node) -> bool:

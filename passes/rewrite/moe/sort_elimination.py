@@ -27,7 +27,7 @@ from streamfx.ir.axis_table import AxisTable, Dim
 from streamfx.ir.joint import bound_arguments, int_argument, is_assertion, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature
 from streamfx.ir.writer import GraphWriter, size_arguments
-from streamfx.node_meta import VALUE, WHY_WHOLE
+from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.ops.collectives import is_reduced_over_ranks
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges import ValueRanges
@@ -99,7 +99,7 @@ def remove_undone_permutations(graph: fx.Graph, more_handlers: Mapping[str, Hand
     reachable = _reachable(graph, replacements)
     for node in orders.permuted.keys() & reachable:
         reader = next((user.name for user in node.users if user in reachable and user not in orders.permuted), "an operator")
-        node.meta[WHY_WHOLE] = ROW_ORDER.format(target=node.target, reader=reader)
+        node.meta[FALLBACK_REASON] = ROW_ORDER.format(target=node.target, reader=reader)
     new_nodes = {*orders.writer.new_nodes}
     for node, permuted in replacements.items():
         replace(node, permuted.twin, is_new=permuted.twin in new_nodes)

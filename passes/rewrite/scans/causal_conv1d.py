@@ -15,7 +15,7 @@ from torch import fx
 from streamfx.ir.scan_schema import NotStatefulError, Stateful
 from streamfx.ir.writer import GraphWriter
 from streamfx.kernels import causal_conv
-from streamfx.node_meta import VALUE, WHY_WHOLE
+from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
 from streamfx.passes.rewrite.scans.custom_scan import (
@@ -61,7 +61,7 @@ def causal_conv1d_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[f
         backwards = [backward for user in sorted(users) if (backward := _read_backward(user, call)) is not None]
         return emit_recurrences(CONVOLUTION, call, backwards, writer)
     except NotStatefulError as why:
-        node.meta[WHY_WHOLE] = f"{FORWARD} with {why}"
+        node.meta[FALLBACK_REASON] = f"{FORWARD} with {why}"
         return None
 
 

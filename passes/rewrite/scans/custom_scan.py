@@ -17,7 +17,7 @@ from streamfx.ir.joint import bound_arguments, is_tensor, node_argument
 from streamfx.ir.scan_schema import NotStatefulError, Stateful, StatefulPlan, backward_plan, forward_plan
 from streamfx.ir.sizes import shape_of
 from streamfx.ir.writer import GraphWriter
-from streamfx.node_meta import FORWARD_OPERATOR, VALUE, WHY_WHOLE
+from streamfx.node_meta import FALLBACK_REASON, FORWARD_OPERATOR, VALUE
 from streamfx.passes.ops.rules.stateful import STATEFUL
 from streamfx.passes.rewrite.pattern import RewriteRule, getitems_by_index
 from streamfx.passes.rewrite.views.no_ops import remove_alias
@@ -64,7 +64,7 @@ def stateful_operator_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mappi
         return emit_recurrences(declared, call, backwards, writer)
     except NotStatefulError as why:
         for call_node in (node, *(backward.node for backward in backwards)):
-            call_node.meta[WHY_WHOLE] = f"{call_node.target} with {why}"
+            call_node.meta[FALLBACK_REASON] = f"{call_node.target} with {why}"
         return None
 
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from streamfx.ir.scan_schema import NotStatefulError
 from streamfx.ir.writer import GraphWriter
-from streamfx.node_meta import WHY_WHOLE
+from streamfx.node_meta import FALLBACK_REASON
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.scans.custom_scan import ScanCall, backwards_of, emit_recurrences, read_call
@@ -35,5 +35,5 @@ def decayed_sums_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[fx
         return emit_recurrences(declared, call, backwards, writer)
     except NotStatefulError as why:
         for call_node in (node, *(backward.node for backward in backwards)):
-            call_node.meta[WHY_WHOLE] = f"{call_node.target} with {why}"
+            call_node.meta[FALLBACK_REASON] = f"{call_node.target} with {why}"
         return None

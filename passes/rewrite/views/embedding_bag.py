@@ -16,7 +16,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.sizes import quotient
 from streamfx.ir.writer import GraphWriter, size_arguments
-from streamfx.node_meta import VALUE, WHY_WHOLE
+from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
 from streamfx.passes.rewrite.views.constant_indices import is_strided_arange
 
@@ -110,7 +110,7 @@ def _match_bags(node: fx.Node, writer: GraphWriter) -> _Bags | None:
     arguments = bound_arguments(node)
     reason = _fallback_reason(arguments)
     if reason is not None:
-        node.meta[WHY_WHOLE] = f"{node.target} {reason}"
+        node.meta[FALLBACK_REASON] = f"{node.target} {reason}"
         return None
     (count,) = size_arguments(arguments["offsets"], writer)
     indices = writer.call(aten.view.default, arguments["indices"], [count, _bag_length(arguments)])

@@ -17,7 +17,7 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
-from streamfx.node_meta import EACH_ONCE, VALUE
+from streamfx.node_meta import VALUE, WRITES_EACH_ONCE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.iota_index import ORDERS, VIEWS, is_arange
@@ -74,7 +74,7 @@ def _is_added_to_zeros(node: fx.Node) -> bool:
 def _emit_scatter(zeros: fx.Node, dim: int, index: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:
     """Emit a scatter of rows into zeros, marked as writing each index once (`EACH_ONCE`)."""
     result = writer.call(aten.scatter.src, zeros, dim, index, rows)
-    result.meta[EACH_ONCE] = True
+    result.meta[WRITES_EACH_ONCE] = True
     return result
 
 

@@ -16,7 +16,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, scalar_argument, tensor_operands
 from streamfx.ir.sizes import Size, product, simplified, size_of
 from streamfx.ir.writer import GraphWriter, offset_argument, size_arguments, stride_arguments
-from streamfx.node_meta import LAYOUTS, MEMORIES, RESULT_VIEWS, VALUE
+from streamfx.node_meta import ALIASED_VALUES, RESULT_VIEWS, TRACED_STRIDES, VALUE
 from streamfx.passes.ops.aliasing import MemoryPlace, OtherMemory, is_view, memories
 from streamfx.passes.ops.opaque import is_opaque
 from streamfx.passes.ops.traits import READS_STRIDES
@@ -64,7 +64,7 @@ def record_layouts(graph: fx.Graph, num_outputs: int) -> None:
     for node in graph.nodes:
         if is_opaque(node):
             strides = (operand.meta[VALUE].stride() for operand in tensor_operands(node))
-            node.meta[LAYOUTS] = tuple(tuple(size_of(stride) for stride in operand_strides) for operand_strides in strides)
+            node.meta[TRACED_STRIDES] = tuple(tuple(size_of(stride) for stride in operand_strides) for operand_strides in strides)
     output = graph.output_node()
     results: Any = output.args[0]
     has_dynamic_sizes = any(_has_dynamic_size(node) for node in graph.find_nodes(op="placeholder"))
@@ -73,8 +73,8 @@ def record_layouts(graph: fx.Graph, num_outputs: int) -> None:
     output.meta[RESULT_VIEWS] = tuple(
         place if place and (has_dynamic_sizes or _is_observable(place.base, views_by_base)) else None for place in places
     )
-    output.meta[LAYOUTS] = tuple(map(_strides, results))
-    output.meta[MEMORIES] = tuple(
+    output.meta[TRACED_STRIDES] = tuple(map(_strides, results))
+    output.meta[ALIASED_VALUES] = tuple(
         frozenset(value.name for value in memories(item)) if is_tensor(item) else None for item in results
     )
 

@@ -14,7 +14,7 @@ from streamfx.ir.facts import Facts, Role, known
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.span import Span
 from streamfx.ir.stage import Stage
-from streamfx.node_meta import PART_OF
+from streamfx.node_meta import SPLIT_FROM
 from streamfx.passes.ops.rules.attention import M
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.probes import LoopOrigin
@@ -179,7 +179,7 @@ def attention_kinds(stage: Stage, facts: Facts) -> list[tuple[str, Span | None]]
         elif is_fused_attention(node.target) and facts.access.roles.get(node, {}).get(M) is Role.ROWS:
             kinds[node] = "all keys", None
         elif is_fused_attention(node.target) or (node in facts.access.reasons and _is_over_row_pairs(node, facts)):
-            kinds[node.meta.get(PART_OF, node)] = ("all ranks' rows" if is_from_ranks(node, facts) else "whole"), None
+            kinds[node.meta.get(SPLIT_FROM, node)] = ("all ranks' rows" if is_from_ranks(node, facts) else "whole"), None
     return list(kinds.values())
 
 
