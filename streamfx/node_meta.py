@@ -24,7 +24,7 @@ CONSTANT = "streamfx_constant"  # of a constant: its tensor
 GRAPH = "streamfx_graph"  # of a function that a higher-order operator calls: its graph module
 
 # Outputs
-ALIASED_VALUES = "streamfx_memories"  # of an output: per result, the names of the values whose memory it aliased when traced
+ALIASES = "streamfx_memories"  # of an output: per result, the names of the values whose memory it aliased when traced
 RESULT_VIEWS = "streamfx_result_views"  # of an output: per result that is a view of another value, its `MemoryPlace`
 
 # Operators of the joint graph
@@ -38,7 +38,7 @@ FALLBACK_REASON = (
 OWN_AXES = "streamfx_own_axes"  # of a view: it has its own axes, which start at the first row of the view
 # of a view of all rows at once: per such dimension, the value and dimension with the same axis (a gradient, which returns to
 # chunks), or None for an axis that is not part of the sequence
-MATERIALIZED_AXES = "streamfx_collected"
+MATERIALIZED = "streamfx_collected"
 WRITES_EACH_ONCE = "streamfx_each_once"  # of a scatter: each element of the result is written once
 UNROLLED = "streamfx_unrolled"  # of a recurrence: the name of a value that its unrolled loop computed
 FORWARD_OPERATOR = "streamfx_forward"  # of a recurrence's backward operator: its forward operator
@@ -50,5 +50,5 @@ HAS_KEYS = "has_keys"
 TRACED_NAME = "streamfx_traced"  # of an operator between loops: its name in the joint graph
 REGION = "streamfx_run"  # the index of the region to which the node belongs
 STACKED = "streamfx_stacked"  # of a loop's result: its chunks are concatenated
-SAVED_FOR_ONE_GRAPH = "streamfx_saved_for_one"  # of an input: a loop's result that the forward graph keeps for this graph only
+EXCLUSIVE = "streamfx_saved_for_one"  # of an input: a loop's result that the forward graph keeps for this graph only
 REDUCED = "streamfx_reduced"  # of a reduction in a loop body: the operand and the reduced rows

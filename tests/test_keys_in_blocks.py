@@ -9,7 +9,7 @@ import torch
 
 from streamfx.ir.facts import Facts
 from streamfx.kernels.sdpa import ATTENTION
-from streamfx.node_meta import MATERIALIZED_AXES
+from streamfx.node_meta import MATERIALIZED
 from streamfx.tools.report.printer import text_of
 from tests.support import compressed
 from tests.support.compressed import BLOCK, VOCABULARY, WINDOW, Attend, Compressed, Pool
@@ -51,7 +51,7 @@ def test_blocks_that_rows_see_before_they_end() -> None:
 @pytest.mark.parametrize("attend", [compressed.alone, compressed.asking, compressed.summed], ids=named)
 def test_blocks_by_themselves(attend: Attend) -> None:
     report = compared(compressed.weighted, attend, 22, streams=None)
-    assert any(MATERIALIZED_AXES in node.meta for node in report.facts[0].joint.nodes)
+    assert any(MATERIALIZED in node.meta for node in report.facts[0].joint.nodes)
 
 
 def test_blocks_of_several_layers() -> None:

@@ -23,7 +23,7 @@ from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Role, Shape, Storag
 from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, RunningSum, Signature, SingleRow, Tile, Window
 from streamfx.ir.sizes import numeric, product
-from streamfx.node_meta import MATERIALIZED_AXES
+from streamfx.node_meta import MATERIALIZED
 from streamfx.passes.analysis.derived_axes import keeps_row_positions
 from streamfx.passes.analysis.diagnostics import fallback_reason, too_many_dims_reason
 from streamfx.passes.ops.collectives import is_reduced_over_ranks, is_wait
@@ -270,7 +270,7 @@ class _Analysis:
         if is_reduced_over_ranks(node) and self.storage_classes[operands[0]][0] is StorageClass.WHOLE:
             return outside  # all rows exist: one collective reduces them
         if self._must_run_unchunked(signature, roles):
-            if self._reads_loop_values(node, signature) and MATERIALIZED_AXES not in node.meta:
+            if self._reads_loop_values(node, signature) and MATERIALIZED not in node.meta:
                 self.reasons[node] = fallback_reason(node, signature, self.axes)
             return outside
         return tuple(self._storage_class(letter_shape, roles) for letter_shape in signature.results)
@@ -294,7 +294,7 @@ class _Analysis:
     @cached_property
     def _materialized_atoms(self) -> frozenset[int]:
         """The materialized axes: all their rows exist at once, as keys do."""
-        views = [(node, dim) for node in self.joint.nodes for dim in node.meta.get(MATERIALIZED_AXES, ())]
+        views = [(node, dim) for node in self.joint.nodes for dim in node.meta.get(MATERIALIZED, ())]
         return frozenset(atom for node, dim in views for atom in self.axes.table.resolve(self.axes.shapes[node][dim]))
 
     def _is_filled_later(self, node: fx.Node) -> bool:

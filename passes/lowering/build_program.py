@@ -26,16 +26,7 @@ from streamfx.ir.program import Program
 from streamfx.ir.sizes import Real, Truth, size_of
 from streamfx.ir.stage import Stage
 from streamfx.ir.stage_plan import ChunkSize
-from streamfx.node_meta import (
-    ALIASED_VALUES,
-    JOINT,
-    MUTATED,
-    RESULT_VIEWS,
-    SAVED_FOR_ONE_GRAPH,
-    STACK_TRACE,
-    TRACED_STRIDES,
-    VALUE,
-)
+from streamfx.node_meta import ALIASES, EXCLUSIVE, JOINT, MUTATED, RESULT_VIEWS, STACK_TRACE, TRACED_STRIDES, VALUE
 from streamfx.passes.lowering.copies import copy_to_host, fetch_in_time
 from streamfx.passes.lowering.donated_bodies import find_view_base, is_owned_here, write_in_place
 from streamfx.passes.lowering.donation import reuse_buffers
@@ -215,7 +206,7 @@ class _ProgramBuilder:
 
     def _clone_shared_results(self, forward: HostProgramBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
         """Clone results that share memory with other results or saved values if they did not in the trace."""
-        traced = self.joint.graph.output_node().meta.get(ALIASED_VALUES, (frozenset[str](),) * len(results))
+        traced = self.joint.graph.output_node().meta.get(ALIASES, (frozenset[str](),) * len(results))
         names = {value: node.name for node, value in forward.env.items()}
         return clone_shared_results(results, traced[: len(results)], saved, names)
 
@@ -370,7 +361,7 @@ class _BackwardBuilder(HostProgramBuilder):
                 previous.append(placeholder)
             previous = placeholder
         for node, placeholder in self.saved.items():
-            placeholder.meta[SAVED_FOR_ONE_GRAPH] = self._is_saved_exclusively(node)
+            placeholder.meta[EXCLUSIVE] = self._is_saved_exclusively(node)
         saved = self.nodes_to_save() + [self.forward.states[node] for node in self.states]
         objects = [self.forward.env[node] for node in self.objects]
         return saved, objects + [self.forward.symbol(symbol) for symbol in self.symbol_values]

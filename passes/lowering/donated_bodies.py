@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from streamfx.node_meta import SAVED_FOR_ONE_GRAPH, VALUE
+from streamfx.node_meta import EXCLUSIVE, VALUE
 from streamfx.passes.ops.traits import only_moves_elements
 from streamfx.runtime.in_place import OVERWRITES_FIRST, add_in_place, scale_in_place, scale_saved_in_place
 from streamfx.runtime.loop import Loop
@@ -56,7 +56,7 @@ def _write_over_operand(node: fx.Node, module: fx.GraphModule) -> None:
         if is_owned_here(base, module):
             node.target, node.args = over_owned, (operand, other)
             return
-        if base.meta.get(SAVED_FOR_ONE_GRAPH, False) and over_saved is not None:
+        if base.meta.get(EXCLUSIVE, False) and over_saved is not None:
             node.target, node.args = over_saved, (operand, other)
             return
 

@@ -26,7 +26,7 @@ from torch import fx
 from streamfx.fallbacks import GRADIENTS_AT_END, try_step
 from streamfx.ir.joint import ancestors, is_tensor, outputs_of
 from streamfx.ir.release_plan import ReleaseSegment, Saved, Sources, released_indices, sources_of
-from streamfx.node_meta import SAVED_FOR_ONE_GRAPH
+from streamfx.node_meta import EXCLUSIVE
 from streamfx.passes.ops.aliasing import memories
 from streamfx.passes.ops.traits import is_expensive, is_random
 from streamfx.runtime.in_place import OVERWRITES_FIRST
@@ -107,11 +107,7 @@ def release_segments(backward: fx.GraphModule, saved: Saved) -> tuple[ReleaseSeg
 def _release_segment(operators: Sequence[fx.Node], gradients: dict[int, fx.Node]) -> ReleaseSegment:
     """Return a segment with its operators, the saved inputs whose memory it reads, and its complete gradients."""
     memory_read = (memory for node in operators for operand in node.all_input_nodes for memory in memories(operand))
-    reads = [
-        node
-        for node in memory_read
-        if node.op == "placeholder" and is_tensor(node) and not node.meta.get(SAVED_FOR_ONE_GRAPH, False)
-    ]
+    reads = [node for node in memory_read if node.op == "placeholder" and is_tensor(node) and not node.meta.get(EXCLUSIVE, False)]
     return ReleaseSegment(tuple(operators), tuple(dict.fromkeys(reads)), gradients)
 
 

@@ -25,7 +25,7 @@ from streamfx.ir.joint import ancestors, is_tensor, node_argument
 from streamfx.ir.signature import Letter, Window
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
-from streamfx.node_meta import MATERIALIZED_AXES, SPLIT_FROM, VALUE
+from streamfx.node_meta import MATERIALIZED, SPLIT_FROM, VALUE
 from streamfx.passes.ops.collectives import is_reduced_over_ranks
 from streamfx.passes.ops.traits import is_expensive, only_moves_elements, producer_of
 from streamfx.passes.partition.code_sinking import sink_operators
@@ -185,7 +185,7 @@ class _StageFinder:
         seen |= {
             node: self.materialized_key_positions(node)
             for node in self.forward
-            if MATERIALIZED_AXES in node.meta and node not in self.axes.static
+            if MATERIALIZED in node.meta and node not in self.axes.static
         }
         for positions in seen.values():
             intervals.append((min(positions), max(positions)))
@@ -199,9 +199,7 @@ class _StageFinder:
 
     def materialized_key_positions(self, keys: fx.Node) -> list[int]:
         """Return the positions of materialized keys, of their source, and of the operators along their axis."""
-        key_atoms = {
-            atom for dim in keys.meta[MATERIALIZED_AXES] for atom in self.axes.table.resolve(self.axes.shapes[keys][dim])
-        }
+        key_atoms = {atom for dim in keys.meta[MATERIALIZED] for atom in self.axes.table.resolve(self.axes.shapes[keys][dim])}
         source, todo, nodes = node_argument(keys), [keys], set[fx.Node]()
         while only_moves_elements(source) and node_argument(source) in self.position:
             source = node_argument(source)

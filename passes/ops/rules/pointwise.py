@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from streamfx.ir.signature import Signature, Window, full_axes
-from streamfx.node_meta import MATERIALIZED_AXES, OWN_AXES
+from streamfx.node_meta import MATERIALIZED, OWN_AXES
 from streamfx.passes.ops.rules.registry import RuleCall, broadcast, rule
 
 aten = torch.ops.aten
@@ -54,7 +54,7 @@ rule(
 @rule(aten.alias.default)
 def alias(call: RuleCall) -> Signature:
     """Keep all rows; a view created for one reader (`OWN_AXES`) gets new axes."""
-    if MATERIALIZED_AXES in call.node.meta:
+    if MATERIALIZED in call.node.meta:
         return _materialized(call)
     if OWN_AXES not in call.node.meta:
         return broadcast(call)
@@ -65,7 +65,7 @@ def alias(call: RuleCall) -> Signature:
 
 def _materialized(call: RuleCall) -> Signature:
     """Materialize some dimensions: the result has all rows, on a non-sequence axis or on the axis of another value."""
-    rank, sources = len(call.shape), call.node.meta[MATERIALIZED_AXES]
+    rank, sources = len(call.shape), call.node.meta[MATERIALIZED]
     operand = tuple((i,) if size != 1 else () for i, size in enumerate(call.shape))
     result = tuple((rank + i,) if dim and i in sources else dim for i, dim in enumerate(operand))
     axes = {rank + i: call.axis_of(*source) for i, source in sources.items() if source is not None}

@@ -24,7 +24,7 @@ from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import JointGraph, connected_components, is_tensor, joint_graph, tensor_operands
 from streamfx.ir.signature import Letter, LetterShape, Signature, Tile, Window
 from streamfx.ir.writer import GraphWriter
-from streamfx.node_meta import MATERIALIZED_AXES
+from streamfx.node_meta import MATERIALIZED
 from streamfx.passes.ops.traits import producer_of
 from streamfx.passes.rewrite.views.concat_propagation import first_operator_after
 
@@ -112,11 +112,11 @@ class _Collector:
         """Materialize the operands and results of an operator that have key labels (`pair.blocks`) but no row labels."""
         signature = self.axes.signatures[node]
         for operand, letters in dict(zip(tensor_operands(node), signature.operands, strict=True)).items():
-            if (block_dims := _dims_of(letters, pair)) and MATERIALIZED_AXES not in operand.meta:
+            if (block_dims := _dims_of(letters, pair)) and MATERIALIZED not in operand.meta:
                 self.sources = {self.axis_of(operand, dim): (operand, dim) for dim in block_dims} | self.sources
                 node.replace_input_with(operand, self.materialized(operand, dict.fromkeys(block_dims)))
         for result, letters in _labeled_results(node, signature):
-            if (block_dims := _dims_of(letters, pair)) and not all(MATERIALIZED_AXES in user.meta for user in result.users):
+            if (block_dims := _dims_of(letters, pair)) and not all(MATERIALIZED in user.meta for user in result.users):
                 source_by_dim = {dim: self.sources.get(self.axis_of(result, dim)) for dim in block_dims}
                 users, view = list(result.users), self.materialized(result, source_by_dim)
                 for user in users:
@@ -130,7 +130,7 @@ class _Collector:
         """Return the materialized view of a value, which is emitted once, right after the value."""
         if value not in self.views:
             self.views[value] = self.writer.before(first_operator_after(value)).call(aten.alias.default, value)
-            self.views[value].meta[MATERIALIZED_AXES] = dims
+            self.views[value].meta[MATERIALIZED] = dims
         return self.views[value]
 
 

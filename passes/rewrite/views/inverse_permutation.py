@@ -72,7 +72,7 @@ def _is_added_to_zeros(node: fx.Node) -> bool:
 
 
 def _emit_scatter(zeros: fx.Node, dim: int, index: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Emit a scatter of rows into zeros, marked as writing each index once (`EACH_ONCE`)."""
+    """Emit a scatter of rows into zeros, marked as writing each index once (`WRITES_EACH_ONCE`)."""
     result = writer.call(aten.scatter.src, zeros, dim, index, rows)
     result.meta[WRITES_EACH_ONCE] = True
     return result

@@ -16,7 +16,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, scalar_argument, tensor_operands
 from streamfx.ir.sizes import Size, product, simplified, size_of
 from streamfx.ir.writer import GraphWriter, offset_argument, size_arguments, stride_arguments
-from streamfx.node_meta import ALIASED_VALUES, RESULT_VIEWS, TRACED_STRIDES, VALUE
+from streamfx.node_meta import ALIASES, RESULT_VIEWS, TRACED_STRIDES, VALUE
 from streamfx.passes.ops.aliasing import MemoryPlace, OtherMemory, is_view, memories
 from streamfx.passes.ops.opaque import is_opaque
 from streamfx.passes.ops.traits import READS_STRIDES
@@ -74,7 +74,7 @@ def record_layouts(graph: fx.Graph, num_outputs: int) -> None:
         place if place and (has_dynamic_sizes or _is_observable(place.base, views_by_base)) else None for place in places
     )
     output.meta[TRACED_STRIDES] = tuple(map(_strides, results))
-    output.meta[ALIASED_VALUES] = tuple(
+    output.meta[ALIASES] = tuple(
         frozenset(value.name for value in memories(item)) if is_tensor(item) else None for item in results
     )
 

@@ -19,7 +19,7 @@ from torch import fx
 from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Shape, SpanFacts
 from streamfx.ir.joint import JointGraph, joint_graph
 from streamfx.ir.span import Span
-from streamfx.node_meta import ALIASED_VALUES, RESULT_VIEWS
+from streamfx.node_meta import ALIASES, RESULT_VIEWS
 from streamfx.passes.analysis.access_roles import is_unanimous
 from streamfx.passes.ops.opaque import is_opaque
 from streamfx.passes.ops.traits import is_random
@@ -104,9 +104,9 @@ def _name_memories(expanded: ExpandedGraph) -> None:
     """Update the names of the values whose memory the outputs use to the names in the expanded graph."""
     output = expanded.graph.output_node()
     names = {node.name: copy.name for copy, node in expanded.original_of.items() if copy not in expanded.copies}
-    output.meta[ALIASED_VALUES] = tuple(
+    output.meta[ALIASES] = tuple(
         None if memories is None else frozenset(names.get(name, f"{name} of few layers") for name in memories)
-        for memories in output.meta.get(ALIASED_VALUES, ())
+        for memories in output.meta.get(ALIASES, ())
     )
 
 
