@@ -103,23 +103,12 @@ def test_a_buffer_that_changes() -> None:
 # -- a column next to the keys, which is then dropped
 
 
-def both_of(scores: Tensor, sink: Tensor, first: bool = False) -> Tensor:
-    column = sink[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
-    return torch.cat([column, scores] if first else [scores, column], -1)
+def both_of(scores: Tensor, sink: Tensor) -> Tensor:
+    return torch.cat([scores, sink[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)], -1)
 
 
 def sinks(*levels: float) -> Tensor:
     return torch.tensor(levels, dtype=torch.float64, requires_grad=True)
-
-
-@pytest.mark.parametrize(("first", "hidden"), [(False, -INF), (True, MIN)])
-def test_a_sink(first: bool, hidden: float) -> None:
-    def function(one: Tensor, sink: Tensor) -> Tensor:
-        q, k, v = one
-        shares = both_of(causal(q @ k.mT, hidden), sink, first).softmax(-1)
-        return ((shares[..., 1:] if first else shares[..., :-1]) @ v).pow(2).sum()
-
-    compare_function(function, [*qkv(), sinks(0.3, -0.7)], (2, 1, 4), streams=True, attention={"causal"})
 
 
 @pytest.mark.parametrize("level", [-40.0, -INF, INF])
