@@ -287,7 +287,7 @@ def test_a_kernel_that_is_no_operator_is_reported(kernel: Any) -> None:
     compare(model, {"x": x}, chunk_size=4, streams=None, graphs=None)
     torch._dynamo.reset()
     found = str(streamfx.explain(model, x, chunk_size=4))
-    assert "streamfx.register_recurrence where it has a state" in found, found
+    assert "streamfx.register_recurrence if it has a state" in found, found
     assert ("autograd.Function" in found) == (kernel is not disabled), found
 
 
