@@ -1,6 +1,6 @@
 """python -m tests.random_decoders --count 5000 --seed 0: how many random decoders are exact, and the smallest that are not.
 
-Each of these is printed as a literal for found.py; so is the decoder of a kind and a number by `--keep KIND NUMBER`.
+Each of these is printed as a literal for found.txt; so is the decoder of a kind and a number by `--keep KIND NUMBER`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="send all of them through torch.compile, which takes longer")
     parser.add_argument("--kinds", nargs="*", default=(), choices=tuple(KINDS), help="only decoders drawn to hurt in these ways")
     parser.add_argument("--show", action="store_true", help="only print the programs")
-    parser.add_argument("--keep", nargs=2, metavar=("KIND", "NUMBER"), help="only print a decoder for found.py")
+    parser.add_argument("--keep", nargs=2, metavar=("KIND", "NUMBER"), help="only print a decoder for found.txt")
     arguments = parser.parse_args()
     if arguments.keep:
         kind, number = arguments.keep
-        print(f"{needed(numbered(int(number), (kind,)))},")
+        print(needed(numbered(int(number), (kind,))))
         return 0
     numbers = range(arguments.seed, arguments.seed + arguments.count)
     if arguments.show:

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from tests.random_decoders.masks import BENT, FILLS, SINKS, TABLES, arithmetic
+from tests.random_decoders.masks import BENT, FILLS, SINKS, TABLES, VISIBLE, arithmetic
 from tests.random_decoders.specification import Layer
 from tests.random_decoders.writer import Writer
 
-LONGEST, REACH, WINDOW = 40, 3, 3
-VISIBLE = {
-    "arange": "at[:, None] >= at",
-    "tril": "torch.ones(t, t, dtype=torch.bool).tril()",
-    "triu": "~torch.triu(torch.ones(t, t, dtype=torch.bool), diagonal=1)",
-    "window": f"(at[:, None] >= at) & (at[:, None] - at < {WINDOW})",
-    "chunked": f"(at[:, None] >= at) & (at[:, None] // {WINDOW} == at // {WINDOW})",
-    "prefix": "(at[:, None] >= at) | (at < 2)",
-    "strided": "(at[:, None] >= at) & ((at[:, None] - at) % 2 == 0)",
-    "band": "(at[:, None] - at).abs() < 2",
-    "future": "at[:, None] <= at",
-    "strict": "at[:, None] > at",
-}
+LONGEST, REACH = 40, 3
 
 
 def attend(w: Writer, layer: Layer, x: str, i: int) -> str:

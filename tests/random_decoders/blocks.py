@@ -7,8 +7,7 @@ from random import Random
 from typing import TypeAlias
 
 from tests.random_decoders.attention import attend
-from tests.random_decoders.extras import BYTES, COUNTS, KEYS
-from tests.random_decoders.mixers import DECAYS, SCANS, STATEFUL, TREES, WHOLE
+from tests.random_decoders.mixers import BYTES, COUNTS, DECAYS, KEYS, SCANS, STATEFUL, TREES, WHOLE
 from tests.random_decoders.specification import Layer
 from tests.random_decoders.writer import Writer
 

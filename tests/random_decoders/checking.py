@@ -40,7 +40,7 @@ class Failure:
 
     def __str__(self) -> str:
         text = program(self.decoder)
-        return f"{self.message}\n\n{self.decoder},\n{'-' * 100}\n{text}{'-' * 100}"
+        return f"{self.message}\n\n{self.decoder}\n{'-' * 100}\n{text}{'-' * 100}"
 
 
 def executed(decoder: Decoder) -> dict[str, Any]:

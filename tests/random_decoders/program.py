@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from tests.random_decoders.blocks import block
-from tests.random_decoders.extras import FEATURES, LINES, PARAMETERS
-from tests.random_decoders.gradients import BEND, BENDS, FUNCTIONS, KNOWN
-from tests.random_decoders.mixers import MIXES, STATEFUL
+from tests.random_decoders.gradients import FUNCTIONS, bend
+from tests.random_decoders.mixers import FEATURES, MIXES, STATEFUL
 from tests.random_decoders.specification import Decoder, shrunk
+from tests.random_decoders.terms import LINES, PARAMETERS
 from tests.random_decoders.writer import Layout, Writer
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-3, "bfloat16 autocast": 0.1}
@@ -128,8 +128,8 @@ def _imports(text: str) -> str:
 
 def _functions(decoder: Decoder, lines: list[str]) -> str:
     """Functions with gradients of their own that the lines call."""
-    called = {name: text for name, text in {**FUNCTIONS, **KNOWN}.items() if f"{name}.apply" in "\n".join(lines)}
-    return "".join(called.values()) + (BEND.format(gradient=BENDS[decoder.bend]) if decoder.bend != "none" else "")
+    called = {name: text for name, text in FUNCTIONS.items() if f"{name}.apply" in "\n".join(lines)}
+    return "".join(called.values()) + bend(decoder.bend)
 
 
 def _reduce(decoder: Decoder) -> str:

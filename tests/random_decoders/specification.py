@@ -3,7 +3,7 @@
     draw(Choices("3"))  ->  Decoder(layers=(Layer(core="matmul", mask="window"),), length=5, ...)
 
 A failure is shrunk by moving choices towards the front of their tuples, as long as it stays the same failure. Text of a decoder
-has the fields that are not the simplest, so that a decoder is kept as it is printed, see found.py.
+has the fields that are not the simplest, so that a decoder is kept as it is printed, see found.txt.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from tests.random_decoders.choices import Choices
-from tests.random_decoders.extras import BYTES, COUNTS, EXTRAS, FEATURES, KEYS, LINES
 from tests.random_decoders.gradients import BENDS
 from tests.random_decoders.masks import APART, BENT, FILLS, POSITIONS, RELATIONS, SINKS, TABLES, TOGETHER
-from tests.random_decoders.mixers import DECAYS, MIXES, SCANS, STATEFUL, TREES, WHOLE
+from tests.random_decoders.mixers import BYTES, COUNTS, DECAYS, FEATURES, KEYS, MIXES, SCANS, STATEFUL, TREES, WHOLE
+from tests.random_decoders.terms import EXTRAS, LINES
 
 
 def choice(*values: Any, rare: bool = False, also: Iterable[Any] = ()) -> Any:
