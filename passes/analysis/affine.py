@@ -14,7 +14,7 @@ from streamfx.ir.ranges import Range, is_exact_in
 from streamfx.ir.sizes import Size
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges import ValueRanges
-from streamfx.passes.ops.ranges.transfer import longest, named_arguments, range_of_argument
+from streamfx.passes.ops.ranges.transfer import max_size, named_arguments, range_of_argument
 
 aten = torch.ops.aten
 INDEX_DTYPES = (torch.int64, torch.int32)  # dtypes of indices: booleans and bytes are masks
@@ -78,7 +78,7 @@ class Positions:
 
 def extent(affine: Affine, shape: tuple[Size, ...]) -> Range:
     """Return the range of an affine vector."""
-    last = 0 if affine.dim is None else affine.factor * max(longest(shape[affine.dim]) - 1, 0)
+    last = 0 if affine.dim is None else affine.factor * max(max_size(shape[affine.dim]) - 1, 0)
     return Range(affine.offset + min(last, 0), affine.offset + max(last, 0))
 
 

@@ -11,7 +11,7 @@ from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.ranges.arithmetic import times
 from streamfx.passes.ops.ranges.products import product
-from streamfx.passes.ops.ranges.transfer import longest
+from streamfx.passes.ops.ranges.transfer import max_size
 
 
 def scores_of(node: fx.Node, values: ValueRanges) -> Range:
@@ -19,7 +19,7 @@ def scores_of(node: fx.Node, values: ValueRanges) -> Range:
     arguments = bound_arguments(node)
     query, key, scale = (arguments[name] for name in ("query", "key", "scale"))
     dtype = query.meta[VALUE].dtype
-    products = product(dtype, longest(shape_of_node(query)[-1]), values.of(query), values.of(key))
+    products = product(dtype, max_size(shape_of_node(query)[-1]), values.of(query), values.of(key))
     if scale is None:
         return products
     return times(products, constant(scale)) if isinstance(scale, (int, float)) else full_range(dtype)

@@ -22,7 +22,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import REGION, VALUE
 from streamfx.passes.lowering.reinsert_collectives import is_computing
-from streamfx.passes.ops.collectives import coalesced_operator, group_of, is_wait
+from streamfx.passes.ops.collectives import coalesced_operator, find_group_name, is_wait
 from streamfx.torch_private.groups import supports_coalescing
 
 
@@ -94,7 +94,7 @@ def _bucket_key(node: fx.Node) -> Any:
 def _coalesce(bucket: Sequence[fx.Node], writer: GraphWriter) -> None:
     """Replace several collectives by one after the last of them; a single collective stays."""
     target, last = coalesced_operator(bucket[0]), bucket[-1]
-    device, group = last.all_input_nodes[0].meta[VALUE].device, group_of(last)
+    device, group = last.all_input_nodes[0].meta[VALUE].device, find_group_name(last)
     if len(bucket) == 1 or group is None or not supports_coalescing(group, device):
         return
     coalesced = writer.before(last).call(target, [node.args[0] for node in bucket], *last.args[1:])

@@ -14,7 +14,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import bound_arguments, is_tensor
 from streamfx.ir.program import Program
 from streamfx.node_meta import REDUCED, TRACED_NAME, VALUE
-from streamfx.passes.ops.collectives import group_of, is_collective
+from streamfx.passes.ops.collectives import find_group_name, is_collective
 from streamfx.rank_errors import NUMBER
 from streamfx.runtime.collective_calls import begin
 from streamfx.runtime.loop import Loop
@@ -69,7 +69,7 @@ def _between_loops(program: Program, group: str) -> list[list[fx.Node]]:
 
 def _of_group(graph: fx.Graph, group: str) -> list[fx.Node]:
     """Return a group's collectives in a graph, in order."""
-    return [node for node in graph.nodes if is_collective(node) and group_of(node) == group]
+    return [node for node in graph.nodes if is_collective(node) and find_group_name(node) == group]
 
 
 def _traced_labels(facts: Facts, group: str) -> dict[str, str]:
@@ -113,7 +113,7 @@ def _lines_of_loop(loop: Any) -> Iterator[str]:
 
 def _call_text(node: fx.Node, group: str) -> str:
     """Describe a collective and its arguments; of another group only the operator, because names and sizes differ there."""
-    if group_of(node) != group:
+    if find_group_name(node) != group:
         return f"{_operator_name(node)} of others"
     arguments: Any = list(bound_arguments(node).values())
     return f"{_operator_name(node)} {fx.node.map_arg(arguments, _type_and_sizes)}"

@@ -81,7 +81,7 @@ def copy_to_host(graph: fx.Graph, values: Mapping[fx.Node, dict[str, Any]]) -> d
 def fetch_in_time(graph: fx.Graph) -> None:
     """Move each fetch of a complete backward graph to the run before that of its first user, in place.
 
-    If much later runs read the value as well, it is fetched again for them.
+    If much later runs read the value as well, it is refetched for them.
     """
     runs, groups = _Runs(graph), list[tuple[fx.Node, list[fx.Node]]]()
     for node in graph.find_nodes(op="call_function", target=wait_for_copy):

@@ -83,15 +83,15 @@ def is_all_reduce(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.name() in ALL_REDUCES
 
 
-def group_of(node: fx.Node) -> str | None:
+def find_group_name(node: fx.Node) -> str | None:
     """Return the name of the process group that runs a collective; None if there is none (a wait) or it has no name."""
     group = find_group(bound_arguments(node))
     return group if isinstance(group, str) else None
 
 
-def groups_of(nodes: Iterable[fx.Node]) -> list[str]:
+def find_group_names(nodes: Iterable[fx.Node]) -> list[str]:
     """Return the distinct groups of the collectives among these nodes."""
-    groups = (group_of(node) for node in nodes if is_collective(node))
+    groups = (find_group_name(node) for node in nodes if is_collective(node))
     return list(dict.fromkeys(group for group in groups if group is not None))
 
 

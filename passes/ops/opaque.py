@@ -1,7 +1,7 @@
 """Opaque operators: higher-order operators, operators of other packages, and operators that read strides.
 
 No axis rule covers them. They run between loops on the full sequence, exactly as they were traced, and on operands
-with the traced strides: a loop concatenates the rows of its results, whatever layout the producer would have chosen.
+with the traced strides, because a loop stores the rows of its results in another layout than the traced producer.
 """
 
 from __future__ import annotations

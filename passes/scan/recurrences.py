@@ -314,7 +314,7 @@ class _Family:
 
     def _pair_components(self, groups: dict[fx.Node, list[fx.Node]]) -> list[UnrolledLoop]:
         """Return loops: a backward component with the forward components whose values it uses, or a forward component alone."""
-        group_of: dict[fx.Node, list[fx.Node]] = {root: [root] for root in groups}
+        find_group_name: dict[fx.Node, list[fx.Node]] = {root: [root] for root in groups}
         for root, nodes in groups.items():
             if not self.is_forward(nodes[0]):
                 sources = dict.fromkeys(
@@ -326,16 +326,16 @@ class _Family:
                     )
                 ]
                 for forward_root in forward_roots or self._components_sharing_reads(nodes, groups):
-                    if group_of[forward_root] is not group_of[root]:
-                        group_of[root] += group_of[forward_root]
-                        group_of |= dict.fromkeys(group_of[forward_root], group_of[root])
+                    if find_group_name[forward_root] is not find_group_name[root]:
+                        find_group_name[root] += find_group_name[forward_root]
+                        find_group_name |= dict.fromkeys(find_group_name[forward_root], find_group_name[root])
         concats: dict[int, list[ConcatAccess]] = defaultdict(list)
         for concat in self.concats:
             first = next((value for value in concat.values if value in self.component), None)
-            if first is not None and self._component_of(first) in group_of:
-                concats[id(group_of[self._component_of(first)])].append(concat)
+            if first is not None and self._component_of(first) in find_group_name:
+                concats[id(find_group_name[self._component_of(first)])].append(concat)
         pairs = []
-        for roots in {id(roots): roots for roots in group_of.values()}.values():
+        for roots in {id(roots): roots for roots in find_group_name.values()}.values():
             nodes = sorted((node for root in roots for node in groups[root]), key=self.order.__getitem__)
             pairs.append(self._unrolled_loop(nodes, concats[id(roots)]))
         return [pair for pair in pairs if not any(map(is_random, (*pair.forward, *pair.backward)))]

@@ -34,7 +34,7 @@ from streamfx.passes.lowering.collective_order import (
     describe_traced_order,
     describe_weight_collectives,
 )
-from streamfx.passes.ops.collectives import groups_of, is_all_reduce, is_reduced_over_ranks
+from streamfx.passes.ops.collectives import find_group_names, is_all_reduce, is_reduced_over_ranks
 from streamfx.rank_errors import (
     NOTHING_MORE,
     failed_elsewhere,
@@ -113,7 +113,7 @@ class _Channel:
 
     def leave(self, failure: str) -> None:
         """Notify all groups of this graph that this rank does not run it."""
-        for group in groups_of(self.graph.nodes):
+        for group in find_group_names(self.graph.nodes):
             self.exchange(FAILED + failure, group, subject=describe_traced_order(self.graph, group), waits=False)
 
     @cached_property
@@ -124,7 +124,7 @@ class _Channel:
 def _agree_in_all_groups(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel) -> Facts:
     """Return this rank's facts after all its groups have confirmed that they run the same collectives."""
     facts = _facts_with_equal_row_reductions(run, capture, channel)
-    row_groups = groups_of(rows_over_ranks(facts))
+    row_groups = find_group_names(rows_over_ranks(facts))
     agreement_keys = {group: _agreement_key(facts, group) for group in (*groups_of_weights(facts), *groups_of_exchanges(facts))}
     other_groups = [group for group in agreement_keys if group not in row_groups]
     for group in row_groups if len(row_groups) > 1 else ():
@@ -156,7 +156,7 @@ def _facts_with_equal_row_reductions(run: Callable[[Capture], Facts], capture: C
     """Return facts whose row reductions match on all participating ranks: in loops, else between loops, else unchunked."""
     facts = run(capture)
     rows = rows_over_ranks(facts)
-    groups = groups_of(rows)
+    groups = find_group_names(rows)
     if not rows or (len(groups) == 1 and is_same_on_all_ranks(facts, groups[0], channel)):
         return facts
     facts = run(lambda: replace(capture(), separate_reductions=OTHER_CHUNKS if len(groups) == 1 else SEVERAL_GROUPS))
@@ -182,13 +182,13 @@ def groups_of_weights(facts: Facts) -> list[str]:
         if collectives is None
         else (*(gather.subgraph for gather in collectives.gathers.values()), *collectives.reductions.values())
     )
-    return groups_of(node for subgraph in subgraphs for node in subgraph.graph.nodes)
+    return find_group_names(node for subgraph in subgraphs for node in subgraph.graph.nodes)
 
 
 def groups_of_exchanges(facts: Facts) -> list[str]:
     """Return the groups with collectives other than sums. They exchange rows, even if this rank has too few to find an axis."""
     nodes = facts.joint.graph.nodes
-    return groups_of(node for node in nodes if not is_all_reduce(node) and not is_reduced_over_ranks(node))
+    return find_group_names(node for node in nodes if not is_all_reduce(node) and not is_reduced_over_ranks(node))
 
 
 def is_same_on_all_ranks(facts: Facts, group: str, channel: _Channel) -> bool:

@@ -8,7 +8,7 @@ reductions.py   sums, extrema, norms, softmax
 products.py     matrix products, attention
 patterns.py     relations between two values that their ranges cannot express
 casts.py        type conversions that keep numbers exact
-analysis.py     the ranges of a whole graph
+analysis.py     the ranges of all values of a graph
 
 The functions map ranges of operands to ranges of results. They do not depend on axes or loops, and may import `ir` and
 traits of operators.

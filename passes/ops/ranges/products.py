@@ -19,7 +19,7 @@ from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
 from streamfx.kernels.sdpa import ATTENTION
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.arithmetic import plus, times
-from streamfx.passes.ops.ranges.transfer import RangeCall, Reader, count_of, longest, structural
+from streamfx.passes.ops.ranges.transfer import RangeCall, Reader, max_num_elements, max_size, structural
 from streamfx.passes.ops.ranges.views import ZERO
 from streamfx.passes.ops.traits import is_dequantizer
 from streamfx.torch_private import OpOverload
@@ -47,17 +47,17 @@ def product(dtype: torch.dtype, count: int, *operands: Range) -> Range:
 
 @structural(aten.mm.default, aten.bmm.default, arguments="self mat2")
 def _mm(call: RangeCall) -> Range:
-    return product(call.dtype, longest(call.shape("self")[-1]), call.range("self"), call.range("mat2"))
+    return product(call.dtype, max_size(call.shape("self")[-1]), call.range("self"), call.range("mat2"))
 
 
 @structural(aten.mv.default, arguments="self vec")
 def _mv(call: RangeCall) -> Range:
-    return product(call.dtype, longest(call.shape("self")[-1]), call.range("self"), call.range("vec"))
+    return product(call.dtype, max_size(call.shape("self")[-1]), call.range("self"), call.range("vec"))
 
 
 @structural(aten.dot.default, arguments="self tensor")
 def _dot(call: RangeCall) -> Range:
-    return product(call.dtype, longest(call.shape("self")[-1]), call.range("self"), call.range("tensor"))
+    return product(call.dtype, max_size(call.shape("self")[-1]), call.range("self"), call.range("tensor"))
 
 
 @structural(aten.addmm.default, arguments="self mat1 mat2 beta alpha")
@@ -73,21 +73,21 @@ def _baddbmm(call: RangeCall) -> Range:
 def _scaled_sum(call: RangeCall, first: str) -> Range:
     """Return the range of beta * self + alpha * (first @ second); `self` is not read if beta is zero."""
     other = call.range("mat2" if first == "mat1" else "batch2")
-    product_range = times(product(call.dtype, longest(call.shape(first)[-1]), call.range(first), other), call.range("alpha"))
+    product_range = times(product(call.dtype, max_size(call.shape(first)[-1]), call.range(first), other), call.range("alpha"))
     beta = call.range("beta")
     return product_range if beta.constant == 0 else plus(times(call.range("self"), beta), product_range)
 
 
 @structural(aten.convolution.default, arguments="input weight bias stride padding dilation transposed output_padding groups")
 def _convolution(call: RangeCall) -> Range:
-    product_range = product(call.dtype, count_of(*call.shape("weight")), call.range("input"), call.range("weight"))
+    product_range = product(call.dtype, max_num_elements(*call.shape("weight")), call.range("input"), call.range("weight"))
     return product_range if call.arguments["bias"] is None else plus(product_range, call.range("bias"))
 
 
 @structural(aten._cdist_forward.default, arguments="x1 x2 p compute_mode")
 def _distance(call: RangeCall) -> Range:
     """Bound a norm of order one or above by the sum of all differences, widened because kernels compute squares."""
-    x1, x2, count = call.range("x1"), call.range("x2"), longest(call.shape("x1")[-1])
+    x1, x2, count = call.range("x1"), call.range("x2"), max_size(call.shape("x1")[-1])
     distance = x1.magnitude + x2.magnitude
     if not call.arguments["p"] >= 1 or count * distance * distance > torch.finfo(call.dtype).max / 4:
         return Range(0, INFINITY, nan=True)
@@ -98,19 +98,19 @@ def _distance(call: RangeCall) -> Range:
 
 @structural(GROUPED_MM, arguments="x weight group")
 def _grouped_mm(call: RangeCall) -> Range:
-    return product(call.dtype, longest(call.shape("x")[-1]), call.range("x"), call.range("weight"))
+    return product(call.dtype, max_size(call.shape("x")[-1]), call.range("x"), call.range("weight"))
 
 
 @structural(GROUPED_OUTER, arguments="x y group groups")
 def _grouped_outer(call: RangeCall) -> Range:
-    return product(call.dtype, longest(call.shape("x")[0]), call.range("x"), call.range("y"))
+    return product(call.dtype, max_size(call.shape("x")[0]), call.range("x"), call.range("y"))
 
 
 @structural(ATTENTION, arguments="query key value attn_mask is_causal scale")
 def _attention(call: RangeCall) -> tuple[Range, ...]:
     """Return a convex combination of the values; zero if a query position sees no key."""
     value = call.range("value")
-    scores = product(call.dtype, longest(call.shape("query")[-1]), call.range("query"), call.range("key"))
+    scores = product(call.dtype, max_size(call.shape("query")[-1]), call.range("query"), call.range("key"))
     nan = value.nan or scores.nan or math.isinf(scores.magnitude) or math.isinf(value.magnitude)
     combination = hull(value, ZERO)
     return (Range(combination.low * 1.01, combination.high * 1.01, nan),)

@@ -11,7 +11,7 @@ import torch
 from streamfx.ir.joint import shape_of_node
 from streamfx.ir.ranges import INFINITY, Number, Range, cast_range, full_range, hull
 from streamfx.passes.ops.ranges.arithmetic import plus, times
-from streamfx.passes.ops.ranges.transfer import RangeCall, count_of, structural
+from streamfx.passes.ops.ranges.transfer import RangeCall, max_num_elements, structural
 from streamfx.passes.ops.ranges.views import ZERO
 
 aten = torch.ops.aten
@@ -36,14 +36,14 @@ def reduced_count(call: RangeCall, name: str = "dim") -> Number:
     shape = call.shape("self")
     dims: Any = call.arguments.get(name)
     if dims is None or dims == []:
-        return count_of(*shape)
+        return max_num_elements(*shape)
     chosen: Sequence[int] = [dims] if isinstance(dims, int) else dims
-    return count_of(*(shape[dim % len(shape)] for dim in chosen)) if shape else 1
+    return max_num_elements(*(shape[dim % len(shape)] for dim in chosen)) if shape else 1
 
 
 @structural(aten.sum.default, arguments="self dtype")
 def _sum(call: RangeCall) -> Range:
-    return sum_range(call.range("self"), count_of(*call.shape("self")), call.dtype)
+    return sum_range(call.range("self"), max_num_elements(*call.shape("self")), call.dtype)
 
 
 @structural(aten.sum.dim_IntList, arguments="self dim keepdim dtype")
@@ -58,7 +58,7 @@ def _cumsum(call: RangeCall) -> Range:
 
 @structural(aten.mean.default, arguments="self dtype")
 def _mean(call: RangeCall) -> Range:
-    return _mean_of(call, count_of(*call.shape("self")))
+    return _mean_of(call, max_num_elements(*call.shape("self")))
 
 
 @structural(aten.mean.dim, arguments="self dim keepdim dtype")
@@ -130,7 +130,7 @@ def _log_softmax(call: RangeCall) -> Range:
     if not operand.is_finite:
         return Range(-INFINITY, 1e-3, nan=True)
     shape = call.shape("self")
-    count = count_of(shape[call.arguments["dim"] % len(shape)]) if shape else 1
+    count = max_num_elements(shape[call.arguments["dim"] % len(shape)]) if shape else 1
     return Range((operand.low - operand.high - math.log(max(count, 1)) - 1) * SUM_SLACK, 1e-3)
 
 
@@ -165,7 +165,7 @@ def _normalized(call: RangeCall) -> Range:
         return Range(-INFINITY, INFINITY, nan=True)
     bound = 2 * SUM_SLACK * operand.magnitude / math.sqrt(eps)
     if operand.assumed:  # activations are assumed not to be large and nearly equal
-        bound = min(bound, SUM_SLACK * math.sqrt(count_of(*call.shape("input"))))
+        bound = min(bound, SUM_SLACK * math.sqrt(max_num_elements(*call.shape("input"))))
     return Range(-bound, bound, operand.nan or not operand.magnitude < 1e15)  # squares may overflow
 
 
@@ -184,22 +184,22 @@ def _apply_weight_and_bias(call: RangeCall, normalized: Range) -> Range:
 def _histogram(call: RangeCall) -> Range:
     """Return the range of counts. If the size is dynamic, counts in the operand's dtype are assumed to be exact, as in eager."""
     shape = call.shape("self")
-    count = count_of(*shape)
+    count = max_num_elements(*shape)
     return Range(0, count if all(isinstance(size, int) for size in shape) else min(count, MAX_FLOAT32_COUNT))
 
 
 @structural(aten.bincount.default, arguments="self minlength")
 def _bincount(call: RangeCall) -> Range:
-    return Range(0, count_of(*call.shape("self")))
+    return Range(0, max_num_elements(*call.shape("self")))
 
 
 @structural(aten.index_add.default, arguments="self dim index source alpha")
 def _index_add(call: RangeCall) -> Range:
-    added = sum_range(times(call.range("source"), call.range("alpha")), count_of(*call.shape("source")), call.dtype)
+    added = sum_range(times(call.range("source"), call.range("alpha")), max_num_elements(*call.shape("source")), call.dtype)
     return plus(call.range("self"), added)
 
 
 @structural(aten.scatter_add.default, arguments="self dim index src")
 def _scatter_add(call: RangeCall) -> Range:
-    added = sum_range(call.range("src"), count_of(*shape_of_node(call.arguments["index"])), call.dtype)
+    added = sum_range(call.range("src"), max_num_elements(*shape_of_node(call.arguments["index"])), call.dtype)
     return plus(call.range("self"), added)

@@ -124,14 +124,14 @@ def _range_of_size(value: Any) -> Range:
     return Range(0, MAX_ROWS) if isinstance(size, sympy.Symbol) and size.is_nonnegative else full_range(torch.int64)
 
 
-def longest(size: Size) -> int:
+def max_size(size: Size) -> int:
     """Return the upper bound of a dimension's size."""
     return size if isinstance(size, int) else MAX_ROWS
 
 
-def count_of(*sizes: Size) -> int:
+def max_num_elements(*sizes: Size) -> int:
     """Return the upper bound of the number of elements."""
-    return math.prod(longest(size) for size in sizes)
+    return math.prod(max_size(size) for size in sizes)
 
 
 def evaluate_transfer(node: fx.Node, reader: Reader) -> tuple[Range, ...]:

@@ -10,7 +10,7 @@ import torch
 from streamfx.ir.joint import shape_of_node
 from streamfx.ir.ranges import MAX_ROWS, Range, activation, constant, full_range, hull
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.ranges.transfer import RangeCall, longest, range_of_argument, structural
+from streamfx.passes.ops.ranges.transfer import RangeCall, max_size, range_of_argument, structural
 from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ def index_range(call: RangeCall, dim: int | None) -> Range:
     shape = call.shape("self")
     if dim is None or not shape:
         return Range(0, MAX_ROWS)
-    return Range(0, max(longest(shape[dim % len(shape)]) - 1, 0))
+    return Range(0, max(max_size(shape[dim % len(shape)]) - 1, 0))
 
 
 def _all_results(call: RangeCall) -> tuple[Range, ...]:

@@ -12,7 +12,7 @@ from streamfx.node_meta import VALUE, WRITES_EACH_ONCE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.ranges.casts import holds_integers
-from streamfx.passes.ops.ranges.transfer import longest
+from streamfx.passes.ops.ranges.transfer import max_size
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 
 aten = torch.ops.aten
@@ -146,7 +146,7 @@ def _is_rounded_count(call: RuleCall) -> bool:
     is_number = number is not None and math.isfinite(number) and number == int(number)
     if not dtype.is_floating_point or dtype.itemsize > 2 or not (is_number or holds_integers(source, values)):
         return False
-    count = math.prod(longest(size) for size in call.shapes[-1])
+    count = math.prod(max_size(size) for size in call.shapes[-1])
     return not is_exact_in(dtype, 0, count * values.of(source).magnitude)
 
 

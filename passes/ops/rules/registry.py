@@ -186,7 +186,7 @@ def _name_of(target: Any) -> str:
 
 
 def is_tagged_pointwise(target: Any) -> bool:
-    """Return whether torch tags an operator as pointwise. `equal` has the tag as well, but compares whole tensors."""
+    """Return whether torch tags an operator as pointwise, except for `equal`, which returns one result for all elements."""
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return False
     return all(isinstance(result.type, torch.TensorType) for result in target._schema.returns)

@@ -1,7 +1,7 @@
 """Declarations of operators with a state that other packages define. No package is imported, and any may be missing.
 
 flash-linear-attention's delta rule (fla/ops/generalized_delta_rule/dplr/backends/tilelang/chunk.py, August 2026):
-rows [b t h d], state [b h k v] in float32. A flag tells whether an initial state is passed; without it, the
+rows [b t h d], state [b h k v] in float32. A flag says whether an initial state is passed; without it, the
 placeholder tensor is empty. Packed sequences of several lengths are not chunked. The results after the final state
 are saved for backward.
 """

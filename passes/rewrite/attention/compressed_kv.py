@@ -1,4 +1,4 @@
-"""Materialize keys that represent blocks of rows before queries that are rows read them, on an axis of their own.
+"""Materialize keys that represent blocks of rows, on a separate axis, before queries that are rows read them.
 
     scores [t c] = rows [t d] @ blocks [c d]      ->   rows [t d] @ collected(blocks) [n d]
     d_blocks [c d] = d_scores [c t] @ rows [t d]  ->   collected(d_scores [n t] @ rows [t d])
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class CompressedKV:
-    """Materialize keys next to blocks of rows; the axes of the new graph must then be found anew."""
+    """Materialize the keys of operators that combine rows with blocks. If the graph changes, its axes are recomputed."""
 
     name: ClassVar[str] = "compressed_kv"
 

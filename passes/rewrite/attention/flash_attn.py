@@ -1,7 +1,7 @@
 """Replace the flash-attn package's operators by the attention operator of all devices.
 
 The package's heads are [b m h d], or [m h d] for packed sequences. Its causal mask and window are aligned at the last row
-and key, and its backward writes into given gradient buffers (flash_attn/flash_attn_interface.py, 2.7 and 2.8). Forward
+and key, and its backward writes into gradient buffers of the caller (flash_attn/flash_attn_interface.py, 2.7 and 2.8). Forward
 and backward are replaced together or not at all. Builds of a kernel from the hub define the same operators under other
 names (`passes/ops/hub_kernels.py`).
 """

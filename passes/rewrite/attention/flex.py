@@ -177,7 +177,7 @@ class _FlexCall:
                 yield user, self._in_traced_dtype(values[position], user)
 
     def _in_traced_dtype(self, value: Any, user: fx.Node) -> Any:
-        """Cast to the traced dtype: torch declares the log-sum-exp as float32, in whatever dtype it is computed."""
+        """Cast to the traced dtype, because torch declares the log-sum-exp as float32 for each dtype of the computation."""
         dtype = user.meta[VALUE].dtype
         return value if value.meta[VALUE].dtype == dtype else self.writer.call(aten._to_copy.default, value, dtype=dtype)
 

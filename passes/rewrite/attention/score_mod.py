@@ -111,7 +111,7 @@ def _vectorize_node(node: fx.Node, value_of: dict[fx.Node, Value], writer: Graph
 
 
 def _is_scalar_per_score(value: Value) -> bool:
-    """Return whether a value has no dimensions of its own."""
+    """Return whether a value is one number per score, or one number for all scores."""
     rank = len(shape_of_node(value.node)) - GRID_RANK if isinstance(value, ScoreValue) else -1
     return rank == 0 or (isinstance(value, fx.Node) and not (is_tensor(value) and shape_of_node(value)))
 

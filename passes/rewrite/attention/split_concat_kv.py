@@ -6,7 +6,7 @@
 
 So rows see the keys that their own mask shows, and blocks have their own axis (`compressed_kv.py`). The backward computes
 probabilities from the total: the gradient of all keys is the concatenation of both gradients. A concatenation that is
-sliced again is not computed.
+only sliced is not computed.
 
 The total must count the keys that a row sees. Keys that a row does not see must be hidden by minus infinity, or the row
 must see a key with an ordinary score: next to a large negative number, the logarithm of a count is lost to rounding.

@@ -55,12 +55,12 @@ def stateful_operator_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mappi
     """scan(x, first) -> y, last                       ->   recurrence(x, first) -> y, last
     scan_backward(dy, dlast, x, first) -> dx, dfirst   ->   recurrence(dy, dlast, x, first) -> dx, dfirst, in reverse
     """
-    declared = STATEFUL[name_of(node)]
+    declared = STATEFUL[operator_name(node)]
     backwards: list[ScanCall] = []
     try:
         call = read_call(node, declared)
         _check_names(declared, call)
-        backwards += backwards_of(declared, call)
+        backwards += find_backwards(declared, call)
         return emit_recurrences(declared, call, backwards, writer)
     except NotStatefulError as why:
         for call_node in (node, *(backward.node for backward in backwards)):
@@ -74,7 +74,7 @@ STATEFUL_OPERATOR_TO_RECURRENCE = RewriteRule("stateful_operator_to_recurrence",
 # -- reading calls
 
 
-def name_of(node: fx.Node) -> str:
+def operator_name(node: fx.Node) -> str:
     """Return the name of an operator, or the empty string for a function."""
     return node.target.name() if isinstance(node.target, OpOverload) else ""
 
@@ -108,7 +108,7 @@ def users_through_aliases(value: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def backwards_of(declared: Stateful, call: ScanCall) -> list[ScanCall]:
+def find_backwards(declared: Stateful, call: ScanCall) -> list[ScanCall]:
     """Return the backwards of a call: they read its operands and the results that it saved for them.
 
     Raise a NotStatefulError if a backward may belong to another call.
@@ -126,7 +126,10 @@ def _calls_sharing_operands(call: ScanCall, declared: Stateful, index: int) -> I
     """Yield the calls of the operator (`index` 0), or of its backward (1), that share an operand with a call."""
     sources = [value for value in call.arguments.values() if isinstance(value, fx.Node)]
     users = {
-        user: None for source in sources for user in users_through_aliases(source) if name_of(user) == declared.operators[index]
+        user: None
+        for source in sources
+        for user in users_through_aliases(source)
+        if operator_name(user) == declared.operators[index]
     }
     return (read_call(user, declared) for user in users)
 

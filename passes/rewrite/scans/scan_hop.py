@@ -69,7 +69,7 @@ class ScanStep:
         """Return the step with views instead of copies of views, because nothing writes to the values of a step."""
         step = self.rearranged(self.inputs, self.results)
         for node in step.operators:
-            viewed = _view_of(node.target)
+            viewed = _find_view_operator(node.target)
             node.target = COPYING_VIEWS.get(viewed, viewed)
         return step
 
@@ -146,7 +146,7 @@ def _has_shape(result: Any) -> bool:
     return isinstance(result, fx.Node) and is_tensor(result) and all(isinstance(n, int) for n in result.meta[VALUE].shape)
 
 
-def _view_of(target: Any) -> Any:
+def _find_view_operator(target: Any) -> Any:
     """Return the view of a copying operator, such as `t` for `t_copy`; any other operator itself."""
     if not isinstance(target, OpOverload) or not target._opname.endswith("_copy"):
         return target

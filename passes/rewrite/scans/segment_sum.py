@@ -11,7 +11,7 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import FALLBACK_REASON
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.rewrite.pattern import rewrite_rule
-from streamfx.passes.rewrite.scans.custom_scan import ScanCall, backwards_of, emit_recurrences, read_call
+from streamfx.passes.rewrite.scans.custom_scan import ScanCall, emit_recurrences, find_backwards, read_call
 from streamfx.runtime.segment_sum import AFTER_ROW_SCAN, BEFORE_ROW_SCAN, DECAYED_SUMS, SUMS_AFTER
 
 POSITIVE_DECAYS = "decays that may be above zero: clamp(max=0) proves that they are not"
@@ -29,7 +29,7 @@ def decayed_sums_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[fx
     declared, backwards = DECLARED[node.target], list[ScanCall]()
     try:
         call = read_call(node, declared)
-        backwards += backwards_of(declared, call)
+        backwards += find_backwards(declared, call)
         if ValueRanges().of(call.arguments["decays"]).high > 0:
             raise NotStatefulError(POSITIVE_DECAYS)
         return emit_recurrences(declared, call, backwards, writer)

@@ -20,7 +20,7 @@ from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_o
 from streamfx.ir.ranges import is_exact_in
 from streamfx.ir.sizes import Size, product
 from streamfx.node_meta import CONSTANT, VALUE
-from streamfx.passes.ops.ranges.transfer import longest
+from streamfx.passes.ops.ranges.transfer import max_size
 from streamfx.passes.rewrite.views.iota_index import ARANGES, INDEX_DTYPES, VIEWS, find_repeats
 from streamfx.torch_private import unset_fake_temporarily
 
@@ -81,7 +81,7 @@ def is_strided_arange(node: fx.Node, step: int) -> bool:
     """Return whether a vector is 0, step, 2 * step, ..., and its dtype holds all of these exactly."""
     if node.target is aten.arange.start_step:
         arguments = bound_arguments(node)
-        is_held = is_exact_in(node.meta[VALUE].dtype, 0, step * longest(shape_of_node(node)[0]))
+        is_held = is_exact_in(node.meta[VALUE].dtype, 0, step * max_size(shape_of_node(node)[0]))
         if is_held and (arguments["start"], arguments["step"]) == (0, step):
             return True
     with unset_fake_temporarily():

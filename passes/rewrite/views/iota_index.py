@@ -19,7 +19,7 @@ from streamfx.ir.sizes import Size, is_at_least, product
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import CONSTANT, VALUE
 from streamfx.passes.ops.constants import is_zero
-from streamfx.passes.ops.ranges.transfer import longest
+from streamfx.passes.ops.ranges.transfer import max_size
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
@@ -220,7 +220,7 @@ def find_repeats(index: fx.Node, rows: Size) -> int | None:
 def _holds_row_indices(node: fx.Node, rows: Size) -> bool:
     """Return whether the dtypes of an index vector and of its operand hold all row indices exactly."""
     types = [node.meta[VALUE].dtype, node_argument(node).meta[VALUE].dtype]
-    return all(not dtype.is_floating_point and is_exact_in(dtype, 0, longest(rows)) for dtype in types)
+    return all(not dtype.is_floating_point and is_exact_in(dtype, 0, max_size(rows)) for dtype in types)
 
 
 def _find_matrix_repeats(node: fx.Node) -> Size | None:
@@ -240,4 +240,4 @@ def is_arange(node: Any) -> bool:
         return False
     arguments = bound_arguments(node)
     from_zero = arguments.get("start", 0) == 0 and arguments.get("step", 1) == 1
-    return bool(from_zero and is_exact_in(node.meta[VALUE].dtype, 0, longest(shape_of_node(node)[0])))
+    return bool(from_zero and is_exact_in(node.meta[VALUE].dtype, 0, max_size(shape_of_node(node)[0])))

@@ -4,7 +4,7 @@
 
     y[3:6]         ->  b                    rows that one operator has written
     y[0:9]         ->  cat([a, b, c])       rows of several values, each read completely
-    y.view(3, 3)   ->  stack([a, b, c])     blocks of one size, in a dimension of their own
+    y.view(3, 3)   ->  stack([a, b, c])     blocks of one size, in a separate dimension
 
 A loop over blocks stores its states like this, and autograd slices their gradients in the same way. The last write of
 each row is found by following the chain of writes, if all bounds are integers; rows without a write are the buffer's own.
