@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -25,7 +23,6 @@ from tests.support.exactness import TOLERANCE, assert_small, errors, gradient_er
 from tests.support.peaks import however_small, peaks
 from tests.support.ranks import on_ranks
 from tests.support.splits import split_at
-from tests.support.spread import only
 from tests.support.translators import WIDTH, WORDS, Counts, Segments, Translator, Unread, batch
 from tests.test_deferral import dynamo_graph
 
@@ -54,17 +51,6 @@ def noted(method: str) -> Iterator[list[tuple[int, Any]]]:
 
     with mock.patch.object(split_graphs.SplittableCompilation, method, called):
         yield found
-
-
-ANYWHERE = list(product([Translator, Counts], range(12)))
-
-
-@pytest.mark.parametrize(("make", "seed"), only([], ANYWHERE))
-def test_a_split_at_any_place_is_exact(make: type[nn.Module], seed: int) -> None:
-    torch.manual_seed(seed)
-    with split_at(random.Random(seed).choice) as chosen:
-        assert_exact(make().double(), batch())
-    assert chosen
 
 
 def test_no_split_is_inside_a_context() -> None:

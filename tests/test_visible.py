@@ -15,7 +15,6 @@ from streamfx.kernels import chunk_attention, mask_programs, plain_attention
 from streamfx.kernels.mask_programs import Mask, MaskProgram
 from streamfx.kernels.mask_tiles import MaskTile, TileKind, VisibleIntervals, tiles_of_intervals, tiles_of_mask, visible_intervals
 from tests.support.small import Padded
-from tests.support.tracing import compare_function
 
 INF = float("inf")
 LOWEST = torch.finfo(torch.float64).min
@@ -164,18 +163,6 @@ def test_a_changed_mask_is_evaluated_again() -> None:
         steps.same(keep)
         keep.numpy()[:] = (torch.arange(64) < length - 10).numpy()
         steps.same(keep)
-
-
-def test_a_mask_computed_in_the_loop_stays_there() -> None:
-    """What is computed in the loop stays in the loop."""
-
-    def function(inputs: Tensor) -> Tensor:
-        x = inputs[:, None]
-        position = torch.arange(x.shape[2])
-        bias = (x @ x.transpose(-1, -2)).detach().masked_fill(position > position[:, None], -INF)
-        return F.scaled_dot_product_attention(x, x, x, attn_mask=bias).square().sum()
-
-    compare_function(function, [torch.randn(2, 24, 8, dtype=torch.float64, requires_grad=True)], (4, 5))
 
 
 @pytest.mark.parametrize("chunk", [3, 8])
