@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamfx.ir.program import Buffer
 from streamfx.runtime import chunked_scans
@@ -56,6 +57,38 @@ def test_sums_of_one_chunk_are_not_widened(dtype: torch.dtype, rows: int, monkey
     assert_as_near_as_eager(dtype, rows)
     assert {kind for name, kind in found if name == "mm"} == {dtype if rows == 64 else torch.float32}
     assert {kind for name, kind in found if name == "embedding"} == {torch.float32}
+
+
+class Summed(nn.Module):
+    """A layer, and sums of its rows: [B, T, 8]."""
+
+    def __init__(self, sums: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sums, self.up, self.down = sums, nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sums(x + self.down(self.up(x).relu()))
+
+
+SIGNS = torch.ones(64).index_fill(0, torch.arange(32, 64), -1.0)[:, None]
+SUMS: dict[torch.dtype, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {  # sums, and how large terms are
+    torch.float16: (lambda x: x.abs().mul(3000).mean(1), lambda x: x.abs().mul(3000).mean(1)),
+    torch.bfloat16: (lambda x: (x.abs() * 3000 * SIGNS.to(x.dtype)).sum(1), lambda x: x.abs().mul(3000).sum(1)),
+}
+
+
+@pytest.mark.parametrize("dtype", SUMS, ids=str)
+def test_partial_sums_may_exceed_the_total(dtype: torch.dtype) -> None:
+    """A partial sum would be infinite in float16, or its rounding error would exceed a small total."""
+    x = torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    sums, terms = SUMS[dtype]
+    model = Summed(sums).to(dtype)
+    function, backend = compiled(model, chunk_size=32, loss_chunk_size=32, outputs="dense")
+    own, eager, truth = (call.detach().double() for call in (function(x), model(x), model.double()(x.double())))
+    check_streamed(backend.facts, True, None)
+    near = [float((found - truth).abs().max() / terms(x.double()).max()) for found in (own, eager)]
+    assert own.isfinite().all() and near[0] <= 1.5 * near[1] + 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
