@@ -233,7 +233,10 @@ class _BudgetSearch:
         return sequence_length(self.facts) or 1
 
     def largest_working_set(self, candidate: Candidate, program: Program, size: int | None, cost: Cost) -> int | None:
-        """Return the largest working set that fits, given a working set that fits, and its cost."""
+        """Return the largest working set, in bytes, that a few simulations find to fit; None if chunk sizes are fixed.
+
+        `size` fits, with this `cost`. Trials extrapolate from the memory that is left, or bisect after one has failed.
+        """
         if size is None:
             return None
         automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
