@@ -109,15 +109,12 @@ def joined(x: Tensor, positions: Callable[[Tensor], Tensor]) -> Tensor:
 # operators that are written for a chunk, or added up, by more than a copy, on a number that follows from sizes or was given
 GIVEN: dict[str, tuple[Program, tuple[Any, ...]]] = {
     "masks": (between_triangles, (aten.triu.default,)),
-    "positions twice": (lambda m, x, n: joined(x, lambda p: torch.cat((p, p))), ()),
     "positions around others": (lambda m, x, n: joined(x, lambda p: torch.cat((p[1:], p[:3] * 5, p))), ()),
     "positions continued": (lambda m, x, n: joined(x, lambda p: torch.cat((p, p + len(p)))), ()),
     "a mask that changes": (lambda m, x, n: attended(x, m.mask[: x.shape[1], : x.shape[1]] == 1), ()),
     "scores": (lambda m, x, n: ((x @ x.mT).tril(n - 5).triu(-n)) @ x, (aten.tril.default, aten.triu.default)),
-    "padding with a number": (lambda m, x, n: F.pad(x, (0, 0, 1, 0), value=n)[:, :-1], ()),
     "padding": (lambda m, x, n: F.pad(x, (0, 0, n, 0))[:, :-n] + F.pad(x, (0, 0, -n, n)), (aten.constant_pad_nd.default,)),
     "slices": (lambda m, x, n: x * x[:, n:].sum(1, True), (aten.slice.Tensor, aten.slice_backward.default)),
-    "a row": (lambda m, x, n: x * x[:, n, None], ()),
     "copies": (lambda m, x, n: x + m.table[0].repeat(n, 1)[1], (aten.repeat.default,)),
     "a norm": (
         lambda m, x, n: F.layer_norm(x[..., :n], (n,)).sin().sum(-1, True) + x,

@@ -169,15 +169,13 @@ def error_of(rank: int, kind: type[Layer], chunk: int, rows: Sequence[int]) -> f
     return worst(model, truth)
 
 
-@pytest.mark.parametrize("chunk", [1, 7])
-@pytest.mark.parametrize("kind", [Linear, InTurn, Operator])
-def test_gradients_are_those_of_one_process(kind: type[Layer], chunk: int) -> None:
-    assert max(on_ranks(error_of, kind, chunk, (ROWS, ROWS - 3))) < 1e-12
+TWO, FOUR = (ROWS, ROWS - 3), (5, 9, 6, 7)
+CASES = [*((kind, chunk, TWO) for kind in (Linear, InTurn, Operator) for chunk in (1, 7)), (Linear, 3, FOUR), (InTurn, 3, FOUR)]
 
 
-@pytest.mark.parametrize("kind", [Linear, InTurn])
-def test_four_ranks(kind: type[Layer]) -> None:
-    assert max(on_ranks(error_of, kind, 3, (5, 9, 6, 7), world=4)) < 1e-12
+@pytest.mark.parametrize(("kind", "chunk", "rows"), CASES)
+def test_gradients_are_those_of_one_process(kind: type[Layer], chunk: int, rows: Sequence[int]) -> None:
+    assert max(on_ranks(error_of, kind, chunk, rows, world=len(rows))) < 1e-12
 
 
 def refused(rank: int, kind: type[Layer]) -> str:
