@@ -1,4 +1,4 @@
-"""python -m tests.random_decoders --count 5000 --seed 0: how many random decoders are exact, and the smallest that are not.
+"""python -m tests.random_decoders --count 5000 --seed 0: count the exact random decoders, and print the smallest inexact ones.
 
 Each of these is printed as a literal for found.txt; so is the decoder of a kind and a number by `--keep KIND NUMBER`.
 """
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from tests.random_decoders.checking import Failure, WrongProgram, run, smallest, sort_of
+from tests.random_decoders.checking import Failure, smallest, tried
 from tests.random_decoders.kinds import KINDS, numbered
 from tests.random_decoders.program import needed, program
 
 
 class Statistics:
-    """Why parts of decoders ran whole."""
+    """Why parts of decoders were not chunked."""
 
     def __init__(self) -> None:
         self.reasons: Counter[str] = Counter()
@@ -43,8 +43,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="the number of the first decoder")
     parser.add_argument("--shrink", type=int, default=150, help="how many programs to try for each sort of failure")
-    parser.add_argument("--compiled", action="store_true", help="send all of them through torch.compile, which takes longer")
-    parser.add_argument("--kinds", nargs="*", default=(), choices=tuple(KINDS), help="only decoders drawn to hurt in these ways")
+    parser.add_argument("--compiled", action="store_true", help="compile all of them with torch.compile, which takes longer")
+    parser.add_argument("--kinds", nargs="*", default=(), choices=tuple(KINDS), help="only decoders of these kinds")
     parser.add_argument("--show", action="store_true", help="only print the programs")
     parser.add_argument("--keep", nargs=2, metavar=("KIND", "NUMBER"), help="only print a decoder for found.txt")
     arguments = parser.parse_args()
@@ -71,19 +71,16 @@ def main() -> int:
 def survey(
     numbers: range, all_compiled: bool, kinds: tuple[str, ...] = ()
 ) -> tuple[Statistics, dict[str, list[tuple[int, Failure]]]]:
-    """Run decoders by their numbers; failures come back by sort."""
+    """Run decoders by their numbers; return failures by sort."""
     statistics, failures, began = Statistics(), defaultdict[str, list[tuple[int, Failure]]](list), time.monotonic()
     for done, number in enumerate(numbers, 1):
-        decoder = numbered(number, kinds, all_compiled)
-        try:
-            statistics.add(run(decoder).facts, number)
-        except WrongProgram:
-            raise
-        except Exception as error:
-            failure = Failure(decoder, sort_of(error), f"{type(error).__name__}: {error}"[:2000])
-            if failure.sort not in failures:
-                print(f"\n{number}: {failure.sort}", flush=True)
-            failures[failure.sort].append((number, failure))
+        outcome = tried(numbered(number, kinds, all_compiled))
+        if isinstance(outcome, Failure):
+            if outcome.sort not in failures:
+                print(f"\n{number}: {outcome.sort}", flush=True)
+            failures[outcome.sort].append((number, outcome))
+        else:
+            statistics.add(outcome.facts, number)
         wrong, each = sum(map(len, failures.values())), (time.monotonic() - began) / done
         sys.stderr.write(f"\r{done} of {len(numbers)}, {wrong} wrong of {len(failures)} sorts, {each:.2f} s each")
     return statistics, failures

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.random_decoders.masks import BENT, FILLS, SINKS, TABLES, VISIBLE, arithmetic
+from tests.random_decoders.masks import BENT, CORES, FILLS, GROUPS, HIDING, ROTARY, SINKS, TABLES, VISIBLE, arithmetic
 from tests.random_decoders.specification import Layer
 from tests.random_decoders.writer import Writer
 
@@ -17,7 +17,7 @@ def attend(w: Writer, layer: Layer, x: str, i: int) -> str:
     _project(w, layer, x, i, key_heads, value_size)
     _position(w, layer, i)
     _share(w, layer, i)
-    _group(w, layer)
+    w.line(*GROUPS.get(layer.groups, ()))
     if w.layout.is_folded:
         w.line("q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)")
     _core(w, layer, i)
@@ -52,27 +52,8 @@ def _position(w: Writer, layer: Layer, i: int) -> None:
     size = w.decoder.head_size
     if layer.query_norm:
         w.line(*(f"{n} = {w.norm('spelled', f'{n}_norm{i}', size)}({n})" for n in "qk"))
-    if layer.rotary == "none":
-        return
     turned = 2 if layer.rotary == "partial" else size
-    w.line(f"angle = at[:, None] / 10 ** (torch.arange(0, {turned}, 2, dtype=q.dtype) / {turned})")
-    match layer.rotary:
-        case "complex":
-            w.line("turn = torch.polar(torch.ones_like(angle), angle)")
-            w.line(*(f"{n} = torch.view_as_complex({n}.reshape(*{n}.shape[:-1], -1, 2).contiguous()) * turn" for n in "qk"))
-            w.line(*(f"{n} = torch.view_as_real({n}).flatten(-2)" for n in "qk"))
-        case "interleaved":
-            w.line("cos, sin = angle.cos(), angle.sin()")
-            for n in "qk":
-                w.line(f"even, odd = {n}[..., ::2], {n}[..., 1::2]")
-                w.line(f"{n} = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)")
-        case _:
-            w.line("cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()")
-            for n in "qk":
-                w.line(f"turned, rest = {n}[..., :{turned}], {n}[..., {turned}:]")
-                w.line("left, right = turned.chunk(2, dim=-1)")
-                w.line("turned = turned * cos + torch.cat((-right, left), -1) * sin")
-                w.line(f"{n} = torch.cat((turned, rest), -1)")
+    w.line(*(line.format(turned=turned) for line in ROTARY[layer.rotary]))
 
 
 def _share(w: Writer, layer: Layer, i: int) -> None:
@@ -84,23 +65,11 @@ def _share(w: Writer, layer: Layer, i: int) -> None:
         w.line("v = v + 0.5 * first_v")
 
 
-def _group(w: Writer, layer: Layer) -> None:
-    heads = w.decoder.heads
-    match layer.groups:
-        case "repeat":
-            w.line("k, v = k.repeat_interleave(2, dim=-3), v.repeat_interleave(2, dim=-3)")
-        case "expand":
-            for n in "kv":
-                w.line(f"{n} = {n}.unsqueeze(-3)")
-                w.line(f"{n} = {n}.expand(*{n}.shape[:-3], 2, *{n}.shape[-2:]).flatten(-4, -3)")
-                assert heads % 2 == 0
-
-
 # -- masks
 
 
 def _visible(w: Writer, layer: Layer, i: int) -> bool:
-    """Write `seen`, which keys each row sees; False where it sees all."""
+    """Write `seen`, which keys each row sees; return False if it sees all."""
     heads = w.decoder.heads
     match layer.mask:
         case "none":
@@ -124,7 +93,7 @@ def _visible(w: Writer, layer: Layer, i: int) -> bool:
 
 
 def _biased(w: Writer, layer: Layer, i: int, scores: str) -> None:
-    """Write the bias that depends on positions or squashes scores, into `scores`."""
+    """Write a bias by positions, or a soft cap, into `scores`."""
     heads = w.decoder.heads
     match layer.bias:
         case "alibi":
@@ -139,7 +108,7 @@ def _biased(w: Writer, layer: Layer, i: int, scores: str) -> None:
 
 
 def _bent(w: Writer, layer: Layer, i: int, scores: str) -> None:
-    """Write what is hidden by data, activations or tables, into `scores`."""
+    """Hide keys by data, activations or tables, in `scores`."""
     heads, line = w.decoder.heads, BENT[layer.bent]
     if layer.bent == "none":
         return
@@ -160,32 +129,22 @@ def _softmax(w: Writer, layer: Layer, i: int) -> None:
     if not layer.bent_last:
         _bent(w, layer, i, "scores")
     hides = _visible(w, layer, i)
-    _hidden(w, layer, hides)
+    if hides and layer.hiding in FILLS:
+        w.line(f"scores = scores.masked_fill(~seen, {FILLS[layer.hiding].format(s='scores')})")
+    elif hides and layer.hiding in HIDING:
+        w.line(f"scores = {HIDING[layer.hiding]}")
     if layer.bent_last:
         _bent(w, layer, i, "scores")
     if layer.sinks != "none":
-        _sunk(w, layer, i)
+        _with_sink(w, layer, i)
         return
     w.line("p = torch.softmax(scores, -1)")
     if hides and layer.hiding == "renormalise":
         w.line("p = p * seen", "p = p / p.sum(-1, keepdim=True)")
 
 
-def _hidden(w: Writer, layer: Layer, hides: bool) -> None:
-    if hides:
-        match layer.hiding:
-            case "fill":
-                w.line("scores = scores.masked_fill(~seen, -torch.inf)")
-            case "where":
-                w.line("scores = torch.where(seen, scores, -torch.inf)")
-            case "add":
-                w.line("scores = scores + torch.zeros(seen.shape, dtype=scores.dtype).masked_fill(~seen, -torch.inf)")
-            case value if value in FILLS:
-                w.line(f"scores = scores.masked_fill(~seen, {FILLS[value].format(s='scores')})")
-
-
-def _sunk(w: Writer, layer: Layer, i: int) -> None:
-    """Write probabilities beside a sink, which takes some of the mass."""
+def _with_sink(w: Writer, layer: Layer, i: int) -> None:
+    """Write probabilities with a sink, which takes some of the mass."""
     w.own.append(f"self.sink{i} = nn.Parameter(torch.randn({w.decoder.heads}) * 0.5 - {SINKS[layer.sinks]})")
     sink = w.layout.per_head(f"self.sink{i}")
     sink = f"{sink}.expand(*scores.shape[:-1], 1).to(scores.dtype)"
@@ -229,14 +188,8 @@ def _core(w: Writer, layer: Layer, i: int) -> None:
             _differential(w, layer, i)
         case "sigmoid":
             _sigmoid(w, layer, i)
-        case "retention":
-            w.line("distance = at[:, None] - at")
-            w.line("decay = torch.where(distance >= 0, 0.8 ** distance.clamp(min=0).to(q.dtype), 0.0)")
-            w.line("y = (q @ k.transpose(-2, -1) * decay) @ v")
-        case "linear":
-            w.line("q, k = F.elu(q) + 1, F.elu(k) + 1")
-            w.line("state = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(-3)")
-            w.line("y = (q.unsqueeze(-2) @ state).squeeze(-2) / (q * k.cumsum(-2)).sum(-1, keepdim=True)")
+        case core:
+            w.line(*CORES[core])
 
 
 def _differential(w: Writer, layer: Layer, i: int) -> None:

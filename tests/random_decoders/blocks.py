@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tests.random_decoders.attention import attend
-from tests.random_decoders.mixers import BYTES, COUNTS, DECAYS, KEYS, SCANS, STATEFUL, TREES, WHOLE
+from tests.random_decoders.mixers import BYTES, COUNTS, DECAYS, KEYS, SCANS, STATEFUL, TREES, VARIANTS, WHOLE
 from tests.random_decoders.specification import Layer
 from tests.random_decoders.writer import Writer
 
 EXPERTS, CHOSEN = 3, 2
-Join: TypeAlias = "Callable[[str], str]"  # the line that takes a half's result into the block
+Join: TypeAlias = "Callable[[str], str]"  # the line that adds a result to the block
 
 
 def block(w: Writer, layer: Layer, i: int) -> None:
@@ -58,7 +58,7 @@ def block(w: Writer, layer: Layer, i: int) -> None:
 
 
 def _mixed(w: Writer, layer: Layer, x: str, i: int, join: Join) -> None:
-    """The halves of a block that look along the sequence."""
+    """The part of a block that reads other rows."""
     w.line(f"z = {x}")
     _mix(w, layer, i)
     if layer.core != "none":
@@ -69,7 +69,7 @@ def _mixed(w: Writer, layer: Layer, x: str, i: int, join: Join) -> None:
 
 
 def _mix(w: Writer, layer: Layer, i: int) -> None:
-    """What mixes `z` with the rows before it."""
+    """Mixes `z` with earlier rows."""
     time, d = w.layout.time, w.decoder.width
     match layer.mixer:
         case "shift":
@@ -94,35 +94,28 @@ def _mix(w: Writer, layer: Layer, i: int) -> None:
         case form if form in TREES:
             _combine(w, form, i, time)
         case operator if operator in STATEFUL:
-            _handed_on(w, operator, i)
+            _stateful(w, operator, i)
         case form if form in DECAYS:
             _decayed(w, form, i)
         case whole if whole in WHOLE:
             w.line(WHOLE[whole].format(time=time))
 
 
-RECURRENCES = (
-    "state, before = torch.tanh(0.5 * state + {row}), state",
-    "state, before = 0.5 * before + {row}.sigmoid(), state",
-    "state, before = torch.maximum(0.9 * state, {row}), before + {row}",
-)
-
-
 def _recur(w: Writer, time: int) -> None:
-    """A loop over the rows in one of several forms; the last state may be for all rows."""
+    """A loop over rows, one of several recurrences; all rows may use the last state."""
     row, seed = f"z.select({time}, i)", w.decoder.seed
     w.line(
         f"state = before = torch.zeros_like(z.select({time}, 0))",
         "states = []",
         "for i in range(t):",
-        f"    {RECURRENCES[seed % 3].format(row=row)}",
+        f"    {VARIANTS['recurrences'][seed % 3].format(row=row)}",
         "    states.append(state)",
         f"z = torch.stack(states, {time})" + (f" + 0.1 * before.unsqueeze({time})" if seed % 2 else ""),
     )
 
 
 def _scan(w: Writer, form: str, i: int, time: int) -> None:
-    """A scan; the last state may be for all rows, and the first one learned."""
+    """A scan; all rows may use the last state, and the first one may be a parameter."""
     d, seed = w.decoder.width, w.decoder.seed
     shown = f"z.select({time}, 0)"
     first = f"{shown}.new_zeros({shown}.shape)" if seed % 3 else f"({shown} * {w.parameter(f'first{i}', d)}).contiguous()"
@@ -146,12 +139,10 @@ def _combine(w: Writer, form: str, i: int, time: int) -> None:
     w.line(f"z = {made.format(sign=sign, time=time)}")
 
 
-def _handed_on(w: Writer, operator: str, i: int) -> None:
-    """An operator with a state, of all rows or of those behind the first; the last state may be for all rows."""
-    d, seed, layout = w.decoder.width, w.decoder.seed, w.decoder.layout
-    there, back = {"time first": ("z.transpose(0, 1)", ".transpose(0, 1)"), "unbatched": ("z[None]", "[0]")}.get(
-        layout, ("z", "")
-    )
+def _stateful(w: Writer, operator: str, i: int) -> None:
+    """An operator with a state, of all rows or of those after the first; all rows may use the last state."""
+    d, seed = w.decoder.width, w.decoder.seed
+    there, back = w.batch_first
     call, shape, of_last = STATEFUL[operator]
     start = 1 if seed % 5 == 0 else 0
     first = f"first.expand(len(r), *{shape.format(d=d)}).clone()" if seed % 3 == 0 or operator == "averages" else "None"
@@ -164,62 +155,28 @@ def _handed_on(w: Writer, operator: str, i: int) -> None:
     w.line("y = y" + (f" + 0.1 * {of_last}[:, None]" if seed % 2 else ""), f"z = y{back}")
 
 
-# products with weights that decay, over rows or over blocks of them; some diagonals are elsewhere
-LOGS = ("-F.softplus(r[..., 0])", "-r[..., 0].square()", "r.sum(-1).clamp(max=0)", "r[..., 0].tanh()")
-REPEATED = "v[..., None].expand(*v.shape, v.shape[-1])"
-TOTALS = (
-    f"{REPEATED}.masked_fill(~(ones.tril({{strict}})), 0).cumsum(-2)",
-    "v.cumsum(-1)[..., :, None] - v.cumsum(-1)[..., None, :]",
-    f"{REPEATED}.tril({{strict}}).cumsum(-2)",
-)
-WEIGHTS = (
-    "totals.masked_fill(~ones.tril({diagonal}), {hidden}).exp()",
-    "torch.where(ones.tril({diagonal}), totals, {hidden}).exp()",
-    "totals.clamp(max=50).exp().tril({diagonal})",
-    "totals.exp().tril({diagonal})",
-    "totals.masked_fill(ones.triu(1 - {diagonal}), {hidden}).exp()",
-)
-PRODUCTS = ("torch.einsum('bcz,bzd->bcd', w, v)", "w @ v", "torch.einsum('bzd,bcz->bcd', v, w)", "torch.bmm(w, v)")
-
-
 def _decayed(w: Writer, form: str, i: int) -> None:
-    """From `z` to `z`."""
-    random, d = Random(w.decoder.seed * 7 + i), w.decoder.width
-    there, back = {"time first": ("z.transpose(0, 1)", ".transpose(0, 1)"), "unbatched": ("z[None]", "[0]")}.get(
-        w.decoder.layout, ("z", "")
-    )
-    own = {
+    """A product with weights that decay, over rows or over blocks of rows."""
+    random, (there, back) = Random(w.decoder.seed * 7 + i), w.batch_first
+    names: dict[str, Any] = {
         "strict": random.choice((-1, -1, -1, -1, 0, -2)),
         "diagonal": random.choice((0, 0, 0, 0, 1, -1)),
         "hidden": random.choice(("-torch.inf", "-torch.inf", "-1e9", "-30.0")),
     }
-    w.line(f"r = {there}", f"a = {random.choice(LOGS)}")
-    made = (
-        "ones = torch.ones(v.shape[-1], v.shape[-1], dtype=torch.bool)",
-        f"totals = {random.choice(TOTALS).format(**own)}",
-        f"w = {random.choice(WEIGHTS).format(**own)}",
-    )
-    if form == "decays of rows":
-        w.line("v = a", *made, "v = r", f"y = {random.choice(PRODUCTS)}")
-    else:
-        first = random.choice(("torch.zeros_like(s[:, :1])", f"s.new_ones(len(s), 1, 1) * {w.parameter(f'first{i}', d)}"))
-        w.line(
-            f"size = {random.choice((2, 3))}",
-            "s = F.pad(r, (0, 0, 0, -r.shape[1] % size)).unflatten(1, (-1, size))",
-            "sums = F.pad(a, (0, -r.shape[1] % size)).unflatten(1, (-1, size)).cumsum(-1)",
-            "p, s = s, ((sums[..., -1:] - sums).exp()[..., None] * s).sum(2)",
-            "v = F.pad(sums[..., -1], (1, 0))",
-            *made,
-            f"v = torch.cat([{first}, s], 1)",
-            f"v = {random.choice(PRODUCTS)}",
-            "y = (p + sums.exp()[..., None] * v[:, :-1, None]).flatten(1, 2)[:, :r.shape[1]]",
-            *(["y = y + 0.1 * v[:, -1][:, None]"] if random.random() < 0.3 else []),
-        )
+    w.line(f"r = {there}", f"a = {random.choice(VARIANTS['logarithms'])}")
+    names |= {name: random.choice(VARIANTS[name]).format(**names) for name in ("totals", "weights")}
+    if has_blocks := form == "decays of blocks":
+        first = f"s.new_ones(len(s), 1, 1) * {w.parameter(f'first{i}', w.decoder.width)}"
+        names |= {"first": random.choice(("torch.zeros_like(s[:, :1])", first)), "size": random.choice((2, 3))}
+    names["product"] = random.choice(VARIANTS["products"])
+    w.line(*(line.format(**names) for line in DECAYS[form]))
+    if has_blocks and random.random() < 0.3:
+        w.line("y = y + 0.1 * v[:, -1][:, None]")
     w.line(f"z = y{back}")
 
 
 def _fed(w: Writer, layer: Layer, x: str, i: int, join: Join) -> None:
-    """The MLP, and where its result goes."""
+    """The MLP, and the line that adds its result."""
     if layer.mlp != "none":
         w.line(f"z = {x}")
         w.line(f"m = {_mlp(w, layer, i)}")
@@ -246,16 +203,8 @@ def _mlp(w: Writer, layer: Layer, i: int) -> str:
             return _experts(w, layer, i)
 
 
-ROWS = ("z.flatten(0, -2)[order // 2]", "z.flatten(0, -2).repeat_interleave(2, 0)[order]")
-BACK = (
-    "rows[order.argsort()].view(-1, 2, {d}).sum(1)",
-    "rows.new_zeros(z.flatten(0, -2).shape).index_add(0, order // 2, rows)",
-    "torch.zeros_like(rows).index_put((order,), rows).view(-1, 2, {d}).sum(1)",
-)
-
-
 def _sorted_experts(w: Writer, layer: Layer, i: int) -> str:
-    """Rows sorted by expert, multiplied by groups, and put back in one of several ways."""
+    """Rows that are sorted by expert, multiplied in groups, and put back in one of several ways."""
     d, seed = w.decoder.width, w.decoder.seed
     keys, count = BYTES.get(layer.keys_of_experts) or (KEYS[layer.keys_of_experts], EXPERTS)
     experts = w.parameter(f"experts{i}", count, d, d)
@@ -264,10 +213,10 @@ def _sorted_experts(w: Writer, layer: Layer, i: int) -> str:
         "group = group.reshape(-1)",
         f"order = {keys}" + (".sort()[1]", ".argsort(stable=True)")[seed % 2],
         COUNTS[layer.counts].format(n=count),
-        f"rows = torch.ops.transformers.grouped_mm_fallback({ROWS[seed % 2]}.to({experts}.dtype), {experts}, ends)",
+        f"rows = torch.ops.transformers.grouped_mm_fallback({VARIANTS['rows of experts'][seed % 2]}.to({experts}.dtype), {experts}, ends)",
         "rows = F.silu(rows) * top.reshape(-1)[order].unsqueeze(1)",
     )
-    return f"({BACK[seed % 3].format(d=d)}).view_as(z)"
+    return f"({VARIANTS['rows in order'][seed % 3].format(d=d)}).view_as(z)"
 
 
 def _experts(w: Writer, layer: Layer, i: int) -> str:

@@ -1,4 +1,4 @@
-"""Runs the program of a random decoder, and says what went wrong."""
+"""Runs the program of a random decoder, and reports a failure."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.support.exactness import Report, gradient_errors, leaves, recorder
 from tests.support.stretches import interpreted
 
 
-class WrongProgram(Exception):
-    """The program does not even run eagerly: a mistake of the generator."""
+class WrongProgramError(Exception):
+    """The program does not run in eager, either: the generator is wrong."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A decoder whose program is not exact, with the sort of failure: shrinking keeps to one sort."""
+    """A decoder whose program is not exact, and the sort of its failure, which shrinking keeps."""
 
     decoder: Decoder
     sort: str
@@ -44,21 +44,21 @@ class Failure:
 
 
 def executed(decoder: Decoder) -> dict[str, Any]:
-    """What the program defines: its model and inputs among them."""
+    """The names that the program defines, model and inputs among them."""
     module = sys.modules["random_decoder"] = ModuleType("random_decoder")  # Dynamo looks a program's functions up there
     exec(compile(program(decoder), "<random decoder>", "exec"), vars(module))
     return vars(module)
 
 
 def run(decoder: Decoder) -> Report:
-    """Execute the program and compare with eager; raises where they differ."""
+    """Execute the program and compare with eager; raise if they differ."""
     names = executed(decoder)
     try:
         eager = leaves(names["model"](**names["inputs"]))
     except Exception as error:
-        raise WrongProgram(f"{decoder}\n{program(decoder)}") from error
+        raise WrongProgramError(f"{decoder}\n{program(decoder)}") from error
     if not all(bool(item.isfinite().all()) for item in eager):
-        return Report({}, recorder())  # rows that see no key, say: nothing to compare with
+        return Report({}, recorder())  # rows that see no key, for example: nothing to compare
     with small_and_interpreted(), products_that_round_by_rows() if decoder.outputs == "logits" else nullcontext():
         try:
             report: Report = names["check"]()
@@ -70,7 +70,7 @@ def run(decoder: Decoder) -> Report:
 
 
 def is_decided_by_rounding(model: nn.Module, inputs: Mapping[str, Tensor], reduce: Callable[[Any], Tensor]) -> bool:
-    """Whether eager's own gradients move, by more than a millionth, where weights move by their last digit: by chance."""
+    """Whether eager's gradients change by more than a millionth if weights change in their last digit."""
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -81,19 +81,19 @@ def is_decided_by_rounding(model: nn.Module, inputs: Mapping[str, Tensor], reduc
 
 @contextmanager
 def products_that_round_by_rows() -> Iterator[None]:
-    """Products of matrices whose last digit depends on how many rows they have, as those of large matrices do.
+    """Matrix products whose last digit depends on their number of rows, as for large matrices.
 
-    Where a value of one pass over chunks is compared with a value of another, both have to come from chunks of one size.
+    A program that compares values of two passes over chunks needs chunks of one size in both.
     """
     library = torch.library.Library("aten", "IMPL")
 
     def product(left: Tensor, right: Tensor) -> Tensor:
-        made = left.new_empty(left.shape[0], right.shape[1])
-        torch.mm(left, right, out=made)
-        return made.mul_(1 + left.shape[0] % 7 * 2.0**-52) if made.dtype == torch.float64 else made
+        result = left.new_empty(left.shape[0], right.shape[1])
+        torch.mm(left, right, out=result)
+        return result.mul_(1 + left.shape[0] % 7 * 2.0**-52) if result.dtype == torch.float64 else result
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that an operator has another kernel now is what is wanted
+        warnings.simplefilter("ignore")  # about a kernel that replaces another one
         library.impl("mm", product, "CPU", allow_override=True)
     try:
         yield
@@ -103,10 +103,9 @@ def products_that_round_by_rows() -> Iterator[None]:
 
 @contextmanager
 def small_and_interpreted() -> Iterator[None]:
-    """Masks of a few rows are taken apart as those of long chunks are, and uses of small logits wait as those of large ones do.
+    """Split masks of a few rows, and defer uses of small logits, as for large ones.
 
-    Bodies are cut, joined and shared as for Inductor, whose place an interpreter takes: what it would compile in seconds each
-    runs at once.
+    Bodies are cut, joined and shared as for Inductor, but an interpreter runs them: compilation takes seconds each.
     """
     with (
         mock.patch.object(mask_tiles, "MIN_TILE_ROWS", 2),
@@ -117,24 +116,24 @@ def small_and_interpreted() -> Iterator[None]:
         yield
 
 
-def failure_of(decoder: Decoder) -> Failure | None:
-    """What is wrong with a decoder; None if nothing is."""
+def tried(decoder: Decoder) -> Report | Failure:
+    """The report of a decoder, or its failure."""
     try:
-        run(decoder)
-    except WrongProgram:
+        return run(decoder)
+    except WrongProgramError:
         raise
     except Exception as error:
         return Failure(decoder, sort_of(error), f"{type(error).__name__}: {error}"[:2000])
-    return None
+
+
+def failure_of(decoder: Decoder) -> Failure | None:
+    return outcome if isinstance(outcome := tried(decoder), Failure) else None
 
 
 def sort_of(error: Exception) -> str:
-    """Errors are alike where they have the same type and come from the same line, whatever names and numbers they mention."""
+    """The type, function and text of an error, without names of nodes and numbers."""
     text = str(error)
-    where = ""
-    if not isinstance(error, AssertionError):
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{frame.name}"
+    where = "" if isinstance(error, AssertionError) else traceback.extract_tb(error.__traceback__)[-1].name
     found = re.search(r"analysis failed: \['(\w+: [^']*)", text)
     if found is None and "differ from eager" in text:
         return "not exact"
@@ -149,7 +148,7 @@ def smallest(failure: Failure, tries: int = 150) -> Failure:
     def fails(other: Decoder) -> bool:
         try:
             own = failure_of(other)
-        except WrongProgram:
+        except WrongProgramError:
             return False
         if own is not None and own.sort == failure.sort:
             found[other] = own

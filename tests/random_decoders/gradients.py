@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from tests.random_decoders.tables import Table, expressions, tables
+from tests.random_decoders.tables import TEMPLATES, Table, expressions, tables
 
 _TEXT = tables("gradients.txt")
 BENDS = expressions(_TEXT["bends"])
-FUNCTION = """
-class {name}(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        {forward}
-
-    @staticmethod
-    def backward(ctx, g):
-        {backward}
-
-
-"""
 
 
 def _function(name: str, *lines: str) -> str:
     """A function; its backward begins after the first line that returns."""
     end = next(number for number, line in enumerate(lines, 1) if line.startswith("return "))
     forward, backward = ("\n        ".join(part) for part in (lines[:end], lines[end:]))
-    return FUNCTION.format(name=name, forward=forward, backward=backward)
+    return TEMPLATES["function"].format(name=name, forward=forward, backward=backward)
 
 
 _NAMES = {term: f"Known{number}" for number, term in enumerate(_TEXT["of rows"])}

@@ -1,11 +1,13 @@
-"""Masks and scores of attention, as expressions of attention.txt."""
+"""Masks, scores and parts of attention, as expressions and lines of attention.txt."""
 
 from __future__ import annotations
 
 from tests.random_decoders.tables import expressions, tables
 
-_TEXT = {name: expressions(table) for name, table in tables("attention.txt").items()}
-BENT, FILLS, TABLES, VISIBLE = (_TEXT[name] for name in ("bent", "fills", "tables", "visible"))
+_TABLES = tables("attention.txt")
+ROTARY, GROUPS, CORES = (_TABLES.pop(name) for name in ("rotary", "groups", "cores"))
+_TEXT = {name: expressions(table) for name, table in _TABLES.items()}
+BENT, FILLS, HIDING, TABLES, VISIBLE = (_TEXT[name] for name in ("bent", "fills", "hiding", "tables", "visible"))
 POSITIONS, APART, RELATIONS, TOGETHER = (_TEXT[name] for name in ("positions", "apart", "relations", "together"))
 SINKS = {"none": 0.0, "behind": 0.0, "front": 0.0, "low": 20.0, "lowest": 40.0, "high": -40.0}  # subtracted from initial sinks
 

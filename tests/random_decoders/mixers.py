@@ -5,11 +5,10 @@ from __future__ import annotations
 from tests.random_decoders.tables import expressions, tables
 
 _TEXT = tables("mixers.txt")
-TREES, STATEFUL = _TEXT["associative scans"], _TEXT["stateful operators"]
+TREES, STATEFUL, DECAYS, VARIANTS = (_TEXT[name] for name in ("associative scans", "stateful operators", "decays", "variants"))
 WHOLE, SCANS, MIXES, COUNTS, KEYS = (
     expressions(_TEXT[name]) for name in ("unchunked", "scans", "mixes", "counts", "keys of experts")
 )
-DECAYS = ("decays of rows", "decays of blocks")
 FEATURES = {  # the share of the width that an input has, and an expression of it before the first layer
     name: (parts, line) for parts, size in ((2, "half"), (1, "full")) for name, (line,) in _TEXT[f"{size} features"].items()
 }

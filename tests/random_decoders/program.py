@@ -8,62 +8,13 @@ from tests.random_decoders.blocks import block
 from tests.random_decoders.gradients import FUNCTIONS, bend
 from tests.random_decoders.mixers import FEATURES, MIXES, STATEFUL
 from tests.random_decoders.specification import Decoder, shrunk
+from tests.random_decoders.tables import TEMPLATES, expressions, tables
 from tests.random_decoders.terms import LINES, PARAMETERS
 from tests.random_decoders.writer import Layout, Writer
 
+LOSSES = tables("losses.txt")
+VIEWS = expressions(LOSSES["views"]).values()
 TOLERANCES = {"float64": 1e-12, "float32": 1e-3, "bfloat16 autocast": 0.1}
-PROGRAM = """\
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch._higher_order_ops.associative_scan import associative_scan
-from tests.support.scans import scan
-
-from tests.support.exactness import scalar_of
-{imports}{norm}{functions}
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        {own}
-
-    def forward(self, {arguments}):
-        {lines}
-
-
-torch.manual_seed({seed})
-model = Model().to(torch.{dtype}){frozen}
-inputs = {{
-    {inputs},
-}}
-options = {options}
-{outside}tolerance, reduce = {tolerance}, {reduce}
-
-
-def check():
-{check}
-
-
-if __name__ == "__main__":
-    print(check().errors)
-"""
-COMPILED = """\
-    from tests.support.exactness import compare
-
-    with torch._dynamo.config.patch(assume_static_by_default={static}):
-        return compare(model, inputs, **options, reduce=reduce, tolerance=tolerance, streams=None, graphs=None)"""
-CALLED = """\
-    from tests.random_decoders.calls import compare_called
-
-    with torch._dynamo.config.patch(assume_static_by_default={static}):
-        return compare_called("{way}", model, inputs, **options, reduce=reduce, tolerance=tolerance)"""
-DIRECT = """\
-    from tests.random_decoders.direct import compare_directly
-
-    return compare_directly(model, inputs, **options, reduce=reduce, tolerance=tolerance)"""
-FROZEN = """
-for name, parameter in model.named_parameters():
-    parameter.requires_grad_(not name.startswith(("head.", "last_norm.")))"""
 OPERATORS = "from tests.support.stateful.{0} import {0}\n"
 IMPORTED = {
     "grouped_mm": "from transformers.integrations import moe  # defines the grouped product\n",
@@ -71,17 +22,6 @@ IMPORTED = {
     "partial(": "from functools import partial\n",
     "create_selective": "from torch.utils.checkpoint import create_selective_checkpoint_contexts\n",
 }
-NORM = """
-
-class Norm(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(width) + 0.5)
-
-    def forward(self, x):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
-
-"""
 
 
 def program(decoder: Decoder) -> str:
@@ -95,16 +35,16 @@ def program(decoder: Decoder) -> str:
     result = _result(w)
     lines = _needed([*w.lines, f"return {result}"])
     own, is_double = "\n        ".join(dict.fromkeys(w.own)), decoder.precision == "float64"
-    return PROGRAM.format(
+    return TEMPLATES["program"].format(
         functions=_functions(decoder, lines),
-        norm=NORM if "Norm(" in own.replace("LayerNorm(", "").replace("RMSNorm(", "") else "",
+        norm=TEMPLATES["norm"] if "Norm(" in own.replace("LayerNorm(", "").replace("RMSNorm(", "") else "",
         imports=_imports("\n".join(lines)),
         own=own or "pass",
         arguments=", ".join(w.inputs),
         lines="\n        ".join(_under_autocast(lines) if decoder.precision == "bfloat16 autocast" else lines),
         seed=decoder.seed,
         dtype="float64" if is_double else "float32",
-        frozen=FROZEN if decoder.frozen == "head" else "",
+        frozen=TEMPLATES["frozen"] if decoder.frozen == "head" else "",
         inputs=",\n    ".join(f'"{name}": {value}' for name, value in w.inputs.items()),
         options=_options(decoder),
         tolerance=TOLERANCES[decoder.precision],
@@ -140,8 +80,8 @@ def _reduce(decoder: Decoder) -> str:
 
 def _check(decoder: Decoder) -> str:
     if decoder.calls != "one":
-        return CALLED.format(way=decoder.calls, static=not decoder.dynamic)
-    return COMPILED.format(static=not decoder.dynamic) if decoder.compiled else DIRECT
+        return TEMPLATES["called"].format(way=decoder.calls, static=not decoder.dynamic)
+    return TEMPLATES["compiled"].format(static=not decoder.dynamic) if decoder.compiled else TEMPLATES["direct"]
 
 
 def _needed(lines: list[str]) -> list[str]:
@@ -208,18 +148,7 @@ def _result(w: Writer) -> str:
             if f"self.{name}" in "".join(lines):
                 w.parameter(name, *([decoder.width] * rank or [1]))
     if decoder.outputs == "views":
-        views = (
-            "x[:, x.shape[1] // 2 :]",
-            "x[..., x.shape[1] // 9 :].transpose(0, 1)",
-            "x.flatten(0, 1)",
-            "x.flatten(0, 1)[3:9]",
-            "(polar := torch.polar(x, x))[:, 1:].detach()",
-            "polar.detach().conj().imag",
-            "x.detach()",
-            "x.mT.detach()",
-            "labels[:, labels.shape[1] // 2 :]",
-        )
-        return ", ".join(("loss", "x", *views))
+        return ", ".join(("loss", "x", *VIEWS))
     return "loss" if decoder.outputs == "loss" else "loss, logits"
 
 
@@ -284,67 +213,12 @@ def _head(w: Writer) -> None:
 
 def _loss(w: Writer) -> None:
     """Write `loss` from `logits` and `labels`."""
-    v, time = w.decoder.vocabulary, w.layout.time
-    flat = f"logits.reshape(-1, {v}), labels.reshape(-1)"
-    match w.decoder.loss:
-        case "mean" | "sum" as reduction:
-            w.line(f"loss = F.cross_entropy({flat}, reduction='{reduction}')")
-        case "none":
-            w.line(f"loss = F.cross_entropy({flat}, reduction='none').square().mean()")
-        case "ignored":
-            w.line("labels = labels.masked_fill(labels == 2, -100)", f"loss = F.cross_entropy({flat}, reduction='sum')")
-            w.line("loss = loss / (labels != -100).sum().clamp(min=1)")
-        case "smoothed":
-            w.line(f"loss = F.cross_entropy({flat}, label_smoothing=0.1)")
-        case "shifted":
-            logits, labels = w.layout.cut("logits", ":-1"), w.layout.cut("labels", "1:")
-            w.line(f"loss = F.cross_entropy({logits}.reshape(-1, {v}), {labels}.reshape(-1))")
-        case "shifted labels":
-            fill = f"torch.full_like({w.layout.cut('labels', ':1')}, -100)"
-            w.line(f"labels = torch.cat(({w.layout.cut('labels', '1:')}, {fill}), {time})")
-            w.line(f"loss = F.cross_entropy({flat}, ignore_index=-100)")
-        case "weighted":
-            w.line("weights = (labels + 1).to(logits.dtype)", f"each = F.cross_entropy({flat}, reduction='none')")
-            w.line("loss = (each * weights.reshape(-1)).sum() / weights.sum()")
-        case "z":
-            w.line(f"loss = F.cross_entropy({flat}) + 0.1 * torch.logsumexp(logits, -1).square().mean()")
-        case "entropy":
-            w.line("p = torch.log_softmax(logits, -1)", f"loss = F.cross_entropy({flat}) + 0.1 * (p.exp() * p).sum(-1).mean()")
-        case "divergence":
-            other = w.linear("other_head", w.decoder.width, v)
-            w.line("p = torch.log_softmax(logits, -1)", f"q = torch.log_softmax({other}(x), -1)")
-            w.line("loss = F.kl_div(p, q, log_target=True, reduction='batchmean')")
-        case "squares":
-            w.line(f"loss = F.cross_entropy({flat}) + 0.1 * x.square().sum()")
-        case "last":
-            last = w.layout.cut("logits", "-1"), w.layout.cut("labels", "-1")
-            w.line(f"loss = F.cross_entropy({last[0]}, {last[1]})")
-        case "largest":
-            w.line("loss = logits.amax(-1).mean()")
-        case "filtered":
-            w.line("least = logits.topk(min(3, logits.shape[-1]), -1).values[..., -1:]")
-            w.line("logits = torch.where(logits < least, -1e4, logits)", f"loss = F.cross_entropy({flat})")
-        case "best":
-            w.line("loss = (logits * (logits == logits.amax(-1, keepdim=True))).sum(-1).mean()")
-        case "margin":
-            w.line("loss = (logits.amax(-1) - logits.amin(-1)).square().mean()")
-        case kind:
-            _of_sequences(w, kind)
-
-
-def _of_sequences(w: Writer, kind: str) -> None:
-    """Losses that are no sum over tokens: of the log-probability of each sequence."""
-    time = w.layout.time
-    w.line("each = torch.log_softmax(logits, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)")
-    if w.decoder.sums in ("masked", "selected"):
-        w.line(
-            {"masked": "each = each * (labels != 1)", "selected": "each = torch.where(labels != 1, each, 0.0)"}[w.decoder.sums]
-        )
-    w.line(f"total = each.sum({time})" + (f" / (1 + (labels != 1).sum({time}))" if w.decoder.sums == "normalized" else ""))
-    if kind == "preferences":
-        w.line("loss = -F.logsigmoid(0.1 * (total[0] - total[-1])) - F.logsigmoid(0.1 * total).mean()")
-    else:
-        w.line("loss = (total / t).exp().mean() - total.square().mean().sqrt()")
+    loss, width, vocabulary = w.decoder.loss, w.decoder.width, w.decoder.vocabulary
+    lines = LOSSES["tokens"].get(loss) or (*LOSSES["sums"][w.decoder.sums], *LOSSES["sequences"][loss])
+    other = w.linear("other_head", width, vocabulary) if loss == "divergence" else ""
+    flat = f"logits.reshape(-1, {vocabulary}), labels.reshape(-1)"
+    names = {"flat": flat, "v": vocabulary, "time": w.layout.time, "rows": ":, " * w.layout.time, "other": other}
+    w.line(*(line.format(**names) for line in lines))
 
 
 def _mixed(name: str, layout: Layout, value: str) -> str:

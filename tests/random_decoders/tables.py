@@ -74,3 +74,7 @@ def expressions(table: Table) -> dict[str, str]:
 def crossed(first: Table, second: Table, joint: str = ", ") -> Table:
     """Each entry of the one table followed by each of the other."""
     return {f"{name}{joint}{other}": lines + more for name, lines in first.items() for other, more in second.items()}
+
+
+_PARTS = re.split(r"^---- (\w+)\n", (Path(__file__).parent / "program.txt").read_text(), flags=re.M)
+TEMPLATES = dict(zip(_PARTS[1::2], (text[:-1] for text in _PARTS[2::2]), strict=True))  # by the names in program.txt

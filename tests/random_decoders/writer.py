@@ -1,4 +1,4 @@
-"""The lines of a program while it is being written, and fragments of Python for each layout."""
+"""Collects the lines of a program, and has fragments of Python for each layout."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Layout:
         return f"{y}{self.out_of_heads}.reshape({self.sizes}, {width})"
 
     def keys(self, mask: str, heads: int) -> str:
-        """[sizes] as something to compare scores with, along their keys."""
+        """[sizes] in the shape of scores, along keys."""
         return f"{mask}{self.over_keys.format(heads=heads)}"
 
     def rows(self, mask: str, heads: int) -> str:
         return f"{mask}{self.over_rows.format(heads=heads)}"
 
     def per_head(self, values: str) -> str:
-        """[H] beside scores."""
+        """[H] in the shape of scores."""
         return f"{values}.repeat(b)[:, None, None]" if self.is_folded else f"{values}[:, None, None]"
 
     def pair_per_head(self, values: str) -> str:
-        """[H, T, T] beside scores."""
+        """[H, T, T] in the shape of scores."""
         return f"{values}.repeat(b, 1, 1)" if self.is_folded else values
 
     def cut(self, x: str, rows: str) -> str:
@@ -68,7 +68,7 @@ LAYOUTS = {
 
 @dataclass
 class Writer:
-    """Collects the lines of `__init__` and `forward`, and the inputs beside ids and labels."""
+    """Collects the lines of `__init__` and `forward`, and inputs besides ids and labels."""
 
     decoder: Decoder
     own: list[str] = field(default_factory=list)
@@ -78,6 +78,12 @@ class Writer:
     @property
     def layout(self) -> Layout:
         return LAYOUTS[self.decoder.layout]
+
+    @property
+    def batch_first(self) -> tuple[str, str]:
+        """`z` as [b t d], and the way back from there."""
+        ways = {"time first": ("z.transpose(0, 1)", ".transpose(0, 1)"), "unbatched": ("z[None]", "[0]")}
+        return ways.get(self.decoder.layout, ("z", ""))
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool = False) -> str:
         self.own.append(f"self.{name} = nn.Linear({inputs}, {outputs}, bias={bias})")
@@ -95,7 +101,7 @@ class Writer:
         self.lines.extend(lines)
 
     def norm(self, kind: str, name: str, width: int) -> str:
-        """A function that normalises, as text; "" for none."""
+        """A function that normalizes, as text; "" for none."""
         match kind:
             case "spelled":
                 self.own.append(f"self.{name} = Norm({width})")

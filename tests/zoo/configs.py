@@ -1,95 +1,28 @@
 """A tiny configuration of any model type, by general rules.
 
-A configuration is made from its own defaults: sizes shrink by name, never grow; of the layers only as many are kept as show
-every kind; dropout is off. `OVERRIDES` holds what no rule gives: values that have to fit together in one model's own way.
+A configuration starts from its defaults: sizes shrink by name, and never grow; a few layers are kept, of every kind; dropout is
+off. configs.json has the sizes, and in `overrides` the values that no rule gives, because they have to fit together in one model.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-VOCABULARY, WIDTH, INNER, HEADS, KEY_HEADS, HEAD, RANK, WINDOW, LAYERS = 97, 32, 48, 4, 2, 8, 16, 8, 2
-
-# the first pattern that matches the whole name of a number says the most that it may be
-SIZES: tuple[tuple[str, int], ...] = (
-    (r"type_vocab_size", 2),
-    (r".*vocab_size(_base|_per_layer_input)?", VOCABULARY),
-    (r".*(num_(key_value|kv)_heads|num_query_groups)", KEY_HEADS),
-    (r"linear_num_key_heads|index_n_heads|n_groups", 2),
-    (r".*(num_attention|attention|num|_n)_heads(_per_layer)?|n_heads?|n_mamba_heads|heads_per_ngram|o_groups", HEADS),
-    (r"qk_head_dim", 2 * HEAD),
-    (r".*(head_dim|headdim|d_head|head_size)|kv_channels|d_kv|dim_head|d_head|rotary_dim", HEAD),
-    (r"d_rel|hidden_size_per_layer_input|time_step_rank|.*dt_rank|.*state_size|.*d_state", 8),
-    (r"hc_lowrank|.*_rank|router_hidden_size|index_block_size", RANK),
-    (r"ple_embed_dim|.*_mid_dim", WIDTH),
-    (r"(moe_)?(shared_)?(expert|moe)s?_(intermediate|ffn_hidden)_size|shared_(experts?_)?intermediate_size", 16),
-    (r".*intermediate_size(_mlp)?|.*ffn_(dim|hidden_size)|dim_ff|d_ff|dff|feed_forward_size|mlp_dim", INNER),
-    (r"d_inner", INNER),
-    (r".*(hidden_size|hidden_size_global|embed_dim|emb_dim|embedding_dim|embedding_size)", WIDTH),
-    (r"d_model|n_embd|lru_width|mamba_d_ssm|dim_model_base|.*proj_dim|input_size", WIDTH),
-    (r"(moe_)?(num|n)_(local_|routed_)?experts|zero_expert_num", 4),
-    (r"num_experts_per_tok(en)?|moe_(topk|k)|n_group|num_expert_group|experts_per_token", 2),
-    (r"topk_group", 1),
-    (r"num_kv_shared_layers|first_k_dense_replace|num_dense_layers|depth", 1),
-    (r".*(num_hidden|num|n|decoder|encoder)_layers?(_per_stack)?|num_blocks", LAYERS),
-    (r".*(sliding_window|window|window_size|window_len|attention_chunk_size|local_attention|sliding_window_size)", WINDOW),
-    (r"index_topk|(mamba_)?chunk_size|(local|lsh)_attn_chunk_length|block_size|rel_extent|.*floor(_scale)?", WINDOW),
-    (r"index_topk_blocks|(mamba_)?expand|.*num_codebooks", 1),
-    (r"prompt_(length|types)|segment_types|position_bias_num_buckets|n_layers_per_attn_res_block", 4),
-    (r"(max_|n_|original_max_|model_max_)?(positions?(_embeddings)?|seq_len|length)|n_ctx|context_length", 64),
-    (r"max_(target|source)_positions", 64),
-    (r"split_ngram_parts|make_ngram_vocab_size_divisible_by|centroid_intermediate_top_k|num_centroids", 4),
-    (r"ffn_round_up_to_multiple_of|block_multiple_of", 16),
-)
+_DATA = json.loads((Path(__file__).parent / "configs.json").read_text())
+_CONSTANTS: dict[str, int] = _DATA["constants"]
+VOCABULARY, INNER, HEADS, HEAD, LAYERS = (_CONSTANTS[name] for name in ("VOCABULARY", "INNER", "HEADS", "HEAD", "LAYERS"))
+# the first pattern that matches the complete name of a number limits the number
+SIZES: list[tuple[str, int]] = [(pattern, _CONSTANTS.get(most, most)) for pattern, most in _DATA["sizes"]]
+KEY_HEADS = SIZES[2][0]
+# numbers that the configuration leaves open and the model requires
+OPEN: dict[str, int] = {name: _CONSTANTS.get(number, number) for name, number in _DATA["open"].items()}
+OVERRIDES: dict[str, dict[str, Any]] = _DATA["overrides"]
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
 TOKEN = re.compile(r".*(_token_id|_token_index|_index)")
-# what stands in for a number that the configuration leaves open, where the model asks for one
-OPEN = {
-    "head_dim": HEAD,
-    "num_key_value_heads": KEY_HEADS,
-    "num_experts_per_tok": 2,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": HEAD,
-    "indexer_budget": WINDOW,
-    "indexer_compress_ratio": 2,
-    "ple_embed_dim": WIDTH,
-}
-
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "blt": {"encoder_hash_byte_group_vocab": 120},  # 500,002 rows by default
-    "cohere_compass_text": {
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-            for kind in ("sliding_attention", "full_attention")
-        },
-    },
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0, "kv_n_heads": KEY_HEADS}},  # its own default lacks them
-    "deepseek_v4": {  # 22 rows have blocks of both kinds, and more of one than a row chooses
-        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-        "index_topk": 2,
-    },
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
-    "reformer": {
-        "axial_pos_embds_dim": [16, 16],
-        "axial_pos_shape": [4, 6],
-        "lsh_attn_chunk_length": 4,
-        "local_attn_chunk_length": 4,
-        "hash_seed": 0,
-    },
-    "xmod": {"default_language": "en_XX"},
-    "zamba": {
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "num_hidden_layers": 4,
-        "attention_hidden_size": 2 * WIDTH,
-        "attention_head_dim": 2 * HEAD,
-    },
-    "zamba2": {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD},
-}
 
 
 def tiny(model_type: str) -> Any:
@@ -98,11 +31,11 @@ def tiny(model_type: str) -> Any:
 
     kind = CONFIG_MAPPING[model_type]
     own = OVERRIDES.get(model_type, {})
-    return kind(**merged(shrunk(kind(**own.get("start", {}))), {k: v for k, v in own.items() if k != "start"}))
+    return kind(**merged(shrunk(kind()), {name: value for name, value in own.items() if name != "why"}))
 
 
 def merged(found: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides, which may reach into the configurations of parts; None takes a value away."""
+    """Overrides, which may reach into the configurations of parts; None removes a value."""
     result = dict(found)
     for name, value in more.items():
         if isinstance(value, Mapping) and isinstance(result.get(name), dict):
@@ -147,7 +80,7 @@ def shrunk_value(name: str, value: Any, config: Any) -> Any:
         return None
     if TOKEN.fullmatch(name):
         return value if value < VOCABULARY else VOCABULARY - 1 - value % 7
-    if re.fullmatch(SIZES[2][0], name) and value == getattr(config, "num_attention_heads", None):
+    if re.fullmatch(KEY_HEADS, name) and value == getattr(config, "num_attention_heads", None):
         return min(value, HEADS)  # as many keys as queries, as before
     most = next((most for pattern, most in SIZES if re.fullmatch(pattern, name)), None)
     return None if most is None else min(value, most)
@@ -171,7 +104,7 @@ def shrunk_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fewer_layers(config: Any) -> dict[str, Any]:
-    """As many layers as show every kind: lists with an entry per layer are cut to the layers that add something new."""
+    """Layers of every kind: lists with an entry per layer are cut to the layers that add a new value."""
     name = next((name for name in LAYER_COUNTS if isinstance(vars(config).get(name), int)), None)
     if name is None:
         return {}

@@ -16,7 +16,6 @@ from torch import fx, nn
 
 from streamfx.cost.memory import cost_of
 from streamfx.frontend.backend import Compilation
-from streamfx.ir.facts import Facts
 from streamfx.options import Options, resolve_options
 from streamfx.tools.inspect.tracing import distinct_breaks
 from streamfx.tools.report.fallback_reasons import SINGLE_ROW
@@ -147,7 +146,7 @@ def findings(backend: Keeper) -> Row:
                 attention += report.attention
                 reasons += [reason for reason in report.reasons if reason != SINGLE_ROW]
                 also += [*report.also_whole, *(reason for reason in report.reasons if reason == SINGLE_ROW)]
-            failed += failure_of(facts)
+            failed += [facts.analysis_error[:MOST]] if facts.analysis_error else []
             number += 1
     return {
         "graphs": number,
@@ -159,10 +158,6 @@ def findings(backend: Keeper) -> Row:
         "also_whole": counted(also),
         "failed": failed,
     }
-
-
-def failure_of(facts: Facts) -> list[str]:
-    return [facts.analysis_error[:MOST]] if facts.analysis_error else []
 
 
 def counted(reasons: list[str]) -> dict[str, int]:

@@ -1,5 +1,6 @@
-"""Each model type in a process of its own with a time limit; rows are lines of JSON, the last of a type counts. And what
-docs/coverage.md says of them.
+"""Measures each model type in a separate process with a time limit, and writes docs/coverage.md.
+
+Rows are lines of JSON; the last row of a type counts.
 """
 
 from __future__ import annotations
@@ -81,25 +82,7 @@ def _send(model_type: str, sender: Any) -> None:
 
 PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
 MOST = 110  # characters of a reason in the table
-HEAD = """\
-# Coverage
-
-Every model type of transformers' causal language modelling mapping, as measured by `python -m tests.zoo --all` (`--report` writes
-this page): tiny random models of {batch} x {rows} tokens in float64, streamed in chunks of {chunk}, compared with eager. The
-delta rules, gated and Kimi's, work on blocks of 64 rows: if these cannot be smaller, there are 150 tokens, in whole blocks.
-
-- *error*: the largest relative error of the loss, of other outputs and of parameters' gradients; exact: at most {bound:.0e}.
-  A star: except for results in which AOTAutograd alone also differs from eager (zeros instead of no gradient).
-- *streamed*: the share of FLOPs (matmuls, convolutions, attention, grouped matmuls) that run in chunk loops.
-- *attention*: the keys that a chunk's rows provably see. `masked` also runs in chunks, with all keys; in `all keys`, the keys are
-  not rows of the sequence, or are blocks of its rows.
-- *whole*: operators that are not chunked, and why. The result is still exact. A graph with one row has nothing to chunk.
-- Loops over blocks of rows are traced block by block. xlstm's loop (43 rows are five blocks and three rows after them) is one
-  operator for any number of blocks; so is minimax's, with at least three whole blocks.
-- Values without rows, such as position tables times a weight, are computed once, outside loops. They are the rest of a share
-  below 100 % if nothing falls back.
-
-"""
+HEAD = Path(__file__).with_name("coverage_head.md").read_text()  # a template
 
 
 def write(rows: Mapping[str, Row], page: Path = PAGE) -> None:
