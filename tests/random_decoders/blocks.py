@@ -207,13 +207,13 @@ def _sorted_experts(w: Writer, layer: Layer, i: int) -> str:
     """Rows that are sorted by expert, multiplied in groups, and put back in one of several ways."""
     d, seed = w.decoder.width, w.decoder.seed
     keys, count = BYTES.get(layer.keys_of_experts) or (KEYS[layer.keys_of_experts], EXPERTS)
-    experts = w.parameter(f"experts{i}", count, d, d)
+    experts, rows = w.parameter(f"experts{i}", count, d, d), VARIANTS["rows of experts"][seed % 2]
     w.line(
         f"top, group = torch.softmax({w.linear(f'router{i}', d, count)}(z), -1).topk({CHOSEN}, dim=-1)",
         "group = group.reshape(-1)",
         f"order = {keys}" + (".sort()[1]", ".argsort(stable=True)")[seed % 2],
         COUNTS[layer.counts].format(n=count),
-        f"rows = torch.ops.transformers.grouped_mm_fallback({VARIANTS['rows of experts'][seed % 2]}.to({experts}.dtype), {experts}, ends)",
+        f"rows = torch.ops.transformers.grouped_mm_fallback({rows}.to({experts}.dtype), {experts}, ends)",
         "rows = F.silu(rows) * top.reshape(-1)[order].unsqueeze(1)",
     )
     return f"({VARIANTS['rows in order'][seed % 3].format(d=d)}).view_as(z)"
