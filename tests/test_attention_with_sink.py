@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from streamfx.kernels.sdpa import ATTENTION
 from tests.support.canonical import INF, NAN, Case, graphs, plain, targets
+from tests.support.tables import read
+
+__all__ = ["INF"]  # a name in the table
 
 aten = torch.ops.aten
 LEAST = torch.finfo(torch.float64).min
@@ -84,37 +88,8 @@ def hidden(by: float) -> Tensor:
     return mask
 
 
-CASES = {
-    "beside": Case(spelled(), inputs()),
-    "in front": Case(spelled(first=True), inputs()),
-    "divided": Case(spelled(scaled=torch.div, back=torch.div), inputs()),
-    **{f"sink {sink}": Case(spelled(), inputs(sink)) for sink in (-40.0, 300.0, -1e20, NAN)},
-    **{f"hidden by {by}, {sink}": Case(spelled(), inputs(sink, hidden(by))) for by, sink in ((-INF, 0.3), (LEAST, -1e20))},
-    "a mask of rows and keys": Case(spelled(), inputs(mask=plain(5, 7))),
-    "no width": Case(lambda q, k, *more: spelled()(q[..., :0], k[..., :0], *more), inputs(mask=plain(5, 7))),
-    **{
-        name: Case(function, given, changes=False)
-        for name, function, given in (
-            ("a sink that may be anything", spelled(bounded=lambda sink: sink), inputs(-INF, hidden(LEAST))),
-            (
-                "a sink as small as what is hidden",
-                spelled(bounded=lambda sink: sink.clamp(-1e30, 1.0)),
-                inputs(-INF, hidden(LEAST)),
-            ),
-            ("a mask before sequences and heads are told apart", spelled(folded=True), inputs(mask=plain(6, 1, 5, 7))),
-            ("one key that the mask spreads", spread(5, 1), inputs(mask=plain(5, 7))),
-            ("one row that the mask spreads", spread(1, 7), inputs(mask=plain(5, 7))),
-            ("values of no width", lambda q, k, v, g, *more: spelled()(q, k, v[..., :0], g[..., :0], *more), inputs()),
-            ("probabilities are shown", spelled(shown=True), inputs()),
-            ("the mask is trained", spelled(of_mask=True), inputs(mask=plain(5, 7))),
-            ("dropout", spelled(dropped=lambda p: p * (p > 0.1)), inputs()),
-            ("a gradient that is scaled otherwise", spelled(back=torch.div), inputs()),
-            ("gradients of two results", spelled(other=True), inputs()),
-            ("a gradient before the result", spelled(ahead=True), inputs()),
-            ("a scale of zero", spelled(scaled=lambda s, _: s * 0.0, back=lambda d, _: d * 0.0), inputs()),
-        )
-    },
-}
+TABLE = Path(__file__).parent / "support" / "attention_with_sink.txt"
+CASES = {name: Case(eval(function), eval(given), changes=mark == "~") for name, mark, given, function in read(TABLE, 4)[""]}
 
 
 @pytest.mark.parametrize("name", CASES)

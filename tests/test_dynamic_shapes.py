@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,34 +27,25 @@ from tests.support.twins import batch, compiled, same_step, twins
 pytestmark = pytest.mark.compiled
 
 
-def follow(
-    make: Callable[[], nn.Module],
-    sizes: Iterable[tuple[int, int]],
-    compilations: int | None,
-    attention: Any,
-    marked: bool = False,
-) -> None:
-    """Steps with batches and lengths that change have eager's gradients, and are compiled so often."""
+# models, lengths, whether these are marked as dynamic: if so, the first length has no graph that others do not share
+LENGTHS: list[tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = [
+    (decoders.Plain, (13, 9, 21, 6, 30, 5), False),
+    *((make, (13, 9, 21), True) for make in (decoders.Window, decoders.Triangle, decoders.HalfRope)),
+]
+
+
+@pytest.mark.parametrize(("make", "lengths", "marked"), only(LENGTHS[:2], LENGTHS))
+def test_all_later_lengths_share_one_graph(make: Callable[[], nn.Module], lengths: tuple[int, ...], marked: bool) -> None:
+    """Steps with other lengths have eager's gradients."""
     own, eager = twins(make)
     function, backend = compiled(own)
-    for rows, length in sizes:
-        inputs = batch(rows, length)
-        if marked:
-            for tensor in inputs.values():
-                torch._dynamo.mark_dynamic(tensor, 1)
+    for length in lengths:
+        inputs = batch(2, length)
+        for tensor in inputs.values() if marked else ():
+            torch._dynamo.mark_dynamic(tensor, 1)
         same_step(function, own, eager, inputs)
-    assert compilations in (None, len(backend.compilations))
-    check_streamed(backend.facts, True, attention)
-
-
-def test_all_later_lengths_share_one_graph() -> None:
-    """One graph is for the first length, and one for all others."""
-    follow(decoders.Plain, [(2, length) for length in (13, 9, 21, 6, 30, 5)], 2, {"causal"})
-
-
-@pytest.mark.parametrize("make", only([decoders.Window], [decoders.Triangle, decoders.HalfRope, decoders.Window]), ids=str)
-def test_marked_lengths_compile_once(make: Callable[[], nn.Module]) -> None:
-    follow(make, [(2, 13), (2, 9), (2, 21)], 1, None, marked=True)
+    assert len(backend.compilations) == (1 if marked else 2)
+    check_streamed(backend.facts, True, None if marked else {"causal"})
 
 
 class Fixed(Causal):

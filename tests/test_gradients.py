@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import streamfx
 from tests.support import decoders, hf, layouts
-from tests.support.decoders import VOCABULARY, WIDTH
+from tests.support.decoders import WIDTH
 from tests.support.exactness import check_streamed, compare
 from tests.support.spread import only
 from tests.support.twins import batch, compiled, twins
@@ -34,11 +34,6 @@ MODELS = [(*model, layout) for i, (model, layout) in enumerate(PAIRS) if layout 
 def test_huggingface_models(name: str, attention: str, layout: str) -> None:
     inputs = layouts.LAYOUTS[layout](layouts.tokens(hf.VOCABULARY, 2, LENGTH))
     compare(hf.made(name, attention), inputs, also=CHUNKS, attention=hf.verdicts(name, attention, layout))
-
-
-def handwritten_batch(batch: int = 2, length: int = LENGTH) -> dict[str, Tensor]:
-    ids, labels = (layouts.tokens(VOCABULARY, batch, length, seed) for seed in (0, 1))
-    return {"ids": ids, "labels": labels}
 
 
 class Broken(decoders.Plain):
@@ -66,14 +61,14 @@ def rows(*shape: int) -> Tensor:
 
 CAUSALLY = {"attention": {"causal"}}
 ODD: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any]]] = {  # a model, its inputs, expectations
-    "as many keys as rows": (decoders.CrossAttention, lambda: {**handwritten_batch(), "memory": rows(2, LENGTH, WIDTH)}, {}),
+    "as many keys as rows": (decoders.CrossAttention, lambda: {**batch(2, LENGTH), "memory": rows(2, LENGTH, WIDTH)}, {}),
     "a bias that is learned": (
         decoders.GivenMask,
-        lambda: {**handwritten_batch(), "mask": rows(1, 1, LENGTH, LENGTH)},
+        lambda: {**batch(2, LENGTH), "mask": rows(1, 1, LENGTH, LENGTH)},
         {"streams": None},
     ),
-    "a graph break": (Broken, handwritten_batch, {"graphs": None}),
-    "reentrant checkpoints": (Checkpointed, handwritten_batch, CAUSALLY),
+    "a graph break": (Broken, lambda: batch(2, LENGTH), {"graphs": None}),
+    "reentrant checkpoints": (Checkpointed, lambda: batch(2, LENGTH), CAUSALLY),
 }
 
 

@@ -48,10 +48,7 @@ class Decoder(nn.Module):
 
 BLOCKS: dict[str, Callable[[Decoder, Tensor, Tensor], Tensor]] = {
     "parallel": lambda m, x, y: x + m.out(y) + m.one(F.gelu(x)),
-    "of one input": lambda m, x, y: x + m.one(y) + m.two(y),
     "shifts": lambda m, x, y: x + y + m.shift + m.scale.flatten(),
-    "turned": lambda m, x, y: x + y @ m.one.weight + y @ m.two.weight.t(),
-    "table": lambda m, x, y: x + y + m.table + m.shift,
 }
 
 

@@ -59,9 +59,7 @@ def by_elements(buffer: Tensor, values: Tensor) -> None:
 
 
 CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "data.copy_": lambda buffer, values: buffer.data.copy_(values),
     "data =": lambda buffer, values: setattr(buffer, "data", values.clone()),
-    "numpy": lambda buffer, values: buffer.numpy().__setitem__(..., values.numpy()),
     "one element": by_elements,
     "memory": lambda buffer, values: buffer.untyped_storage().copy_(values.clone().untyped_storage()),
     "set_": lambda buffer, values: buffer.set_(values.clone()),  # type: ignore[call-overload]
@@ -76,7 +74,7 @@ def gradients(function: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor)
     return [value.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("name", only(["data.copy_", "one element", "set_"], CHANGES))
+@pytest.mark.parametrize("name", only(["data =", "one element", "set_"], CHANGES))
 def test_a_call_after_a_buffer_changed_is_exact(name: str) -> None:
     model, x = Model().double(), torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
     compiled = torch.compile(model, backend="streambp", options={"chunk_size": 5})
