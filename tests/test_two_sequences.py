@@ -102,7 +102,7 @@ def test_a_part_must_not_write_to_its_inputs() -> None:
     assert [result for _, result in found] == [None]
 
 
-@pytest.mark.parametrize("way", ["detached", "no_grad"])
+@pytest.mark.parametrize("way", [pytest.param("detached", marks=pytest.mark.long), "no_grad"])
 def test_a_part_needs_a_gradient_for_its_inputs(way: str) -> None:
     model = Unread(way).double()
     with split_at(lambda places: places[len(places) // 3]):
