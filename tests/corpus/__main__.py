@@ -1,9 +1,9 @@
-"""python -m tests.corpus make | check | write | show: the corpus of captured graphs, and what the passes make of each.
+"""python -m tests.corpus make | check | write | show: the corpus of captured graphs, and results of the passes.
 
-make [PART ...]     capture the graphs anew whose names contain one of the parts
+make [PART ...]     capture the graphs whose names contain one of the parts
 check [PART ...]    run the passes on each graph, compare the results, and print what differs from found.json
 write [PART ...]    the same, and write found.json
-show NAME           print what the passes make of one graph
+show NAME           print the program of one graph
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from tests.support.precision import widen_models
 
 
 def make(names: list[str], folder: Path) -> int:
-    """Capture graphs anew."""
+    """Capture graphs."""
     failed = 0
     for source in sources():
         if names and not any(name in name_of(source) for name in names):
             continue
         begin = time.time()
         try:
-            made = list(captured(source))
+            entries = list(captured(source))
         except Exception as error:
             failed += 1
             print("not captured", source, "".join(traceback.format_exception_only(error)).strip()[:300], flush=True)
             continue
-        for entry in made:
+        for entry in entries:
             entry.save(folder)
-        print(source, [(entry.name, len(entry.graph["nodes"])) for entry in made], f"{time.time() - begin:.1f} s", flush=True)
+        print(source, [(entry.name, len(entry.graph["nodes"])) for entry in entries], f"{time.time() - begin:.1f} s", flush=True)
     return failed
 
 
 def check(names: list[str], folder: Path, writes: bool) -> int:
-    """Run the passes on each graph; print what differs from the kept file, or write it."""
+    """Run the passes on each graph; print differences from the kept file, or write the file."""
     kept, differ, failed = kept_in(folder), 0, 0
     chosen = [name for name in Entry.all(folder) if not names or any(part in name for part in names)]
     for name in chosen:

@@ -1,4 +1,4 @@
-"""An entry of the corpus: a captured joint graph with the numbers it was run with, and what the passes make of it."""
+"""An entry of the corpus: a captured joint graph with its inputs, and the results of the passes."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Entry:
-    """A joint graph as AOTAutograd made it, as plain data."""
+    """A joint graph of AOTAutograd, as plain data."""
 
     name: str
     source: list[Any]  # how it was captured, for `programs.py`
     options: dict[str, Any]
-    primals: int  # how many inputs are the function's own; the others are tangents
-    outputs: int  # how many results are the function's own; the others are gradients
+    primals: int  # number of inputs of the function; the others are tangents
+    outputs: int  # number of results of the function; the others are gradients
     static: list[int]  # positions of weights and buffers
-    watched: list[int]  # positions of inputs whose values the compiled graph relies on
+    watched: list[int]  # positions of inputs whose values the compiled graph depends on
     numbers: list[Plain] = field(repr=False)  # of primals and tangents
     graph: Plain = field(repr=False)
-    dtype: str = "float32"  # the default one, which operators without a dtype take
+    dtype: str = "float32"  # the default dtype, of operators without one
 
     # -- files
 
@@ -86,14 +86,14 @@ class Entry:
             return run_pipeline(self.captured, resolve_options({**self.options, **options}))
 
     def recorded(self) -> Recorded:
-        """What replays the graph."""
+        """A compilation that replays the graph."""
         recorded = Recorded(self.module, Options())
         recorded.joint, recorded.joint_arguments = self.module, (self.primals, self.outputs, tuple(self.static))
         recorded.primals, recorded.tangents = self.values[: self.primals], self.values[self.primals :]
         return recorded
 
     def draws(self) -> bool:
-        """Whether the graph draws random numbers, which no two runs share."""
+        """Whether the graph draws random numbers, which differ between runs."""
         return any(map(is_random, self.module.graph.nodes))
 
     def check(self, facts: Facts, tolerance: float = TOLERANCE) -> None:
@@ -107,7 +107,7 @@ class Entry:
 
 
 def _laid_out(value: Any, like: Any) -> Any:
-    """A tensor with the strides of another; where these are zero, rows share their numbers."""
+    """A tensor with the strides of another; rows share their numbers if a stride is zero."""
     if not isinstance(value, Tensor) or not isinstance(like, Tensor):
         return value
     strides, shape = [int(stride) for stride in like.stride()], value.shape
@@ -118,12 +118,12 @@ def _laid_out(value: Any, like: Any) -> Any:
 
 @dataclass(frozen=True)
 class Found:
-    """What the passes make of a graph."""
+    """Results of the passes for a graph."""
 
-    loops: list[list[Any]]  # of each: its name, the rows of a chunk, what it takes and gives, the operators of its body
-    outer: list[int]  # operators of both outer graphs
+    loops: list[list[Any]]  # name, rows of a chunk, numbers of inputs, of outputs, and of operators in the body
+    outer: list[int]  # numbers of operators in the host programs
     saved: int
-    flops: int | None  # None: not asked for; a simulation of the step tells them, which takes longer than all passes
+    flops: int | None  # None: not requested; simulating a step takes longer than all passes
     peak: int | None
     masks: dict[str, int]
     reasons: list[str]
@@ -141,15 +141,15 @@ class Found:
             [loop.spec.name, str(loop.spec.chunk_size), len(loop.spec.feeds), len(loop.spec.yields), len(loop.body.graph.nodes)]
             for loop in program.loops
         ]
-        halves = [module for module in (program.forward, program.backward) if module is not None]
+        graphs = [module for module in (program.forward, program.backward) if module is not None]
         cost = predicted(facts) if costs else None
         flops, peak = (cost.flops, cost.peak) if cost is not None else (None, None)
-        outer = [len(module.graph.nodes) for module in halves]
+        outer = [len(module.graph.nodes) for module in graphs]
         return Found(loops, outer, len(program.saved), flops, peak, counts, facts.reasons(), text_of(facts, "build_program"))
 
     @property
     def plain(self) -> dict[str, Any]:
-        """For a file: what was asked for, the listing by its digest."""
+        """For a file: requested results, and the digest of the listing."""
         own = {key: value for key, value in asdict(self).items() if value is not None}
         listing = own.pop("listing")
         return {**own, "listing": hashlib.sha256(listing.encode()).hexdigest()[:16]}
@@ -159,7 +159,7 @@ class Found:
 
 
 def kept_in(folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
-    """By the name of each graph: what the passes made of it when the file was written."""
+    """Results of the passes in the file, by the name of the graph."""
     file = folder.parent / KEPT
     return json.loads(file.read_text()) if file.exists() else {}
 

@@ -1,4 +1,4 @@
-"""What the corpus is captured from: types of the zoo, and a random decoder of each kind."""
+"""Programs whose graphs the corpus has: types of the zoo, and random decoders of each kind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Source = list[Any]
 
 @dataclass
 class Captured(Recorded):
-    """A compilation that keeps its joint graph as plain data, and runs the graph as AOTAutograd cuts it: no pass runs."""
+    """A compilation that keeps its joint graph as plain data, and runs AOTAutograd's partition of it: no pass runs."""
 
     written: Plain = None
     watches: tuple[int, ...] = ()
@@ -49,17 +49,17 @@ class Captured(Recorded):
 
 @dataclass(frozen=True)
 class Program:
-    """A model, a step of it, and the options that it is compiled with."""
+    """A model, a step of it, and options."""
 
     model: Any
     step: Callable[[Any], Any]  # forward and backward, given the compiled model
     options: dict[str, Any]
     dynamic: bool | None = None
-    dtype: torch.dtype = torch.float32  # the default one
+    dtype: torch.dtype = torch.float32  # the default dtype
 
 
 def captured(source: Source) -> Iterator[Entry]:
-    """The entries of the graphs that a program is traced into; each half runs once, for the numbers that it is given."""
+    """The entries of a program's graphs; forward and backward run once, to record their inputs."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch._dynamo.reset()
@@ -92,7 +92,7 @@ def _of_zoo(name: str, dynamic: bool = False) -> Program:
 
 
 def _random(kind: str, number: int = 0) -> Program:
-    """One of the decoders of a kind that are kept."""
+    """A recorded decoder of a kind."""
     decoder = FOUND[kind][number]
     names = executed(decoder)
     inputs, reduce = names["inputs"], names["reduce"]
@@ -105,8 +105,8 @@ def _in_chunks(rows: int) -> dict[str, Any]:
 
 
 PROGRAMS: dict[str, Callable[..., Program]] = {"zoo": _of_zoo, "random": _random}
-DYNAMIC = ("llama", "gemma2", "mixtral", "gpt2", "qwen3", "bart", "t5")  # with sizes that are symbols, too
-LEFT_OUT = {"states", "views"}  # operators that tests register, nothing in loops
+DYNAMIC = ("llama", "gemma2", "mixtral", "gpt2", "qwen3", "bart", "t5")  # with symbolic sizes, too
+OMITTED = {"states", "views"}  # operators that tests register, nothing in loops
 
 
 def name_of(source: Source) -> str:
@@ -120,10 +120,10 @@ def name_of(source: Source) -> str:
 
 
 def sources() -> Iterator[Source]:
-    """All of them: types of transformers, and of each kind of random decoder some that were wrong once."""
+    """All sources: types of transformers, and recorded decoders of each kind."""
     from tests.zoo.models import model_types
 
     yield from (["zoo", name] for name in model_types())
     yield from (["zoo", name, True] for name in DYNAMIC if name in model_types())
-    for kind in sorted(FOUND.keys() - LEFT_OUT):
+    for kind in sorted(FOUND.keys() - OMITTED):
         yield from (["random", kind, number] if number else ["random", kind] for number in range(len(FOUND[kind][:EACH])))

@@ -1,7 +1,6 @@
-"""A traced graph as plain data, for JSON, and the graph of such data: operators, and what is known of each value.
+"""Writes a traced graph as plain data, for JSON, and reads it: operators, and a description of each value.
 
-No line of a file and no address is kept: they differ from machine to machine. Reading needs no tracing: values are described,
-not computed.
+Data omits line numbers and addresses, which differ between machines. Reading needs no tracing: values are described only.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from streamfx.runtime.associative import COMBINES, SCAN_BACKWARD, TREE_SCAN, register_combine_graph
 from streamfx.torch_private import real_values
 
-Plain = Any  # what JSON knows
-MOST_EXACT = 4096  # bytes, as they are compressed
-MODULES = ("nn_module_stack", "fwd_nn_module_stack")  # what names of stages come from
+Plain = Any  # data of JSON
+MOST_EXACT = 4096  # compressed bytes
+MODULES = ("nn_module_stack", "fwd_nn_module_stack")  # names of stages come from these
 NAMED = (torch.dtype, torch.layout, torch.memory_format)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 FUNCTIONS = {name: item for name, item in vars(functions).items() if isinstance(item, type) and issubclass(item, sympy.Function)}
 FUNCTIONS["int_oo"] = int_oo
-LIBRARIES = {"transformers": "transformers.integrations.moe"}  # what registers operators, by their namespace
-SCANS = (TREE_SCAN, SCAN_BACKWARD)  # which name the function that combines two rows by a number
+LIBRARIES = {"transformers": "transformers.integrations.moe"}  # modules that register operators, by namespace
+SCANS = (TREE_SCAN, SCAN_BACKWARD)  # they have the number of the function that combines two rows
 
 
 class NotWrittenError(TypeError):
-    """A graph holds something that has no form as plain data."""
+    """A value of a graph cannot be written as plain data."""
 
 
 def written(module: fx.GraphModule) -> Plain:
@@ -51,7 +50,7 @@ def written(module: fx.GraphModule) -> Plain:
 
 
 def read(data: Plain) -> fx.GraphModule:
-    """The graph of plain data, with fake values in a mode of its own."""
+    """The graph of plain data, with fake values in a new mode."""
     return Reader(data).module
 
 
@@ -64,9 +63,9 @@ class Writer:
     def __init__(self) -> None:
         self.values: dict[str, int] = {}
         self.sizes: ShapeEnv | None = None
-        # by their order: the names that the trace has depend on where an input came from
+        # by their order: the names in the trace depend on the source of an input
         self.names: dict[Any, sympy.Symbol] = {}
-        self.combines: dict[int, Plain] = {}  # functions that combine two rows of a scan, by their numbers in this process
+        self.combines: dict[int, Plain] = {}  # functions that combine two rows of a scan, by number
 
     def written(self, module: fx.GraphModule) -> Plain:
         body = self._graph(module)
@@ -88,7 +87,7 @@ class Writer:
         return [node.name, node.op, target, self._argument(args), self._argument(dict(node.kwargs)), kept]
 
     def _combine(self, number: Any) -> int:
-        """The place of a function that combines two rows of a scan among those of the graph."""
+        """The index of a function that combines two rows of a scan, in the graph."""
         if number not in self.combines:
             combine = COMBINES[number]
             graph = self._graph(fx.GraphModule(nn.Module(), combine.graph))
@@ -151,7 +150,7 @@ class Writer:
         return sympy.srepr(expression.xreplace(self.names)).replace(" ", "")
 
     def _symbols(self) -> Plain:
-        """Each symbol that stands for a size, with the number that it stood for, and its range."""
+        """Each symbolic size, with its hint and its range."""
         if self.sizes is None:
             return []
         numbers, ranges = self.sizes.backed_var_to_val, self.sizes.var_to_range
@@ -161,7 +160,7 @@ class Writer:
         return [[str(name), int(numbers[item]), *pair] for (item, name), pair in zip(self.names.items(), ends, strict=True)]
 
     def _guards(self) -> Plain:
-        """Those of symbols that the graph has: in place of a symbol that equals another, it has the other."""
+        """Guards of symbols of the graph: a symbol that equals another one is replaced by it."""
         if self.sizes is None:
             return []
         asked = [guard.expr for guard in self.sizes.guards if guard.expr.free_symbols]
@@ -173,7 +172,7 @@ def _kind(module: Any) -> str:
 
 
 def _target_name(target: Any) -> str:
-    """Where a function is found again."""
+    """The name by which `_target` finds a function."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     if isinstance(target, torch._ops.HigherOrderOperator):
@@ -186,7 +185,7 @@ def _target_name(target: Any) -> str:
 
 @cache
 def _target(name: str) -> Callable[..., Any]:
-    """The function that `_target_name` gave a name."""
+    """The function of a name that `_target_name` returned."""
     if ":" in name:
         module, _, own = name.partition(":")
         home: Any = importlib.import_module(module)
@@ -207,9 +206,9 @@ class Reader:
     def __init__(self, data: Plain) -> None:
         self.data = data
         self.sizes = ShapeEnv()
-        self.combines: list[int] = []  # numbers, in this process, of functions that combine two rows of a scan
+        self.combines: list[int] = []  # numbers of functions that combine two rows of a scan
         self.mode = FakeTensorMode(shape_env=self.sizes if data["symbols"] else None, allow_non_fake_inputs=True)
-        self.mode.cache_enabled = False  # whose check of an entry refuses offsets that begin behind the end, as flips have them
+        self.mode.cache_enabled = False  # its check of an entry rejects offsets after the end, as flips have them
 
     @cached_property
     def module(self) -> fx.GraphModule:
@@ -222,13 +221,13 @@ class Reader:
 
     @cached_property
     def symbols(self) -> dict[str, Any]:
-        """By its name in the data, the symbol that stands for a size here."""
-        made, sizes = {}, self.sizes
+        """Symbolic sizes by their names in the data."""
+        symbols, sizes = {}, self.sizes
         for name, number, lower, upper in self.data["symbols"]:
             symbol = sizes.create_symbol(number, ConstantSource(name), DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True)
             sizes.var_to_range[symbol] = ValueRanges(*(sympy.sympify(end, locals=FUNCTIONS) for end in (lower, upper)))
-            made[name] = symbol
-        return made
+            symbols[name] = symbol
+        return symbols
 
     def _module(self, data: Plain) -> fx.GraphModule:
         root, graph, nodes = nn.Module(), fx.Graph(), dict[str, fx.Node]()
@@ -278,18 +277,18 @@ class Reader:
         kind, *sizes = text.split("|")
         dtype, device, *seen = kind.split(" ")
         shape, strides, (offset,) = ([self._size(size) for size in part.split()] for part in sizes)
-        if not self.data["symbols"] and not offset and not seen:  # as below, in a tenth of the time
-            made = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device="meta")
-            return FakeTensor(self.mode, made, torch.device(device))
+        if not self.data["symbols"] and not offset and not seen:  # same result as below, in a tenth of the time
+            value = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device="meta")
+            return FakeTensor(self.mode, value, torch.device(device))
         with self.mode:
             options = {"dtype": getattr(torch, dtype), "device": device}
             if isinstance(offset, int) and not offset:
-                made = torch.empty_strided(shape, strides, **options)
+                value = torch.empty_strided(shape, strides, **options)
             else:
                 last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
-                made = torch.empty(last, **options).as_strided(shape, strides, offset)
-            made = made.conj() if "conj" in seen else made
-            return torch._neg_view(made) if "neg" in seen else made
+                value = torch.empty(last, **options).as_strided(shape, strides, offset)
+            value = value.conj() if "conj" in seen else value
+            return torch._neg_view(value) if "neg" in seen else value
 
     def _size(self, text: str) -> Any:
         return int(text) if text.isdigit() else self._symbolic("SymInt", text)
@@ -307,19 +306,19 @@ class Reader:
         return sizes.create_symboolnode(expression)
 
 
-# -- numbers: those of masks, tables and ids exactly, those of weights drawn alike
+# -- values of inputs: exact for masks, tables and ids, random for weights
 
 
 def exact(tensor: Tensor) -> Plain:
     """All numbers of a tensor."""
-    with real_values():  # a trace that holds the tensor may be going on
+    with real_values():  # a trace with this tensor may be active
         data = tensor.detach().cpu().contiguous()
         packed = zlib.compress(data.reshape(-1).view(torch.uint8).numpy().tobytes(), 9) if data.numel() else b""
     return {"dtype": dtype_name(data.dtype), "shape": list(data.shape), "bytes": base64.b64encode(packed).decode()}
 
 
 def drawn(tensor: Tensor) -> Plain:
-    """The mean and the deviation of a tensor's numbers; numbers that are all the same have no deviation."""
+    """The mean and the standard deviation of a tensor."""
     data = tensor.detach().cpu().double()
     mean = float(data.mean()) if data.numel() else 0.0
     deviation = float(data.std(correction=0)) if data.numel() else 0.0
@@ -327,7 +326,7 @@ def drawn(tensor: Tensor) -> Plain:
 
 
 def written_numbers(value: Any, is_weight: bool) -> Plain:
-    """An input of a graph. Numbers of weights, and of what takes many bytes, are drawn where that is possible."""
+    """An input of a graph. Floats of weights and of large inputs become mean and deviation."""
     if not isinstance(value, Tensor):
         return value
     can_be_drawn = value.is_floating_point() and bool(value.isfinite().all())
@@ -338,7 +337,7 @@ def written_numbers(value: Any, is_weight: bool) -> Plain:
 
 
 def numbers_of(data: Plain, seed: int = 0) -> Any:
-    """An input of plain data; what is drawn depends on the seed alone."""
+    """An input of plain data; random values depend on the seed only."""
     if not isinstance(data, dict):
         return data
     dtype, shape = getattr(torch, data["dtype"]), data["shape"]
@@ -353,7 +352,7 @@ def numbers_of(data: Plain, seed: int = 0) -> Any:
 
 
 def number_of(value: Any) -> Any:
-    """A number of Python's, of one of sympy's."""
+    """Python's number of a number of sympy."""
     return bool(value) if value.is_Boolean else int(value) if value.is_Integer else float(value)
 
 

@@ -1,4 +1,4 @@
-"""Is a model of another package exact in float64, and does every attention, MLP and head of it stream?"""
+"""Checks that a model of another package is exact in float64, and that all its stages stream."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def check(build: Builder, attention: set[str] | None = None, all_streams: bool =
     with default_dtype(torch.float64):
         model, inputs = build()
         model.double()
-        with torch.no_grad():  # away from initial values: a gate of zero would hide everything after it
+        with torch.no_grad():  # a gate of zero, its initial value, would hide everything after it
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
         compare(model, inputs, attention=attention, tolerance=BOUND, **options)
         stages = streamfx.explain(model, **inputs, options={"chunk_size": 7}).stages if all_streams else []
-    whole = [(stage.name, stage.reasons) for stage in stages if stage.kind != "streamed"]
-    assert not whole and bool(stages) == all_streams, whole
+    fallbacks = [(stage.name, stage.reasons) for stage in stages if stage.kind != "streamed"]
+    assert not fallbacks and bool(stages) == all_streams, fallbacks

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any, TypeAlias
 
 from tests.random_decoders.attention import attend
-from tests.random_decoders.mixers import BYTES, COUNTS, DECAYS, KEYS, SCANS, STATEFUL, TREES, VARIANTS, WHOLE
+from tests.random_decoders.mixers import ASSOCIATIVE, BYTES, COUNTS, DECAYS, KEYS, SCANS, STATEFUL, UNCHUNKED, VARIANTS
 from tests.random_decoders.specification import Layer
 from tests.random_decoders.writer import Writer
 
@@ -91,14 +91,14 @@ def _mix(w: Writer, layer: Layer, i: int) -> None:
             _recur(w, time)
         case form if form in SCANS:
             _scan(w, form, i, time)
-        case form if form in TREES:
+        case form if form in ASSOCIATIVE:
             _combine(w, form, i, time)
         case operator if operator in STATEFUL:
             _stateful(w, operator, i)
         case form if form in DECAYS:
             _decayed(w, form, i)
-        case whole if whole in WHOLE:
-            w.line(WHOLE[whole].format(time=time))
+        case form if form in UNCHUNKED:
+            w.line(UNCHUNKED[form].format(time=time))
 
 
 def _recur(w: Writer, time: int) -> None:
@@ -130,13 +130,13 @@ def _scan(w: Writer, form: str, i: int, time: int) -> None:
 
 def _combine(w: Writer, form: str, i: int, time: int) -> None:
     """An associative scan."""
-    function, rows, made = TREES[form]
+    function, rows, result = ASSOCIATIVE[form]
     if "mixed" in function:
         w.line(f"mixed = {w.parameter(f'mixed{i}', w.decoder.width, w.decoder.width)}")
     way = ", reverse=True" if form == "from behind" else ""
     w.line(f"y = associative_scan({function}, {rows}, {time}, combine_mode='generic'{way})")
-    sign = w.parameter(f"sign{i}", w.decoder.width) if "sign" in made else ""
-    w.line(f"z = {made.format(sign=sign, time=time)}")
+    sign = w.parameter(f"sign{i}", w.decoder.width) if "sign" in result else ""
+    w.line(f"z = {result.format(sign=sign, time=time)}")
 
 
 def _stateful(w: Writer, operator: str, i: int) -> None:

@@ -1,7 +1,6 @@
-"""Ways of calling a compiled model: from several threads, at several lengths, after its buffers were changed, touched late,
-with hooks that run while gradients arrive.
+"""Ways of calling a compiled model: from several threads, with several lengths, after changes of buffers or weights, with hooks.
 
-Each compares with eager calls of a copy, and gives back the errors as the other comparisons do.
+Each compares with eager calls of a copy, and returns the errors.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ THREADS, STEPS = 3, 4
 
 @dataclass(frozen=True)
 class Called:
-    """A model and its compiled twin, with what they are called with."""
+    """A model, its compiled copy, and their inputs."""
 
     eager: nn.Module
     own: nn.Module
@@ -37,22 +36,22 @@ class Called:
     reduce: Reduce
     tolerance: float
 
-    def same(self, what: str, inputs: Mapping[str, Tensor] | None = None) -> dict[str, float]:
+    def same(self, title: str, inputs: Mapping[str, Tensor] | None = None) -> dict[str, float]:
         """One step of both."""
         given = self.inputs if inputs is None else inputs
         truth = outcome(self.eager, self.eager, given, self.reduce)
         got = outcome(self.function, self.own, given, self.reduce)
         if not all(bool(item.isfinite().all()) for item in truth.outputs.values()):
-            return {}  # a shorter length may leave a row no key, say: nothing to compare with
+            return {}  # rows without a key at a shorter length, for example: nothing to compare
         found = errors(got, truth)
-        assert_small(found, self.tolerance, what)
+        assert_small(found, self.tolerance, title)
         return found
 
 
 def compare_called(
     way: str, model: nn.Module, inputs: dict[str, Tensor], *, reduce: Reduce, tolerance: float, also: Any, **options: Any
 ) -> Report:
-    """Assert that a way of calling a model gives what eager gives, or the stated refusal."""
+    """Assert that a way of calling a model has eager's results, or a documented error."""
     torch._dynamo.reset()
     own = copy.deepcopy(model)
     function = torch.compile(own, backend="streambp", options=options)
@@ -66,7 +65,7 @@ def compare_called(
 
 
 def _threads(called: Called, rest: str) -> dict[str, float]:
-    """Each thread has inputs of its own, all the same model; gradients are taken, not accumulated."""
+    """Threads share the model, not the inputs; gradients are returned, not accumulated."""
     called.same("before threads")
     own = [{name: _shuffled(item, n) for name, item in called.inputs.items()} for n in range(THREADS)]
     truth = [gradients_of(called.eager, called.eager, given, called.reduce) for given in own]
@@ -102,7 +101,7 @@ def _shuffled(item: Tensor, n: int) -> Tensor:
 
 
 def _lengths(called: Called, rest: str) -> dict[str, float]:
-    """A dynamic length; inputs are [b t] in every layout that has one."""
+    """A dynamic length; inputs are [b t]."""
     found = called.same("first length")
     for cut in (1, 2):
         shorter = {name: item[..., : item.shape[-1] - cut] for name, item in called.inputs.items()}
@@ -112,7 +111,7 @@ def _lengths(called: Called, rest: str) -> dict[str, float]:
 
 
 def _configured(called: Called, rest: str) -> dict[str, float]:
-    """Two threads enter and leave options in turn; the calling thread's are what they were, before and after."""
+    """Two threads enter and leave options in turn; the options of the calling thread do not change."""
     before, entered, left = resolve_options({}), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -127,11 +126,11 @@ def _configured(called: Called, rest: str) -> dict[str, float]:
         left.set()
         thread.join()
         found = called.same("configured")
-    assert resolve_options({}) == before, "options are left on"
+    assert resolve_options({}) == before, "options are still set"
     return found
 
 
-# -- buffers that hold a mask, changed between two calls
+# -- buffers of masks that change between two calls
 
 
 def _buffer(called: Called, way: str) -> dict[str, float]:
@@ -159,7 +158,7 @@ CHANGES: dict[str, Callable[[nn.Module, str, Tensor], Any]] = {
 }
 
 
-# -- logits touched after their weights have changed
+# -- logits that are read after their weights have changed
 
 
 def _late(called: Called, way: str) -> dict[str, float]:
@@ -170,7 +169,7 @@ def _late(called: Called, way: str) -> dict[str, float]:
     logits = called.function(**called.inputs)
     _changed(called.own, way)
     try:
-        found = {"logits touched late": relative_error(logits.detach() * 1.0, truth)}
+        found = {"logits read late": relative_error(logits.detach() * 1.0, truth)}
     except streamfx.StaleOutputError:
         return {"refused": 0.0}
     assert_small(found, called.tolerance, way)
@@ -188,25 +187,25 @@ def _changed(model: nn.Module, way: str) -> None:
         CHANGES[way](module, own, torch.full_like(getattr(module, own), 0.5))
 
 
-# -- rows of logits that are read alone
+# -- single rows of logits
 
 
 def _rows(called: Called, rest: str) -> dict[str, float]:
-    """Each way of reading is the first use of a call's logits; those that gradients follow give gradients, too.
+    """Each way of reading is the first use of a call's logits, once without and once with gradients.
 
-    Norms of rows that almost vanish magnify rounding; a row that is not its own is wrong by far more.
+    Norms of rows that almost vanish magnify rounding; the values of another row are wrong by far more.
     """
     called = replace(called, tolerance=1e-9)
-    found = called.same("whole logits")
+    found = called.same("all logits")
     dims = range(called.eager(**called.inputs).dim() - 1)
     for name, read in ((f"{name} of {dim}", partial(read, dim)) for dim in dims for name, read in READS.items()):
-        found |= {f"{name}: {what}": error for what, error in _read(called, read).items()}
-    assert_small(found, called.tolerance, "rows alone")
+        found |= {f"{name}: {value}": error for value, error in _read(called, read).items()}
+    assert_small(found, called.tolerance, "single rows")
     return found
 
 
 def _read(called: Called, read: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """The rows of a new call, and the gradients of another one's; what is zero by right counts as a thousandth."""
+    """Errors of the rows of a call, and of the gradients of another call, relative to at least 1e-3."""
 
     def gradients(function: Callable[..., Any], model: nn.Module) -> dict[str, Tensor | None]:
         return gradients_of(function, model, called.inputs, lambda logits: _weighted(read(logits)))
@@ -239,11 +238,11 @@ READS: dict[str, Callable[[int, Tensor], Tensor]] = {
 }
 
 
-# -- hooks that run between two stretches of a backward half
+# -- hooks that run between two segments of a backward graph
 
 
 def _stages(called: Called, way: str) -> dict[str, float]:
-    """Whoever waits for a gradient writes to it, and to its parameter, as soon as it is there."""
+    """Hooks write to a gradient and its parameter as soon as the gradient is there."""
     own, truth = (
         _hooked(function, model, called, HOOKS[way])
         for function, model in ((called.function, called.own), (called.eager, called.eager))
@@ -254,7 +253,7 @@ def _stages(called: Called, way: str) -> dict[str, float]:
 
 
 def _hooked(function: Callable[..., Any], model: nn.Module, called: Called, hook: Callable[[Tensor], None]) -> Outcome:
-    """What two steps leave of parameters and inputs; the second adds to gradients that the first left."""
+    """Parameters, inputs and gradients after two steps; the second adds to gradients of the first."""
     leaves = dict(model.named_parameters())
     _hook(leaves, hook)
     for number in range(2):
@@ -272,9 +271,9 @@ def _hook(leaves: Mapping[str, Tensor], hook: Callable[[Tensor], None]) -> None:
 
 
 def _updated(parameter: Tensor) -> None:
-    if parameter.grad is not None:  # a weight of which nothing is used: torch calls the hook where a function is compiled
+    if parameter.grad is not None:  # an unused weight: torch calls the hook if a function is compiled
         parameter.data -= 0.1 * parameter.grad
-        parameter.grad.zero_()  # nobody else may read it any more
+        parameter.grad.zero_()  # no other code may read it later
         parameter.grad = None
 
 
@@ -287,7 +286,7 @@ HOOKS: dict[str, Callable[[Tensor], None]] = {"optimizer": _updated, "added": _a
 
 
 def _split(called: Called, rest: str) -> dict[str, float]:
-    """The graph is split in two at a place that is drawn."""
+    """The graph is split in two at a random place."""
     with split_at(Random(int(rest)).choice):
         return called.same(f"split by {rest}")
 

@@ -2,8 +2,8 @@
 
     Choices("7")("mask", ("arange", "tril"))  ->  the same in every process, whatever else is drawn, before or after
 
-A new field changes no draw of another field. A new value changes a draw only where it is the value drawn: of all values, the one
-with the largest digest is taken, and the digest of a value does not depend on the other values.
+A new field does not change draws of other fields. A new value changes a draw only if it is the value drawn: the value with the
+largest digest is taken, and the digest of a value does not depend on other values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choices:
-    """A source of choices; its name stands before the name of each choice."""
+    """A source of choices; its name precedes the name of each choice."""
 
     name: str
 

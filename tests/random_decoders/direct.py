@@ -1,7 +1,7 @@
-"""Tracing without Dynamo and AOTAutograd, for thousands of decoders: the joint graph straight from autograd.
+"""Tracing without Dynamo and AOTAutograd, for thousands of decoders: autograd gives the joint graph.
 
-The graph is that of AOTAutograd but for its metadata: forward and backward in ATen operators, primals (parameters, float
-inputs) and tangents as inputs. Every chunk size is then compared with eager's outputs and gradients.
+Except for metadata, it is the graph of AOTAutograd: forward and backward in ATen operators, with primals (parameters, float
+inputs) and tangents as inputs. Outputs and gradients of each chunk size are compared with eager.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.support.exactness import (
     value_errors,
 )
 
-SMALL_ALONE = 1e-6
+SMALL_SINKS = 1e-6
 
 
 def compare_directly(
@@ -64,25 +64,25 @@ def compare_directly(
     facts = recorded.facts_for(recorded.options)
     recorded.facts.append(facts)
     found: dict[str, float] = {}
-    granule = known(facts.axes.sequence).chunk_alignment if facts.program is not None else 1
+    alignment = known(facts.axes.sequence).chunk_alignment if facts.program is not None else 1
     for rows in (None, *also) if facts.program is not None else ():
         for loop in known(facts.program).loops:
-            loop.spec = replace(loop.spec, chunk_size=loop.spec.chunk_size if rows is None else -(-rows // granule) * granule)
+            loop.spec = replace(loop.spec, chunk_size=loop.spec.chunk_size if rows is None else -(-rows // alignment) * alignment)
         values = [_where_finite(*pair) for pair in zip(recorded.streamed_values(known(facts.program)), truth, strict=True)]
         found = value_errors(values, truth, len(outputs), max(tolerance, NOISE))
         assert_small(found, tolerance, f"chunks of {rows or chunk_size}")
-        assert_small(_of_sinks(model, values[len(outputs) :], truth[len(outputs) :]), SMALL_ALONE, "alone")
+        assert_small(_of_sinks(model, values[len(outputs) :], truth[len(outputs) :]), SMALL_SINKS, "sinks")
     return Report(found, Recorder(recorded.options, [recorded]))
 
 
 def _where_finite(actual: Tensor | None, truth: Tensor | None) -> Tensor | None:
-    """Where eager's value is no number, nothing is asked of ours."""
+    """The actual value, with eager's wherever eager's is infinite or NaN."""
     comparable = actual is not None and truth is not None and actual.shape == truth.shape and truth.is_floating_point()
     return torch.where(truth.isfinite(), actual, truth) if comparable else actual  # type: ignore[union-attr, arg-type]
 
 
 def _of_sinks(model: nn.Module, gradients: list[Tensor | None], truth: list[Tensor | None]) -> dict[str, float]:
-    """Gradients of sinks relative to themselves: they are small beside all others, and still have their digits."""
+    """Errors of gradients of sinks relative to themselves: they are much smaller than others, and must be precise, too."""
     own = zip(model.named_parameters(), gradients, truth, strict=False)
     return {
         name: relative_error(actual, wanted)
@@ -92,14 +92,14 @@ def _of_sinks(model: nn.Module, gradients: list[Tensor | None], truth: list[Tens
 
 
 def tangents_of(reduce: Reduce, results: Any) -> list[Tensor]:
-    """The gradient of what is differentiated, by each result."""
+    """The gradient of the reduced result with respect to each result."""
     flat = leaves(results)
     gradients = torch.autograd.grad(reduce(results), flat, allow_unused=True)
     return [torch.zeros_like(item) if own is None else own for item, own in zip(flat, gradients, strict=True)]
 
 
 def joint_of(model: nn.Module, inputs: dict[str, Tensor]) -> Callable[[list[Tensor], list[Tensor]], list[Any]]:
-    """Primals and tangents to outputs and one gradient, or None, per primal."""
+    """A function of primals and tangents that returns outputs, and a gradient or None per primal."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Any]:
@@ -114,7 +114,7 @@ def joint_of(model: nn.Module, inputs: dict[str, Tensor]) -> Callable[[list[Tens
 
 
 def functional(module: fx.GraphModule) -> fx.GraphModule:
-    """Replace operators that write into a fresh tensor by those that make another one."""
+    """Replace operators that write to a new tensor by functional ones."""
     graph = module.graph
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
@@ -132,7 +132,7 @@ def functional(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def traced(joint: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor]) -> fx.GraphModule:
-    """The graph of `joint` with values of one fake mode, as AOTAutograd's; tracing real tensors makes a mode for each."""
+    """The graph of `joint` with values of one fake mode, as in AOTAutograd; tracing real tensors creates several modes."""
     mode = FakeTensorMode(allow_fallback_kernels=True)
     with patch.object(proxy_tensor, "FakeTensorMode", lambda **_: mode):
         return proxy_tensor.make_fx(joint, dict(DECOMPOSITIONS))(primals, tangents)

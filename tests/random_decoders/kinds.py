@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.random_decoders.choices import Choices
 from tests.random_decoders.masks import FILLS
-from tests.random_decoders.mixers import BYTES, DECAYS, FEATURES, MIXES, SCANS, STATEFUL, TREES, WHOLE
+from tests.random_decoders.mixers import ASSOCIATIVE, BYTES, DECAYS, FEATURES, MIXES, SCANS, STATEFUL, UNCHUNKED
 from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, draw, drawn, sensible
 from tests.random_decoders.terms import EXTRAS, TERMS
 
@@ -26,7 +26,7 @@ def _layers(choose: Choices, count: int) -> list[Choices]:
 
 
 def _small(decoder: Decoder) -> Decoder:
-    """Compiled ones take longest: one layer, nothing that is only slow."""
+    """One layer and no slow options: compilation takes longest."""
     return replace(decoder, layers=(replace(decoder.layers[0], mixer="none"),), bodies="eager")
 
 
@@ -103,7 +103,7 @@ def _features(decoder: Decoder, choose: Choices) -> Decoder:
 def _unchunked(decoder: Decoder, choose: Choices) -> Decoder:
     """Several layers have a mixer that is not chunked: the backward graph recomputes it, a layer at a time."""
     layers = [
-        replace(decoder.layers[0], mixer=own("mixer", (*WHOLE, "none")), **drawn(Layer, own, "core", "mlp", "wiring", "mask"))
+        replace(decoder.layers[0], mixer=own("mixer", (*UNCHUNKED, "none")), **drawn(Layer, own, "core", "mlp", "wiring", "mask"))
         for own in _layers(choose, choose("count", (2, 3)))
     ]
     lengths = {"calls": "lengths", "dynamic": True} if choose.chance("lengths", 0.2) else {"calls": "one"}
@@ -220,7 +220,7 @@ KINDS: dict[str, Callable[[Decoder, Choices], Decoder]] = {
     "stages": _stages,
     "whole": _unchunked,
     "scans": _scans,
-    "associative": partial(_scans, mixers=tuple(TREES)),
+    "associative": partial(_scans, mixers=tuple(ASSOCIATIVE)),
     "states": partial(_scans, mixers=tuple(STATEFUL)),
     "decays": partial(_scans, mixers=DECAYS),
     "alone": _single_rows,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from tests.random_decoders.tables import expressions, tables
 
 _TEXT = tables("mixers.txt")
-TREES, STATEFUL, DECAYS, VARIANTS = (_TEXT[name] for name in ("associative scans", "stateful operators", "decays", "variants"))
-WHOLE, SCANS, MIXES, COUNTS, KEYS = (
+ASSOCIATIVE, STATEFUL, DECAYS, VARIANTS = (
+    _TEXT[name] for name in ("associative scans", "stateful operators", "decays", "variants")
+)
+UNCHUNKED, SCANS, MIXES, COUNTS, KEYS = (
     expressions(_TEXT[name]) for name in ("unchunked", "scans", "mixes", "counts", "keys of experts")
 )
 FEATURES = {  # the share of the width that an input has, and an expression of it before the first layer

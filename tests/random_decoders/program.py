@@ -1,4 +1,4 @@
-"""A decoder as the text of a program, which defines a model, its inputs and its options, and can be pasted and run."""
+"""A decoder as the text of a program that defines a model, inputs and options: paste it and run it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IMPORTED = {
 
 
 def program(decoder: Decoder) -> str:
-    """The whole text."""
+    """The text of the program."""
     w = Writer(decoder)
     _embed(w)
     for i, layer in enumerate(decoder.layers):
@@ -55,7 +55,7 @@ def program(decoder: Decoder) -> str:
 
 
 def needed(decoder: Decoder) -> Decoder:
-    """The decoder with the simplest of all choices that its program does not depend on."""
+    """The decoder with the simplest choices that give the same program."""
     text = program(decoder)
     return shrunk(decoder, lambda other: program(other) == text, tries=10_000)
 
@@ -67,13 +67,13 @@ def _imports(text: str) -> str:
 
 
 def _functions(decoder: Decoder, lines: list[str]) -> str:
-    """Functions with gradients of their own that the lines call."""
+    """Functions that the lines call and that define their gradients."""
     called = {name: text for name, text in FUNCTIONS.items() if f"{name}.apply" in "\n".join(lines)}
     return "".join(called.values()) + bend(decoder.bend)
 
 
 def _reduce(decoder: Decoder) -> str:
-    """The number that is differentiated, of what the model returns."""
+    """A function from results of the model to a scalar loss."""
     plain = {"loss beside logits": "(lambda results: results[0])", "logits": "outside"}.get(decoder.outputs, "scalar_of")
     return plain if decoder.scale == 1 else f"lambda results: {decoder.scale} * {plain}(results)"
 
@@ -85,7 +85,7 @@ def _check(decoder: Decoder) -> str:
 
 
 def _needed(lines: list[str]) -> list[str]:
-    """The lines without those that set up what the others never use."""
+    """The lines without assignments that no other line uses."""
     optional = {"at = ": {"at"}, "aux = 0.0": {"aux"}, "stream = None": {"stream"}, "first_k, ": {"first_k", "first_v"}}
     kept = []
     for number, line in enumerate(lines):
@@ -114,10 +114,10 @@ def _embed(w: Writer) -> None:
     w.line("at = torch.arange(t)", "aux = 0.0", "stream = None")
     w.line("x = embeds" if decoder.embedding == "given" else f"x = {w.embedding('embed', v, d)}(ids)")
     if decoder.features != "none":
-        parts, made = FEATURES[decoder.features]
+        parts, expression = FEATURES[decoder.features]
         kind = "float64" if decoder.precision == "float64" else "float32"
         w.inputs["feats"] = f"torch.randn({sizes}, {d // parts}, dtype=torch.{kind}, requires_grad=True)"
-        w.line(f"beside = {made}")
+        w.line(f"beside = {expression}")
     if decoder.embedding == "positions":
         extra = "[:, None]" if decoder.layout == "time first" else ""
         w.line(f"x = x + {w.embedding('position', 40, d)}(at){extra}")
@@ -153,7 +153,7 @@ def _result(w: Writer) -> str:
 
 
 def _outside(decoder: Decoder) -> str:
-    """The loss of a decoder that returns its logits, as a function of these."""
+    """The loss of a decoder that returns its logits, as a function of them."""
     if decoder.outputs != "logits":
         return ""
     w = Writer(decoder)
@@ -180,12 +180,12 @@ def _options(decoder: Decoder) -> str:
 
 
 def _reach(decoder: Decoder) -> int:
-    """A row less than all, where these are as many chunks nevertheless; of other lengths, more than there are."""
+    """All rows but one if they are as many chunks as all rows; with dynamic lengths, more than all."""
     fewest = min(decoder.chunk_size, decoder.loss_chunk_size, decoder.also)
     return decoder.length - 1 if fewest > 1 and decoder.length > 1 and decoder.calls == "one" else 10_000
 
 
-# -- the head and losses of many kinds
+# -- the head and the loss
 
 
 def _head(w: Writer) -> None:

@@ -1,9 +1,9 @@
-"""What a random decoder is made of: a few choices, each from a tuple whose first entry is the simplest, and stays the first.
+"""Choices of random decoders, each from a tuple of values; the first value is the simplest, and stays the first.
 
     draw(Choices("3"))  ->  Decoder(layers=(Layer(core="matmul", mask="window"),), length=5, ...)
 
-A failure is shrunk by moving choices towards the front of their tuples, as long as it stays the same failure. Text of a decoder
-has the fields that are not the simplest, so that a decoder is kept as it is printed, see found.txt.
+Shrinking moves choices towards the front of their tuples while the failure stays the same. The text of a decoder has the fields
+that are not the simplest: found.txt keeps these texts.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 from tests.random_decoders.choices import Choices
 from tests.random_decoders.gradients import BENDS
 from tests.random_decoders.masks import APART, BENT, FILLS, POSITIONS, RELATIONS, SINKS, TABLES, TOGETHER
-from tests.random_decoders.mixers import BYTES, COUNTS, DECAYS, FEATURES, KEYS, MIXES, SCANS, STATEFUL, TREES, WHOLE
+from tests.random_decoders.mixers import ASSOCIATIVE, BYTES, COUNTS, DECAYS, FEATURES, KEYS, MIXES, SCANS, STATEFUL, UNCHUNKED
 from tests.random_decoders.terms import EXTRAS, LINES
 
 
 def choice(*values: Any, rare: bool = False, also: Iterable[Any] = ()) -> Any:
-    """A field that takes one of `values`; a rare one takes the first, simplest value mostly; kinds set one of `also`, too."""
+    """A field with one of `values`; a rare one mostly has the first, simplest value; kinds may set one of `also`."""
     return field(default=values[0], metadata={"values": values, "rare": rare, "known": (*values, *also)})
 
 
-INEXACT = ("float8", "rounded", "integers", "integer sums", "float16")  # gradients of which an ulp may decide: no scale
-OUTSIDE = ("largest", "filtered", "best", "margin")  # losses that compare logits with what was made of them
+INEXACT = ("float8", "rounded", "integers", "integer sums", "float16")  # rounding of one ulp may decide these gradients: no scale
+OUTSIDE = ("largest", "filtered", "best", "margin")  # losses that compare logits with functions of them
 CALLS = (  # see calls.py
     *("threads", "lengths", "configured"),
     *(f"buffer {way}" for way in ("written", "data written", "data", "numpy", "new")),
@@ -35,7 +35,7 @@ CALLS = (  # see calls.py
 
 
 class Chosen:
-    """What is made of choices: no choice has a value that nobody knows, and the simplest values are not printed."""
+    """Base of classes of choices: unknown values raise, and the text omits the simplest values."""
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ class Chosen:
 
 @dataclass(frozen=True, repr=False)
 class Layer(Chosen):
-    """One block: attention, what stands before it, the MLP, and how they are wired."""
+    """One block: a mixer, attention, an MLP, and how they are wired."""
 
     core: str = choice(
         "causal", "boolean", "biased", "matmul", "einsum", "differential", "retention", "linear", "sigmoid", "none"
@@ -78,7 +78,7 @@ class Layer(Chosen):
     mixer: str = choice(
         *("none", "shift", "convolution", "cumulative sum", "cumulative mean", "recurrence"),
         rare=True,
-        also=(*WHOLE, *SCANS, *TREES, *STATEFUL, *DECAYS),
+        also=(*UNCHUNKED, *SCANS, *ASSOCIATIVE, *STATEFUL, *DECAYS),
     )
     norm: str = choice("spelled", "layer", "rms", "none")
     wiring: str = choice("pre", "post", "sandwich", "parallel", "scaled", "streams", "gated", "mixed streams")
@@ -94,7 +94,7 @@ class Layer(Chosen):
 
 @dataclass(frozen=True, repr=False)
 class Decoder(Chosen):
-    """A whole model, its inputs and the options that it is compiled with. Sizes are small, so that they often coincide."""
+    """A model, its inputs and its options. Sizes are small, so that they often coincide."""
 
     layers: tuple[Layer, ...] = (Layer(),)
     layout: str = choice("batch first", "time first", "unbatched", "folded")
@@ -154,7 +154,7 @@ def draw(choose: Choices) -> Decoder:
 
 
 def drawn(kind: type, choose: Choices, *names: str) -> dict[str, Any]:
-    """Values for all choices, or for those that are named, of which none is rare."""
+    """Values for all choices, or for the named ones, which are then not rare."""
     wanted = {item.name: item.metadata for item in fields(kind) if item.metadata and (not names or item.name in names)}
     simplest = {name for name, own in wanted.items() if own["rare"] and not names and choose.chance(f"{name} is rare", 0.75)}
     return {name: own["values"][0] if name in simplest else choose(name, own["values"]) for name, own in wanted.items()}
@@ -164,14 +164,14 @@ Rule = tuple[Callable[[Any], bool], dict[str, Any]]
 
 
 def _following(item: Any, rules: Iterable[Rule]) -> Any:
-    """With the choices of each rule that holds, one after the other."""
+    """The item with the choices of each rule that holds, in their order."""
     for holds, choices in rules:
         item = replace(item, **choices) if holds(item) else item
     return item
 
 
-# what surrounds the layers: ways of calling, gradients that are bent, terms beside the loss
-BESIDE: tuple[Rule, ...] = (
+# parts outside of layers: ways of calling, bent gradients, terms added to the loss
+OUTSIDE_OF_LAYERS: tuple[Rule, ...] = (
     (lambda d: d.extra != "none" or d.bend != "none", {"outputs": "loss", "precision": "float64"}),
     (lambda d: d.extra != "none", {"layout": "batch first"}),
     (lambda d: d.extra != "none" and d.calls != "lengths", {"calls": "one"}),
@@ -192,7 +192,7 @@ WHOLE_MODEL: tuple[Rule, ...] = (
     (lambda d: d.layout == "unbatched", {"batch": 2}),
     (lambda d: d.layout == "unbatched" and d.loss == "preferences", {"loss": "mean"}),
     (lambda d: d.precision == "bfloat16 autocast", {"compiled": False}),
-    # logits wait for a loss outside of the compiled function
+    # logits are deferred for a loss outside of the compiled function
     (lambda d: d.outputs == "logits", {"lazy": True}),
     (lambda d: d.outputs == "logits" and d.precision != "bfloat16 autocast", {"compiled": True}),
     (lambda d: d.outputs == "logits" and d.loss in ("divergence", "squares"), {"loss": "mean"}),
@@ -203,20 +203,20 @@ WHOLE_MODEL: tuple[Rule, ...] = (
     (lambda d: d.frozen == "head" and d.embedding == "tied", {"embedding": "tokens"}),
     (lambda d: len(d.layers) == 1, {"skips": False}),
 )
-SPELLED = ("matmul", "einsum", "differential")
+UNFUSED = ("matmul", "einsum", "differential")
 WITHOUT = {"keys": "own", "groups": "none", "projection": "separate", "wide_values": False, "query_norm": False, "rotary": "none"}
 PLAIN = {"positions": "plain", "apart": "less", "relation": "<= 0", "together": "or itself"}
 EACH_LAYER: tuple[Rule, ...] = (
     (lambda one: one.sinks != "none" and one.hiding == "renormalise", {"sinks": "none"}),
     (lambda one: one.core in ("causal", "linear", "retention", "none"), {"mask": "arange"}),
     (lambda one: one.mask != "arithmetic", PLAIN),
-    (lambda one: one.core not in SPELLED, {"sinks": "none"}),
-    (lambda one: one.core not in SPELLED and (one.core != "biased" or one.hiding not in FILLS), {"hiding": "fill"}),
+    (lambda one: one.core not in UNFUSED, {"sinks": "none"}),
+    (lambda one: one.core not in UNFUSED and (one.core != "biased" or one.hiding not in FILLS), {"hiding": "fill"}),
     (lambda one: one.core not in ("matmul", "einsum", "biased"), {"bent": "none"}),
     (lambda one: one.bent == "none", {"bent_last": False}),
     (lambda one: not one.bent.startswith("table"), {"table": "index"}),
     (lambda one: one.mlp != "sorted experts", {"counts": "plain", "keys_of_experts": "plain"}),
-    (lambda one: one.core not in (*SPELLED, "biased", "sigmoid"), {"bias": "none"}),
+    (lambda one: one.core not in (*UNFUSED, "biased", "sigmoid"), {"bias": "none"}),
     (lambda one: one.core == "biased" and one.bias == "softcap", {"bias": "none"}),
     (lambda one: one.mask == "none", {"hiding": "fill"}),
     (lambda one: one.core == "none", WITHOUT),
@@ -225,8 +225,8 @@ EACH_LAYER: tuple[Rule, ...] = (
 
 
 def sensible(decoder: Decoder) -> Decoder:
-    """The decoder with choices that do nothing, or mean nothing, set to the simplest: equal programs are equal decoders."""
-    decoder = _following(decoder, BESIDE)
+    """The decoder with choices without effect set to the simplest: equal programs are equal decoders."""
+    decoder = _following(decoder, OUTSIDE_OF_LAYERS)
     if decoder.calls.startswith("buffer"):
         first = replace(decoder.layers[0], mask="buffer", core="matmul", hiding="fill", bent="none", sinks="none")
         decoder = replace(decoder, layers=(first, *decoder.layers[1:]))
@@ -238,12 +238,12 @@ def sensible(decoder: Decoder) -> Decoder:
 
 
 def _sensible(layer: Layer, first: Layer | None, decoder: Decoder) -> Layer:
-    beside: tuple[Rule, ...] = (
+    by_decoder: tuple[Rule, ...] = (
         (lambda one: decoder.precision != "float64", {"bent": "none", "rotary": "none"}),
         (lambda one: decoder.precision != "float64" and one.hiding in FILLS, {"hiding": "fill"}),
         (lambda one: decoder.heads == 1 or (one.groups == "enable" and decoder.layout == "folded"), {"groups": "none"}),
     )
-    layer = _following(layer, (*beside, *EACH_LAYER))
+    layer = _following(layer, (*by_decoder, *EACH_LAYER))
     is_another = first is None or (first.groups, first.wide_values) != (layer.groups, layer.wide_values)
     return replace(layer, keys="own") if is_another or (first is not None and first.core == "none") else layer
 
@@ -252,7 +252,7 @@ def _sensible(layer: Layer, first: Layer | None, decoder: Decoder) -> Layer:
 
 
 def simpler(decoder: Decoder) -> Iterator[Decoder]:
-    """Decoders that differ in one choice, which is simpler."""
+    """Decoders with one simpler choice."""
     if len(decoder.layers) > 1:
         yield from (sensible(replace(decoder, layers=(layer,))) for layer in decoder.layers)
     for number, layer in enumerate(decoder.layers):
@@ -265,15 +265,14 @@ def _simpler_fields(item: Any) -> Iterator[Any]:
     for own in fields(item):
         values = own.metadata.get("values", ())
         value = getattr(item, own.name)
-        for other in values[: values.index(value) if value in values else 1]:  # some are drawn in other ways
+        for other in values[: values.index(value) if value in values else 1]:  # kinds set other values
             yield replace(item, **{own.name: other})
 
 
 def shrunk(decoder: Decoder, fails: Callable[[Decoder], bool], tries: int = 200) -> Decoder:
     """The simplest decoder found that still fails.
 
-    Hypothesis, given a strategy with a choice per field, runs 300 to 450 different programs where this runs 100 to 180, and
-    cannot begin with a decoder that is kept as a literal.
+    Hypothesis, with a choice per field, runs 300 to 450 programs where this runs 100 to 180, and cannot start from a decoder.
     """
     seen = {decoder}
     progress = True

@@ -11,8 +11,8 @@
         term = ($1 - $2).mean()
     rows less x | $rows | x
 
-An entry has a name, and one line after ` | ` or several indented ones. `$rows` stands for the lines of an entry with that name.
-Lines between the name of a table and its first entry are a template: `$1` and `$2` are what the entries after it say.
+An entry has a name, and one line after ` | ` or several indented ones. Lines of an entry `$rows` replace `$rows` in later lines.
+Lines between the name of a table and its first entry are a template: entries after it have values for `$1` and `$2`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Table: TypeAlias = "dict[str, Lines]"
 
 
 def tables(file: str) -> dict[str, Table]:
-    """The tables of a text file beside this module, by name; a table may be continued with another template."""
+    """The tables of a text file of this folder, by name; a table may continue with another template."""
     found: dict[str, dict[str, list[str]]] = {}
     shared: dict[str, list[str]] = {}
     table: dict[str, list[str]] = {}
@@ -59,7 +59,7 @@ def _of_template(template: list[str], rest: list[str], shared: dict[str, list[st
 
 
 def _filled(line: str, shared: dict[str, list[str]]) -> list[str]:
-    """The line, with each `$name` replaced; a name that is the whole line stands for several."""
+    """The line, with each `$name` replaced; several lines may replace a line that is only a name."""
     body = line.lstrip()
     if body[1:] in shared and body.startswith("$"):
         return [line[: len(line) - len(body)] + text for text in shared[body[1:]]]

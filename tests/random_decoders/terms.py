@@ -1,4 +1,4 @@
-"""Terms beside the loss, as lines of a program: terms.txt and terms_of_blocks.txt, by the kinds of decoders that draw them."""
+"""Terms added to the loss, as lines of a program: terms.txt and terms_of_blocks.txt, by the kinds of decoders that draw them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.zoo.runs import LIMIT, ROWS, known, run, tidy, write  # noqa: E402
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description="Measure tiny models of transformers' types.")
-    parser.add_argument("model_types", nargs="*", help="measure these and print all that was found")
+    parser.add_argument("model_types", nargs="*", help="measure these and print their rows")
     parser.add_argument("--all", action="store_true", help="measure every type that has no row yet")
     parser.add_argument("--again", action="store_true", help="measure types that have a row, too")
     parser.add_argument("--report", action="store_true", help="write docs/coverage.md from the rows")

@@ -1,4 +1,4 @@
-"""Measures one model type: is it exact, what streams, and why not the rest."""
+"""Measures one model type: whether it is exact, which stages stream, and why others do not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Kept(Compilation):
-    """A compilation that keeps the two halves of each graph beside its facts."""
+    """A compilation that keeps the forward and backward graph of each of its facts."""
 
     halves: list[tuple[fx.GraphModule, fx.GraphModule | None, int]] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class Keeper:
     def __call__(self, module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         kept = Kept(module, self.options)
         function = kept.compile(example_inputs)
-        self.compilations.append(kept)  # only now: Dynamo starts anew where AOTAutograd asks it to
+        self.compilations.append(kept)  # only now: AOTAutograd may make Dynamo start over
         return function
 
 
@@ -107,7 +107,7 @@ def compared(model: nn.Module, given: dict[str, Any], truth: Outcome) -> Row:
 
 
 def differs_alone(model: nn.Module, given: dict[str, Any], truth: Outcome) -> list[str]:
-    """Results in which AOTAutograd differs from eager without streamfx: zeros for the gradient of what a graph makes in vain."""
+    """Results in which AOTAutograd differs from eager without streamfx: zeros for gradients of unused values."""
     return [name for name, error in errors(alone(model, given), truth).items() if error > BOUND]
 
 
@@ -126,9 +126,9 @@ def runs_alone(model: nn.Module, given: dict[str, Any]) -> bool:
 
 
 def findings(backend: Keeper) -> Row:
-    """What streams: stages, attention, FLOPs in loops; and the reasons for the rest, with how often each occurs.
+    """Stages, attention, FLOPs in loops, and the reasons of stages that do not stream, with counts.
 
-    A graph that is given a single row is one chunk: it has a reason, and keeps nothing from streaming.
+    A graph with a single row is one chunk: it has a reason, but does not prevent streaming.
     """
     streamed = total = 0
     stages: list[list[Any]] = []
@@ -161,7 +161,7 @@ def findings(backend: Keeper) -> Row:
 
 
 def counted(reasons: list[str]) -> dict[str, int]:
-    """Reasons without what to do about them, and without the machine's paths."""
+    """Counts of reasons, without their advice and without paths of this machine."""
     found: dict[str, int] = {}
     for reason in reasons:
         text = re.sub(r"(\): |: )(let it run|write it|compile a larger|keep the parts|compare row indices).*", r")", reason)

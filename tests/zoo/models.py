@@ -20,7 +20,7 @@ def model_types() -> list[str]:
 
 
 def built(model_type: str) -> nn.Module:
-    """The model with random weights of a size that matters: attention is not uniform, no norm is the identity."""
+    """The model with random weights, large enough that attention is not uniform and no norm is the identity."""
     torch.manual_seed(0)
     model = constructed(model_type).double()
     model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # else a warning in the loss may break the graph
@@ -34,7 +34,7 @@ def built(model_type: str) -> nn.Module:
 
 
 def constructed(model_type: str) -> nn.Module:
-    """By the class of the mapping, for that part of the configuration that the class is made for."""
+    """An instance of the class in the mapping, with the part of the configuration that fits the class."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -65,10 +65,10 @@ BLOCKS_OF_64 = (
     "qwen4_exp",
     "qwen4_exp_text",
 )
-# what works on blocks of rows has several of them; reformer asks for a product of two sizes
+# types with blocks of rows get several blocks; reformer needs a product of two sizes
 ROWS_OF = {"reformer": 24, "xlstm": 43, **dict.fromkeys(BLOCKS_OF_64, 150)}
-BY_DEFAULT_DOUBLE = {"xglm"}  # makes a float64 limit a tensor of the default type
-WITHOUT_LABELS = {"git", "musicgen", "musicgen_melody"}  # their losses ask for images or codes
+BY_DEFAULT_DOUBLE = {"xglm"}  # it converts a float64 limit to a tensor of the default type
+WITHOUT_LABELS = {"git", "musicgen", "musicgen_melody"}  # their losses need images or codes
 
 
 def dtype_of(model_type: str) -> torch.dtype:
@@ -78,13 +78,13 @@ def dtype_of(model_type: str) -> torch.dtype:
 
 @cache
 def grouped_products_in_float64() -> None:
-    """Experts use transformers' own grouped product, also in eager: torch's has no float64. It is counted like a product."""
+    """Experts use the grouped product of transformers, also in eager: torch's has no float64. Its FLOPs are counted."""
     from torch.utils.flop_counter import register_flop_formula
     from transformers.integrations import moe
 
     moe._can_use_grouped_mm = lambda *_: False
     operators = torch.ops.transformers
-    operators.grouped_mm_fallback  # noqa: B018  (looked up once, so that it is there)
+    operators.grouped_mm_fallback  # noqa: B018  (the look-up registers it)
 
     def forward(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
         return 2 * int(rows[0]) * int(rows[1]) * int(weights[2])

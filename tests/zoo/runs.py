@@ -31,7 +31,7 @@ def known(path: Path = ROWS) -> dict[str, Row]:
 
 
 def run(model_types: Iterable[str], path: Path | None, limit: int = LIMIT) -> Iterable[Row]:
-    """Measure one after the other; rows are added to the file at once."""
+    """Measure one after another; append each row to the file at once."""
     code = revision()
     for model_type in model_types:
         row = in_own_process(model_type, limit) | {"revision": code}
@@ -42,7 +42,7 @@ def run(model_types: Iterable[str], path: Path | None, limit: int = LIMIT) -> It
 
 
 def revision() -> str:
-    """The commit that is measured, with a mark where files differ from it."""
+    """The measured commit, with a mark if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     return found.stdout.strip() or "unknown"
@@ -55,7 +55,7 @@ def tidy(path: Path = ROWS) -> None:
 
 
 def in_own_process(model_type: str, limit: int) -> Row:
-    """The row that a forked process sends back; torch and transformers are loaded once, here."""
+    """The row from a forked process; torch and transformers are loaded once, here."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(model_type, sender), daemon=True)
@@ -101,7 +101,7 @@ def text_of(rows: Mapping[str, Row]) -> str:
 
 
 def summary(rows: list[Row]) -> Iterable[str]:
-    """How many of each; then the causes of what runs whole, the most frequent first."""
+    """Counts of statuses, and causes of fallbacks, the most frequent first."""
     statuses = Counter(row["status"] for row in rows)
     yield f"{len(rows)} model types: " + ", ".join(f"{count} {status}" for status, count in statuses.most_common()) + ". "
     streamed = sum(row["status"] == "exact" and not row["reasons"] for row in rows)
