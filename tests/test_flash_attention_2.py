@@ -124,7 +124,7 @@ def test_positions_that_a_model_computes_itself_raise() -> None:
         return args, {**kwargs, "position_ids": torch.arange(22)[None] % 11}
 
     model.model.register_forward_pre_hook(separate, with_kwargs=True)
-    with enable(model, chunk_size=7), pytest.raises(RuntimeError, match="give the call the position_ids"):
+    with enable(model, chunk_size=7), pytest.raises(RuntimeError, match="pass position_ids"):
         model(**batch_of("plain")).loss.backward()
 
 

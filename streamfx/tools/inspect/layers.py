@@ -80,7 +80,7 @@ def has_forward(module: nn.Module) -> bool:
 def is_torch_module(module: nn.Module) -> bool:
     """Return whether a module consists of PyTorch's own classes without hooks, so that its inputs determine its operators.
 
-    >>> is_plain(nn.Linear(1, 1)), is_plain(type("Other", (nn.Linear,), {})(1, 1))
+    >>> is_torch_module(nn.Linear(1, 1)), is_torch_module(type("Other", (nn.Linear,), {})(1, 1))
     (True, False)
     """
     return all(

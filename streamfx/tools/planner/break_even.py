@@ -48,7 +48,7 @@ def _saves_memory(peaks: Peaks, length: int) -> bool:
 def candidate_length(number: int, multiple: int) -> int:
     """Return the candidate length of an index, rounded up to a multiple.
 
-    >>> [named(number, 1) for number in range(9)], named(41, 1), named(41, 1000)
+    >>> [candidate_length(index, 1) for index in range(9)], candidate_length(41, 1), candidate_length(41, 1000)
     ([4, 5, 6, 7, 8, 10, 12, 14, 16], 5120, 6000)
     """
     length = (STEPS + number % STEPS) << (number // STEPS)
