@@ -13,11 +13,20 @@ import streamfx
 from streamfx.passes.partition.hoisted_reductions import hoisted_reductions
 from tests.support import decoders, layouts
 from tests.support.exactness import compare
-from tests.support.recurrent import BATCH, VOCABULARY, xlstm
 
 pytestmark = pytest.mark.compiled
 
-LAYERS, BLOCK = 2, 11
+LAYERS, BLOCK, VOCABULARY, BATCH = 2, 11, 23, 2
+
+
+def xlstm() -> nn.Module:
+    """A tiny xLSTM of transformers."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": LAYERS, "num_blocks": LAYERS, "use_cache": False}
+    config = transformers.AutoConfig.for_model("xlstm", **sizes, num_heads=2, mode="train", chunk_size=BLOCK)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # else a warning in the loss may break the graph
+    return model
 
 
 def test_a_recurrent_layer_has_one_backward_loop() -> None:
@@ -25,7 +34,7 @@ def test_a_recurrent_layer_has_one_backward_loop() -> None:
     product of a layer recomputed: FLOPs are at most those of checkpointing.
     """
     ids = layouts.tokens(VOCABULARY, BATCH, 4 * BLOCK, 0)
-    model, batch = decoders.made(lambda: xlstm(LAYERS)), {"input_ids": ids, "labels": ids}
+    model, batch = decoders.made(xlstm), {"input_ids": ids, "labels": ids}
     compare(model, batch, chunk_size=BLOCK, also=(1, 2 * BLOCK), tolerance=1e-11)
     found = streamfx.explain(model, **batch, chunk_size=BLOCK, loss_chunk_size=BLOCK).summary()
     assert [stage["loops"] for stage in found["stages"]] == [2] * LAYERS + [1]

@@ -16,12 +16,12 @@ from streamfx.passes.rewrite.canonicalize import LATE_RULES, RULES
 from streamfx.passes.rewrite.driver import simplify
 from streamfx.passes.rewrite.pattern import RewriteRule, rewrite_rule
 from streamfx.passes.rewrite.views.constant_writes import constant_writes_to_where
-from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN
+from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN, register_combine_graph
 from streamfx.runtime.segment_sum import BACKWARD, DECAYED_SUMS
 from streamfx.tools.report.listing import call_text, dtype_text, shape_text
+from streamfx.torch_private.vmapped import traced_on_rows
 from tests import test_attention_with_sink, test_bags
 from tests.support.canonical import Case, check, graphs, plain, same
-from tests.support.combines import affine, number_of
 from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
 from tests.support.rewrites import CASES, EXAMPLES
 from tests.support.stateful.blocks import blocks
@@ -110,6 +110,15 @@ def read_by_others(q: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """Another operator reads values that an operator saves in blocks of rows."""
     y, _, saved = blocks(q, q, q, g, 0.5, None, False)
     return y, saved.sin()
+
+
+def number_of(function: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> int:
+    """Return the number of a function of two rows, traced on such rows and a shared operand."""
+    return register_combine_graph(traced_on_rows(function, list(rows)).graph, 1)
+
+
+def affine(by: Tensor, plus: Tensor, by_next: Tensor, plus_next: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return by * by_next, by_next * plus + plus_next * weight
 
 
 def combined(x: Tensor, y: Tensor, dx: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
