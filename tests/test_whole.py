@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops import while_loop
-from torch._higher_order_ops.scan import scan
 
 import streamfx
 from streamfx.ir.facts import known
@@ -85,12 +84,6 @@ def paired(self: Decoder, x: Tensor) -> Tensor:
     return x + made[0].transpose(0, 1)
 
 
-def scanned(self: Decoder, x: Tensor) -> Tensor:
-    start = torch.zeros(2, WIDTH, dtype=x.dtype)
-    _, rows = scan(lambda state, row: ((state / 2 + row @ self.w).tanh(), (2 * state + row).sin()), start, x, dim=1)
-    return rows if rows.shape == x.shape else rows.transpose(0, 1)
-
-
 def looped(self: Decoder, x: Tensor) -> Tensor:
     with torch.no_grad():
         _, halved = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y / 2), (torch.tensor(0), x.detach()))
@@ -110,8 +103,6 @@ def scattered(self: Decoder, x: Tensor) -> Tensor:
 PROGRAMS: dict[str, tuple[Between, str]] = {
     "cond": (lambda self, x: either(x.sum() > 0, x, self.w), "torch.cond(flag"),
     "cond of a flag": (lambda self, x: either(self.seen[0] > 0, x, self.w), "torch.cond(flag"),
-    "scan": (scanned, ""),
-    "while_loop": (looped, "while_loop(lambda i, y"),
     "as_strided": (windows, "rows.as_strided("),
     "as_strided_scatter": (scattered, "torch.as_strided_scatter("),
     "bits": (lambda self, x: x * (x.detach().view(torch.int64) >> 62).to(x.dtype), ""),
