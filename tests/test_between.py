@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import streamfx
 from streamfx.passes.lowering.collective_order import describe_order_between_loops
-from streamfx.passes.ops.collectives import groups_of
+from streamfx.passes.ops.collectives import find_group_names
 from tests.support.collectives import data_of
 from tests.support.over_ranks import facts_of, one_of_many
 from tests.support.sharded import Decoder, Layer
@@ -107,7 +107,7 @@ def test_the_order_of_exchanges_depends_on_no_size(ranks: None, kind: type[Layer
 
     def text(rows: int, **options: Any) -> str:
         facts = facts_of(parallel(kind, 2), data_of(0, rows), lambda text, *_, **__: [text], **options)
-        (group,) = groups_of(facts.joint.graph.nodes)
+        (group,) = find_group_names(facts.joint.graph.nodes)
         assert facts.program is not None
         return describe_order_between_loops(facts, group)
 

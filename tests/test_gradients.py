@@ -106,7 +106,7 @@ CACHED: dict[str, Any] = {"chunk_size": 7, "loss_chunk_size": 7, "bodies": "eage
 def test_a_prompt_and_its_continuation_equal_eager(mode: Any) -> None:
     """A token, and all that is left; the second prompt is shorter than that, and its length a symbol."""
     model, ids = hf.made("llama").eval(), layouts.tokens(hf.VOCABULARY, 2, ROWS)
-    both = torch.compile(model, backend="streambp", options=CACHED), model
+    both: Any = torch.compile(model, backend="streambp", options=CACHED), model
     with mode():
         for prompt in (PROMPT, 6):
             pasts: list[Any] = [None, None]
