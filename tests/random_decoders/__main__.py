@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -21,21 +21,20 @@ from tests.random_decoders.program import needed, program
 
 
 class Statistics:
-    """Why parts of decoders were not chunked."""
+    """Why parts of decoders were not chunked: the numbers of the decoders, by reason."""
 
     def __init__(self) -> None:
-        self.reasons: Counter[str] = Counter()
-        self.examples: dict[str, int] = {}
+        self.numbers = defaultdict[str, list[int]](list)
 
     def add(self, facts: Any, number: int) -> None:
-        reasons = {reason for one in facts for reason in one.reasons()}
-        reasons |= {"no sequence was found" for one in facts if one.program is None}
-        self.reasons.update(reasons)
-        for reason in reasons:
-            self.examples.setdefault(reason, number)
+        for reason in {
+            reason for one in facts for reason in (*one.reasons(), *["no sequence was found"] * (one.program is None))
+        }:
+            self.numbers[reason].append(number)
 
     def __str__(self) -> str:
-        return "\n".join(f"{count:6} x {reason} (e.g. {self.examples[reason]})" for reason, count in self.reasons.most_common())
+        ordered = sorted(self.numbers.items(), key=lambda item: -len(item[1]))
+        return "\n".join(f"{len(numbers):6} x {reason} (e.g. {numbers[0]})" for reason, numbers in ordered)
 
 
 def main() -> int:

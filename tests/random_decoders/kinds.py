@@ -14,6 +14,7 @@ from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, 
 from tests.random_decoders.terms import EXTRAS, TERMS
 
 SCORES = ("matmul", "einsum", "biased")
+ALONE = {"extra": "none", "bend": "none", "bodies": "eager", "precision": "float64"}  # without other sources of errors
 PLACES_OF_MIXES = ("mixed_before_norm", "mixed_after_norm", "mixed_logits")
 
 
@@ -44,9 +45,7 @@ def _ordinary(decoder: Decoder, choose: Choices) -> Decoder:
 
 
 def _passes(decoder: Decoder, choose: Choices) -> Decoder:
-    return replace(
-        _small(decoder), outputs="logits", loss=choose("loss", OUTSIDE), precision="float64", extra="none", bend="none"
-    )
+    return replace(_small(decoder), outputs="logits", loss=choose("loss", OUTSIDE), **ALONE)
 
 
 def _calls(decoder: Decoder, choose: Choices, ways: Collection[str]) -> Decoder:
@@ -107,7 +106,7 @@ def _unchunked(decoder: Decoder, choose: Choices) -> Decoder:
         for own in _layers(choose, choose("count", (2, 3)))
     ]
     lengths = {"calls": "lengths", "dynamic": True} if choose.chance("lengths", 0.2) else {"calls": "one"}
-    return replace(decoder, layers=tuple(layers), extra="none", bend="none", bodies="eager", precision="float64", **lengths)
+    return replace(decoder, layers=tuple(layers), **lengths, **ALONE)
 
 
 def _scans(decoder: Decoder, choose: Choices, mixers: Collection[str] = tuple(SCANS)) -> Decoder:
@@ -119,15 +118,8 @@ def _scans(decoder: Decoder, choose: Choices, mixers: Collection[str] = tuple(SC
     lengths: dict[str, Any] = {"calls": "one", "length": max(decoder.length, 3)}  # eager cannot scan zero rows either
     if choose.chance("lengths", 0.3):
         lengths = {"calls": "lengths", "dynamic": True, "length": choose("length", (5, 7, 11))}
-    own: dict[str, Any] = {
-        "extra": "none",
-        "bend": "none",
-        "bodies": "eager",
-        "precision": "float64",
-        "compiled": True,
-        **lengths,
-    }
-    return replace(decoder, layers=tuple(layers), adjoints=choose("adjoints", ("exact", "all")), **own)
+    own = replace(decoder, layers=tuple(layers), adjoints=choose("adjoints", ("exact", "all")), compiled=True, **lengths)
+    return replace(own, **ALONE)
 
 
 def _of_any_length(decoder: Decoder, choose: Choices, terms: Collection[str]) -> Decoder:
@@ -178,7 +170,7 @@ def _recomputed(decoder: Decoder, choose: Choices) -> Decoder:
 
 def _split(decoder: Decoder, choose: Choices) -> Decoder:
     """Compiled in two parts, split at any place; or several calls and heads in one graph."""
-    own = replace(decoder, extra="none", bend="none", calls="one", bodies="eager", precision="float64", compiled=True)
+    own = replace(decoder, calls="one", compiled=True, **ALONE)
     if choose.chance("several heads", 0.5):
         return _with_term(own, choose, TERMS["several heads"])
     return replace(own, calls=f"split {choose('place', range(1000))}", dynamic=False)

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_DATA = json.loads((Path(__file__).parent / "configs.json").read_text())
-_CONSTANTS: dict[str, int] = _DATA["constants"]
+DATA = json.loads((Path(__file__).parent / "configs.json").read_text())
+_CONSTANTS: dict[str, int] = DATA["constants"]
 VOCABULARY, INNER, HEADS, HEAD, LAYERS = (_CONSTANTS[name] for name in ("VOCABULARY", "INNER", "HEADS", "HEAD", "LAYERS"))
 # the first pattern that matches the complete name of a number limits the number
-SIZES: list[tuple[str, int]] = [(pattern, _CONSTANTS.get(most, most)) for pattern, most in _DATA["sizes"]]
+SIZES: list[tuple[str, int]] = [(pattern, _CONSTANTS.get(most, most)) for pattern, most in DATA["sizes"]]
 KEY_HEADS = SIZES[2][0]
 # numbers that the configuration leaves open and the model requires
-OPEN: dict[str, int] = {name: _CONSTANTS.get(number, number) for name, number in _DATA["open"].items()}
-OVERRIDES: dict[str, dict[str, Any]] = _DATA["overrides"]
+OPEN: dict[str, int] = {name: _CONSTANTS.get(number, number) for name, number in DATA["open"].items()}
+OVERRIDES: dict[str, dict[str, Any]] = DATA["overrides"]
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
 TOKEN = re.compile(r".*(_token_id|_token_index|_index)")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo.configs import VOCABULARY, tiny
+from tests.zoo.configs import DATA, VOCABULARY, tiny
 
 ROWS, BATCH, CHUNK = 22, 2, 5
 
@@ -53,20 +53,8 @@ def inputs(model_type: str, model: nn.Module) -> dict[str, Any]:
     return {"input_ids": ids} if model_type in WITHOUT_LABELS else {"input_ids": ids, "labels": ids.clone()}
 
 
-BLOCKS_OF_64 = (
-    "bailing_hybrid",
-    "kimi_linear",
-    "olmo_hybrid",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "qwen4_exp",
-    "qwen4_exp_text",
-)
 # types with blocks of rows get several blocks; reformer needs a product of two sizes
-ROWS_OF = {"reformer": 24, "xlstm": 43, **dict.fromkeys(BLOCKS_OF_64, 150)}
+ROWS_OF = {"reformer": 24, "xlstm": 43, **dict.fromkeys(DATA["blocks of 64 rows"], 150)}
 BY_DEFAULT_DOUBLE = {"xglm"}  # it converts a float64 limit to a tensor of the default type
 WITHOUT_LABELS = {"git", "musicgen", "musicgen_melody"}  # their losses need images or codes
 
