@@ -14,7 +14,8 @@ from tests.random_decoders.specification import CALLS, OUTSIDE, Decoder, Layer, 
 from tests.random_decoders.terms import EXTRAS, TERMS
 
 SCORES = ("matmul", "einsum", "biased")
-ALONE = {"extra": "none", "bend": "none", "bodies": "eager", "precision": "float64"}  # without other sources of errors
+# no other sources of errors
+ALONE: dict[str, Any] = {"extra": "none", "bend": "none", "bodies": "eager", "precision": "float64"}
 PLACES_OF_MIXES = ("mixed_before_norm", "mixed_after_norm", "mixed_logits")
 
 
