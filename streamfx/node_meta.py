@@ -42,7 +42,7 @@ MATERIALIZED = "streamfx_collected"
 WRITES_EACH_ONCE = "streamfx_each_once"  # of a scatter: each element of the result is written once
 UNROLLED = "streamfx_unrolled"  # of a recurrence: the name of a value that its unrolled loop computed
 FORWARD_OPERATOR = "streamfx_forward"  # of a recurrence's backward operator: its forward operator
-DRAW = "streamfx_draw"  # of a random operator: the node of the step's seed, and the operator's number
+DRAW = "streamfx_draw"  # of a random operator: the node of the step's seed, and the operator's index
 
 # Host programs and loop bodies
 JOINT = "joint"  # the name of the joint graph's node for this value

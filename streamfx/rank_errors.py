@@ -62,11 +62,15 @@ def _remedy(first_line: str, other_line: str) -> str:
     return SAME_OPTIONS
 
 
-def other_order_than_before(agreed: str) -> RanksDifferError:
-    """Return the error for a rank that would run the same collectives in another order than agreed."""
+def order_differs_between_lengths(agreed_lines: str) -> RanksDifferError:
+    """Return the error for a rank whose collectives have another order in this call than in an earlier call.
+
+    `agreed_lines`: the collectives of the earlier call, one per line; the message quotes the first.
+    """
+    first_line = agreed_lines.splitlines()[0]
     return RanksDifferError(
         "the collectives of a model must have the same order for all lengths, because lengths may differ between ranks",
-        found=f"a different order for the lengths of this call than for earlier ones, which began with {agreed.splitlines()[0]}",
+        found=f"a different order for the lengths of this call than for earlier ones, which began with {first_line}",
         do=f"give {TWO_TOKENS}",
     )
 

@@ -40,8 +40,8 @@ from streamfx.rank_errors import (
     failed_elsewhere,
     failure,
     nothing_from_others,
+    order_differs_between_lengths,
     other_collectives,
-    other_order_than_before,
 )
 from streamfx.torch_private.ranks import RankChangedError, RanksMissingError, exchange_texts
 
@@ -86,7 +86,7 @@ class _RankFailedError(Exception):
 def _rank_error(error: Exception) -> Exception:
     """Return the error to raise on this rank: about the other ranks if they are missing or have changed, else unchanged."""
     if isinstance(error, RankChangedError):
-        return other_order_than_before(str(error))
+        return order_differs_between_lengths(str(error))
     return nothing_from_others(error) if isinstance(error, RanksMissingError) else error
 
 

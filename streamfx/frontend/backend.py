@@ -253,7 +253,7 @@ class Compilation(SplittableCompilation):
         def unchunked() -> tuple[fx.GraphModule, fx.GraphModule]:
             return partitioned(min_cut_rematerialization_partition if has_unused_waits(joint.graph) else default_partition, joint)
 
-        def copied(partitioner: Callable[..., Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+        def partition_copy(partitioner: Callable[..., Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
             return partitioned(partitioner, fx.GraphModule(joint, graph_copy(joint.graph)))
 
         if not isinstance(joint_inputs, tuple):  # the body of a nested region, which is not rewritten
@@ -271,7 +271,9 @@ class Compilation(SplittableCompilation):
             halves = unchunked()
             if self.check_fits_unchunked(unchunked_facts, *halves):
                 return halves
-        facts = self.analyze(capture, [partial(copied, fn) for fn in (default_partition, min_cut_rematerialization_partition)])
+        facts = self.analyze(
+            capture, [partial(partition_copy, fn) for fn in (default_partition, min_cut_rematerialization_partition)]
+        )
         if self.unchunked_halves is not None and self.unchunked_halves[1] is not None:
             return self.unchunked_halves[0], self.unchunked_halves[1]
         if facts.program is None or facts.program.backward is None:  # on the meta device no gradient is requested

@@ -151,21 +151,20 @@ class _ChunkComparison:
 
     def _backward_arguments(self) -> dict[str, Any]:
         """Return the backward operator's arguments: inputs of the call, random cotangents, and saved results."""
-        declared, draw = self.declared, torch.Generator().manual_seed(0)
+        declared = self.declared
+        draw = torch.Generator().manual_seed(0)
         values = {
             name: self.arguments[name]
             for name in declared.argument_names
             if declared.recomputed_per_chunk or name in declared.backward_argument_names
         }
         values |= dict.fromkeys(declared.counts & set(declared.backward_argument_names), self.length)
-        for name, number in declared.cotangents.items():
-            like, dense = (
-                self.fake_results[number],
-                torch.randn(self.fake_results[number].shape, generator=draw, dtype=torch.float64),
-            )
-            values[name] = dense.to(self.device, like.dtype)
+        for name, result_index in declared.cotangents.items():
+            fake_result = self.fake_results[result_index]
+            cotangent = torch.randn(fake_result.shape, generator=draw, dtype=torch.float64)
+            values[name] = cotangent.to(self.device, fake_result.dtype)
         return values | {
-            name: self.results[number] for name, number in declared.saved.items() if name not in declared.recomputed_per_chunk
+            name: self.results[index] for name, index in declared.saved.items() if name not in declared.recomputed_per_chunk
         }
 
     def _forward_chunks(self, run: Recurrence, states: Tensor) -> Chunks:

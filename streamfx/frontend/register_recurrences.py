@@ -98,10 +98,8 @@ class _Declaration:
     def __init__(self, operator: Any, backward: Any) -> None:
         """Resolve both operators to overloads; `asked` is the first line of errors."""
         self.asked = f"a recurrence of {operator}"
-        self.forward_operator, self.backward_operator = (
-            overload_of(operator, self.asked),
-            overload_of(backward, f"{self.asked}, whose backward is {backward}"),
-        )
+        self.forward_operator = overload_of(operator, self.asked)
+        self.backward_operator = overload_of(backward, f"{self.asked}, whose backward is {backward}")
 
     def check(self, **options: Any) -> None:
         """Check all options and set `stateful`; raise `RuleError` if one does not fit."""
@@ -117,7 +115,7 @@ class _Declaration:
         for name, kind in (("gradients", str), ("counts", str), ("results", int)):
             option = options.get(name, ())
             is_list = isinstance(option, (list, tuple, set, frozenset))
-            fits = is_list and all(type(item) is kind or (item is None and name != "counts") for item in option)
+            fits = is_list and all(type(entry) is kind or (entry is None and name != "counts") for entry in option)
             self._require(fits, f"{name}={describe_value(option)}", f"give a list of {LIST_CONTENTS[name]}")
         unknown = [name for name in options if name not in {*REQUIRED, *ExtraDeclaration.__annotations__}]
         hint = did_you_mean(unknown[0], ExtraDeclaration.__annotations__) if unknown else ""
@@ -126,23 +124,20 @@ class _Declaration:
             f"{', '.join(unknown)}",
             f"{hint}the optional declarations are {', '.join(ExtraDeclaration.__annotations__)}",
         )
-        argument_names, backward_argument_names = (
-            [argument.name for argument in item._schema.arguments] for item in (self.forward_operator, self.backward_operator)
-        )
-        copied: dict[str, Any] = {
+        immutable_options: dict[str, Any] = {
             name: dict(value) if isinstance(value, Mapping) else tuple(value) if isinstance(value, list) else value
             for name, value in options.items()
         }
-        copied["counts"] = frozenset(options.get("counts", ()))
+        immutable_options["counts"] = frozenset(options.get("counts", ()))
         names = self.forward_operator.name(), self.backward_operator.name()
         self.stateful = Stateful(
             name=names[0].replace("::", "_"),
             operators=names,
             forward=self.forward_operator,
             backward=self.backward_operator,
-            argument_names=tuple(argument_names),
-            backward_argument_names=tuple(backward_argument_names),
-            **copied,
+            argument_names=tuple(argument.name for argument in self.forward_operator._schema.arguments),
+            backward_argument_names=tuple(argument.name for argument in self.backward_operator._schema.arguments),
+            **immutable_options,
         )
         for operator in (self.forward_operator, self.backward_operator):
             self._check_operator(operator)
@@ -165,7 +160,8 @@ class _Declaration:
 
     def _check_forward(self) -> None:
         """Require rows, states and results that fit the operator's schema."""
-        stateful, count = self.stateful, len(self.forward_operator._schema.returns)
+        stateful = self.stateful
+        num_results = len(self.forward_operator._schema.returns)
         self._require_tensors("rows", stateful.rows, self.forward_operator)
         self._require_tensors("states", stateful.states, self.forward_operator)
         self._require(
@@ -177,19 +173,20 @@ class _Declaration:
         in_both = sorted(set(stateful.rows) & set(stateful.states))
         self._require(not in_both, f"{', '.join(in_both)} in rows and in states", "a state has no rows")
         self._require(
-            len(stateful.results) == count,
+            len(stateful.results) == num_results,
             f"{len(stateful.results)} entries in results",
-            f"write one entry for each of its {count} results",
+            f"write one entry for each of its {num_results} results",
         )
-        self._require_result_indices("states", stateful.states, count)
-        with_rows = [name for name, number in stateful.states.items() if stateful.results[number] is not None]
+        self._require_result_indices("states", stateful.states, num_results)
+        with_rows = [name for name, index in stateful.states.items() if stateful.results[index] is not None]
         self._require(not with_rows, f"the final {', '.join(with_rows)} has rows", "a state has no rows: write None in results")
         dims = [*stateful.rows.values(), *(dim for dim in stateful.results if dim is not None)]
         self._require(all(type(dim) is int for dim in dims), f"dimensions {dims}", "give each as an integer")
 
     def _check_backward(self) -> None:
         """Require cotangents, saved values and gradients that fit the backward's schema."""
-        stateful, count = self.stateful, len(self.backward_operator._schema.returns)
+        stateful = self.stateful
+        num_results = len(self.backward_operator._schema.returns)
         for option, names in (("cotangents", stateful.cotangents), ("saved", stateful.saved)):
             self._require_tensors(option, names, self.backward_operator)
             self._require_result_indices(option, names, len(stateful.results))
@@ -200,9 +197,9 @@ class _Declaration:
         in_both = sorted(set(stateful.saved) & set(stateful.cotangents))
         self._require(not in_both, f"{', '.join(in_both)} in cotangents and in saved", "name an argument in one of the two")
         self._require(
-            len(stateful.gradients) == count,
+            len(stateful.gradients) == num_results,
             f"{len(stateful.gradients)} entries in gradients",
-            f"write one entry for each of its {count} results",
+            f"write one entry for each of its {num_results} results",
         )
         named = [name for name in stateful.gradients if name is not None]
         self._require_tensors("gradients", named, self.forward_operator)
@@ -217,23 +214,25 @@ class _Declaration:
             f"{', '.join(unknown)} of the backward is not declared",
             "give it the name of an argument of the operator, or declare it in cotangents or saved",
         )
-        for name, number in stateful.states.items():
+        for name, result_index in stateful.states.items():
             self._require(
                 name in named, f"the backward returns no gradient of {name}", "return it: a chunk passes it to the previous chunk"
             )
             self._require(
-                number in stateful.cotangents.values(),
-                f"the backward takes no gradient of result {number}, the last {name}",
+                result_index in stateful.cotangents.values(),
+                f"the backward takes no gradient of result {result_index}, the last {name}",
                 "take it: a chunk gets it from the next chunk",
             )
-        with_rows = [name for name, number in stateful.cotangents.items() if stateful.results[number] is not None]
+        with_rows = [name for name, index in stateful.cotangents.items() if stateful.results[index] is not None]
         with_rows += [name for name in stateful.backward_argument_names if name in stateful.rows]
         self._require(
             bool(with_rows), "no argument of the backward has rows", "declare in cotangents the results whose gradients it takes"
         )
 
     def _check_options(self) -> None:
-        """Require that `always`, `counts`, `only` and `block` name arguments that are no tensors."""
+        """Require that `always` and `counts` name arguments that are not tensors, that `only` names any arguments, and that
+        `block` is a positive integer or names an argument of the forward operator that is not a tensor.
+        """
         stateful = self.stateful
         argument_names = {*stateful.argument_names, *stateful.backward_argument_names}
         tensors = {
@@ -245,11 +244,8 @@ class _Declaration:
         for option, names in (("always", stateful.always), ("counts", stateful.counts), ("only", stateful.only)):
             allowed = argument_names if option == "only" else argument_names - tensors
             unknown = sorted(name for name in names if name not in allowed)
-            self._require(
-                not unknown,
-                f"{', '.join(unknown)} in {option}",
-                f"name arguments that are no tensors: {sorted(argument_names - tensors)}",
-            )
+            kind = "arguments" if option == "only" else "arguments that are no tensors"
+            self._require(not unknown, f"{', '.join(unknown)} in {option}", f"name {kind}: {sorted(allowed)}")
         is_size = type(stateful.block) is int and stateful.block > 0
         self._require(
             is_size or stateful.block in set(stateful.argument_names) - tensors,
@@ -267,11 +263,11 @@ class _Declaration:
             f"name tensors that {operator} takes: {', '.join(tensor_names)}",
         )
 
-    def _require_result_indices(self, option: str, indices: Mapping[str, int], count: int) -> None:
+    def _require_result_indices(self, option: str, indices: Mapping[str, int], num_results: int) -> None:
         """Require that an option's values are distinct indices of results."""
         values = list(indices.values())
-        wrong = [number for number in values if type(number) is not int or not 0 <= number < count]
-        self._require(not wrong, f"results {wrong} in {option}", f"the operator has results 0 to {count - 1}")
+        wrong = [index for index in values if type(index) is not int or not 0 <= index < num_results]
+        self._require(not wrong, f"results {wrong} in {option}", f"the operator has results 0 to {num_results - 1}")
         self._require(
             len({*values}) == len(values),
             f"{option} {dict(indices)}, which has a result twice",

@@ -250,8 +250,9 @@ class Explanation(Unpicklable, Exports):
             >>> "def forward(" in found.print_readable(print_output=False)
             True
         """
-        asked, do = "print_readable takes the name of a module", "give it as a string, or None for the full model"
-        require(module is None or isinstance(module, str), ReportError, asked, module, do)
+        requirement = "print_readable takes the name of a module"
+        remedy = "give it as a string, or None for the full model"
+        require(module is None or isinstance(module, str), ReportError, requirement, module, remedy)
         facts = [graph.facts for graph in self.call.graphs]
         text = python_of(bodies_of(facts) if module is None else bodies_of_module(module, facts))
         if print_output:

@@ -44,27 +44,30 @@ class Notes(TorchDispatchMode):
         """Start recording. Parameters, buffers and arguments are identified by name."""
         self.segments, self.order = [[]], []
         self._names = _names_of_tensors(modules, layers, list(tensors_in(arguments)))
-        for number, layer in enumerate(layers):
-            layer.forward = self._recording(number, layer.forward)
+        for layer_index, layer in enumerate(layers):
+            layer.forward = self._recording_forward(layer_index, layer.forward)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Tell torch to turn this mode off while it compiles, so that compiled regions inside of a model stay compiled."""
         return True
 
-    def _recording(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a layer's forward so that its operators form a segment."""
+    def _recording_forward(self, layer_index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a layer's forward, wrapped so that the layer's operators form a segment."""
 
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            """Run the layer between two new segments, and note whether it defines a custom backward."""
-            self.order.append(number)
+        def forward_in_own_segment(*args: Any, **kwargs: Any) -> Any:
+            """Run the layer with its operators in a new segment, and open another segment for the operators after it.
+
+            Note whether the layer's graph has an `autograd.Function`.
+            """
+            self.order.append(layer_index)
             self.segments.append([])
             out = forward(*args, **kwargs)
             self.segments.append([])
             self.has_custom_backward |= _has_custom_backward(out, (args, kwargs))
             return out
 
-        return recorded
+        return forward_in_own_segment
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run an operator, and note its target, operands, result properties and gradient mode."""
@@ -75,8 +78,8 @@ class Notes(TorchDispatchMode):
         out = func(*args, **kwargs)
         results = list(tensors_in(out))
         notes = self.segments[-1]
-        for number, result in enumerate(results):
-            self._origins[id(result)] = weakref.ref(result), (len(self.segments) - 1, len(notes), number)
+        for result_index, result in enumerate(results):
+            self._origins[id(result)] = weakref.ref(result), (len(self.segments) - 1, len(notes), result_index)
         notes.append((func, operands, tuple(map(_tensor_properties, results)), torch.is_grad_enabled()))
         return out
 
@@ -95,8 +98,9 @@ class Notes(TorchDispatchMode):
         current_segment = len(self.segments) - 1
         origin = self._origins.get(id(tensor))
         if origin is not None and origin[0]() is tensor:  # the id may have been reused
-            segment, *number = origin[1]
-            return (BEFORE if segment == BEFORE else segment - current_segment - 1, *number)
+            segment, operator_index, result_index = origin[1]
+            offset = BEFORE if segment == BEFORE else segment - current_segment - 1
+            return offset, operator_index, result_index
         layer, name = self._names.get(id(tensor), (None, None))
         if name is None:
             self._unnamed.append(tensor)
@@ -113,13 +117,13 @@ def _names_of_tensors(
     modules: Iterable[nn.Module], layers: Sequence[nn.Module], arguments: Iterable[Tensor]
 ) -> dict[int, tuple[int | None, Any]]:
     """Map each parameter, buffer and argument (by id) to the layer that holds it and its name. All live as long as the model."""
-    names: dict[int, tuple[int | None, Any]] = {id(tensor): (None, number) for number, tensor in enumerate(arguments)}
+    names: dict[int, tuple[int | None, Any]] = {id(tensor): (None, index) for index, tensor in enumerate(arguments)}
     for root in modules:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             names.setdefault(id(tensor), (None, name))
-    for number, layer in enumerate(layers):
+    for layer_index, layer in enumerate(layers):
         layer_tensors = (*layer.named_parameters(), *layer.named_buffers())
-        names.update((id(tensor), (number, name)) for name, tensor in layer_tensors)
+        names.update((id(tensor), (layer_index, name)) for name, tensor in layer_tensors)
     return names
 
 
@@ -143,10 +147,18 @@ def confirms_repeat(notes_of_few: Notes, notes_of_all: Notes, repeat: Repeat) ->
         return False
     if notes_of_few.order != list(range(repeat.kept)) or notes_of_all.order != list(range(repeat.count)):
         return False
-    missing, begin = repeat.count - repeat.kept, repeat.front + repeat.period
-    source_layers = [
-        number if number < begin else begin + (number - begin) % repeat.period if number < begin + missing else number - missing
-        for number in range(repeat.count)
-    ]
-    order = [0, *(source_segment for number in source_layers for source_segment in (2 * number + 1, 2 * number + 2))]
-    return all(notes_of_all.segments[i] == notes_of_few.segments[source_segment] for i, source_segment in enumerate(order))
+    expected = [BEFORE]  # for each segment of all layers, the segment of the few that must equal it
+    for layer_index in range(repeat.count):
+        source_layer = _source_layer(layer_index, repeat)
+        expected += [2 * source_layer + 1, 2 * source_layer + 2]
+    return all(notes_of_all.segments[i] == notes_of_few.segments[segment] for i, segment in enumerate(expected))
+
+
+def _source_layer(layer_index: int, repeat: Repeat) -> int:
+    """Return the index of the kept layer that represents this layer of the full model."""
+    num_missing, begin = repeat.count - repeat.kept, repeat.front + repeat.period  # missing layers start at `begin`
+    if layer_index < begin:
+        return layer_index
+    if layer_index < begin + num_missing:
+        return begin + (layer_index - begin) % repeat.period
+    return layer_index - num_missing

@@ -62,16 +62,17 @@ class Periods:
     def places(self) -> dict[fx.Node, tuple[int, OperatorPlace]]:
         """Map each node of the two periods to its period (1 or 2) and its place."""
         return {
-            node: (period, OperatorPlace(track, number))
+            node: (period, OperatorPlace(track, position))
             for period, tracks in ((1, self.first), (2, self.second))
             for track, nodes in tracks.items()
-            for number, node in enumerate(nodes)
+            for position, node in enumerate(nodes)
         }
 
 
 def periods_of(graph: fx.Graph, num_primals: int, num_outputs: int, repeat: Repeat, layer_index: LayerIndexOf) -> Periods:
     """Return the first two periods of the repeated layers, proven to be equal. Raises `LayersDifferError`."""
-    nodes, front, period = list(graph.nodes), repeat.front, repeat.period
+    nodes = list(graph.nodes)
+    front, period = repeat.front, repeat.period
     calls = [(i, node) for i, node in enumerate(nodes) if node.op == "call_function"]
     forward_firsts, backward_firsts = (_firsts(calls, half, layer_index) for half in (FORWARD, BACKWARD))
     forward_bounds = [forward_firsts.get(layer) for layer in (front, front + period, front + 2 * period)]
@@ -82,7 +83,7 @@ def periods_of(graph: fx.Graph, num_primals: int, num_outputs: int, repeat: Repe
     # The first period is [a, b) in the forward and [e, f) in the backward graph, the second [b, c) and [d, e).
     a, b, c, d, e, f = bounds
     nodes_by_period = [nodes[a:b], nodes[e:f]], [nodes[b:c], nodes[d:e]]
-    inputs = _inputs_of(nodes[:num_primals], nodes_by_period[0][0], nodes_by_period[1][0])
+    inputs = _primals_by_period(nodes[:num_primals], nodes_by_period[0][0], nodes_by_period[1][0])
     first, second = (
         dict(zip(Track, (primals, *operators), strict=True)) for primals, operators in zip(inputs, nodes_by_period, strict=True)
     )
@@ -101,20 +102,22 @@ def _firsts(calls: Sequence[tuple[int, fx.Node]], half: str, layer_index: LayerI
     return firsts
 
 
-def _inputs_of(primals: Sequence[fx.Node], *periods: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Return the inputs that each period is the first to read. They must be contiguous and in period order."""
-    node_sets = [set(nodes) for nodes in periods]
+def _primals_by_period(primals: Sequence[fx.Node], *periods: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Return, per period, the primals whose first reader is in it. `periods` are the forward nodes of each.
+
+    Raise `LayersDifferError` unless they are consecutive primals, in the order of the periods.
+    """
+    period_of_node = {node: period for period, nodes in enumerate(periods) for node in nodes}
     inputs_by_period: list[list[fx.Node]] = [[] for _ in periods]
     indices: list[int] = []
-    for position, primal in enumerate(primals):
+    for index, primal in enumerate(primals):
         reader = next(iter(primal.users), None)
-        for number, nodes in enumerate(node_sets):
-            if reader in nodes:
-                inputs_by_period[number].append(primal)
-                indices.append(position)
-    if [primal for nodes in inputs_by_period for primal in nodes] != [
-        primals[position] for position in indices
-    ] or indices != list(range(indices[0] if indices else 0, (indices[0] if indices else 0) + len(indices))):
+        if reader in period_of_node:
+            inputs_by_period[period_of_node[reader]].append(primal)
+            indices.append(index)
+    are_consecutive = not indices or indices == list(range(indices[0], indices[0] + len(indices)))
+    are_in_period_order = [primals[index] for index in indices] == [primal for nodes in inputs_by_period for primal in nodes]
+    if not (are_consecutive and are_in_period_order):
         raise LayersDifferError("the inputs of layers are not consecutive")
     return inputs_by_period
 

@@ -55,19 +55,19 @@ class Profile(Unpicklable):
     _keep = "keep summary(), which is a dictionary, or the trace that to_perfetto(path) writes"
 
     def __init__(self) -> None:
-        """Start without a measurement; `_missing` says why there is none yet."""
+        """Start without a measurement; `_why_unmeasured` is the reason that an error gives."""
         self._step: MeasuredStep | None = None
         self._graphs: list[CostedProgram | None] = []
-        self._missing = "its block was not entered"
+        self._why_unmeasured = "its block was not entered"
         self._measuring: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Profile:
         """Start the measurement; a profile can be entered once."""
         if self._measuring is not None:
             raise ProfileError("cannot measure a step", found="a profile that was already used", do="create another: profile()")
-        measuring = self._measure()
-        measuring.__enter__()
-        self._measuring, self._missing = measuring, "its block is still running, or has ended with an error"
+        context = self._measure()
+        context.__enter__()
+        self._measuring, self._why_unmeasured = context, "its block is still running, or has ended with an error"
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -97,7 +97,7 @@ class Profile(Unpicklable):
         if self._step is None:
             raise ProfileError(
                 "the profile has no measurement yet",
-                found=self._missing,
+                found=self._why_unmeasured,
                 do="read it after its block: with streamfx.profile() as profile: step()",
             )
         return self._step

@@ -21,7 +21,10 @@ LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @contextmanager
 def tensor_parallel_layers(model: nn.Module, mesh: Any) -> Iterator[None]:
-    """Split the model's layers over a mesh, in place, and restore them on exit."""
+    """Context manager: split the layers over `mesh`, in place, as the model's `tp_plan` says.
+
+    The original modules are restored when the block ends, even if it raises an error.
+    """
     saved = [(module, dict(module.__dict__), dict(module._parameters)) for module in model.modules()]
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 

@@ -73,10 +73,10 @@ def _boxes(line: StageRow, key: str) -> Iterator[Box]:
     runs = line.stage["runs"]
     if not runs:
         yield Box(f"{key}_0", ("unchunked",), "forward")
-    for number, run in enumerate(runs):
-        name = joint_name([stage["runs"][number]["name"] for stage in line.every])
+    for index, run in enumerate(runs):
+        name = joint_name([stage["runs"][index]["name"] for stage in line.every])
         count = f"{line.count} x " if line.count > 1 else ""
-        yield Box(f"{key}_{number}", (name, f"{count}{run['chunks']:,} chunks of {run['rows']:,} rows"), run["half"])
+        yield Box(f"{key}_{index}", (name, f"{count}{run['chunks']:,} chunks of {run['rows']:,} rows"), run["half"])
 
 
 def _arrows(boxes: dict[tuple[int, str], Box], flows: Sequence[Iterable[LoopTraffic]]) -> Iterator[Arrow]:

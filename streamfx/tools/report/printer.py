@@ -32,26 +32,26 @@ def text_of(facts: Facts, product: str) -> str:
 # -- canonicalize, recurrences, axes: the graph with the shape of each value
 
 
-def _sized_graph(facts: Facts) -> Lines:
+def _sized_graph_lines(facts: Facts) -> Lines:
     """Yield the joint graph with the dtype and shape of each value."""
-    yield from _graph_listing(facts, _sizes_text)
+    yield from _graph_lines(facts, _sizes_text)
 
 
-def _recurrences(facts: Facts) -> Lines:
+def _recurrence_lines(facts: Facts) -> Lines:
     """Yield the joint graph if a loop over rows was unrolled."""
     if any(isinstance(node.target, Recurrence) for node in facts.joint.nodes):
-        yield from _sized_graph(facts)
+        yield from _sized_graph_lines(facts)
     else:
         yield "no loop over rows was unrolled"
 
 
-def _axes(facts: Facts) -> Lines:
+def _axis_lines(facts: Facts) -> Lines:
     """Yield the joint graph with the axes of each value, and the operators without axes."""
     axes, letters = facts.axes, AxisNames(facts.joint, facts.axes)
     if axes.sequence is None:
         yield "no sequence"
     yield f"axes {letters.legend()}"
-    yield from _graph_listing(facts, lambda node: " ".join(letters.shape(shape) for shape in _result_shapes(node, facts)))
+    yield from _graph_lines(facts, lambda node: " ".join(letters.shape(shape) for shape in _result_shapes(node, facts)))
     for node, reason in axes.missing_rules.items():
         yield f"unknown {node.name}: {reason}"
 
@@ -70,7 +70,7 @@ def _sizes_text(node: fx.Node) -> str:
     return ", ".join(f"{dtype_text(value.dtype)}{shape_text(value)}" for value in values if isinstance(value, torch.Tensor))
 
 
-def _graph_listing(facts: Facts, describe: Callable[[fx.Node], str]) -> Lines:
+def _graph_lines(facts: Facts, describe: Callable[[fx.Node], str]) -> Lines:
     """Yield inputs, forward and backward nodes, outputs and gradients; `describe` comments each node."""
     joint = facts.joint
     yield "inputs"
@@ -98,7 +98,7 @@ def _names_text(values: Sequence[Any]) -> str:
 # -- access: the rows that each operator needs, and the storage class of its result
 
 
-def _access_roles(facts: Facts) -> Lines:
+def _access_role_lines(facts: Facts) -> Lines:
     """Yield each operator with the rows that it needs and the storage class of its results."""
     letters = AxisNames(facts.joint, facts.axes)
     yield "t: the chunk's rows, s: the keys they see, T: all rows"
@@ -140,7 +140,7 @@ def _operator_name(node: fx.Node) -> str:
 # -- key_spans
 
 
-def _key_spans(facts: Facts) -> Lines:
+def _key_span_lines(facts: Facts) -> Lines:
     """Yield each group of connected operators with keys (attention, softmax, mask), and the span that they share."""
     groups: dict[int, list[fx.Node]] = {}
     for node, span in facts.key_spans.spans.items():
@@ -157,23 +157,23 @@ def _key_spans(facts: Facts) -> Lines:
 # -- stages
 
 
-def _stages(facts: Facts) -> Lines:
+def _stage_lines(facts: Facts) -> Lines:
     """Yield all stages: operators, inputs, outputs and gradients."""
     letters = AxisNames(facts.joint, facts.axes)
     for index in range(len(facts.stages)):
-        yield from _stage(index, facts, letters)
+        yield from _lines_of_stage(index, facts, letters)
 
 
-def _loss_gradient(facts: Facts) -> Lines:
+def _loss_gradient_lines(facts: Facts) -> Lines:
     """Yield the last stage if the forward loop also computes its gradient."""
     stages = facts.stages
     if stages[-1].gradient_in_forward:
-        yield from _stage(len(stages) - 1, facts, AxisNames(facts.joint, facts.axes))
+        yield from _lines_of_stage(len(stages) - 1, facts, AxisNames(facts.joint, facts.axes))
     else:
         yield "the gradient of the last stage is computed in the backward pass"
 
 
-def _stage(index: int, facts: Facts, letters: AxisNames) -> Lines:
+def _lines_of_stage(index: int, facts: Facts, letters: AxisNames) -> Lines:
     """Yield the operators, inputs, outputs and gradients of the stage with this index."""
     stages, axes = facts.stages, facts.axes
     stage = stages[index]
@@ -206,7 +206,7 @@ def first_line(stage: Stage) -> str:
 # -- plan and program
 
 
-def _plan(facts: Facts) -> Lines:
+def _plan_lines(facts: Facts) -> Lines:
     """Yield chunk size and saved values of each stage, and what is recomputed from the last saved input."""
     plan = facts.plan
     for index, stage in enumerate(facts.stages):
@@ -216,19 +216,21 @@ def _plan(facts: Facts) -> Lines:
             yield f"  recomputed from the last saved boundary: {_names_text(plan.dropped[index])}"
 
 
-def _budget_search(facts: Facts) -> Lines:
-    """Yield the candidates of the memory budget search with their peaks."""
+def _budget_search_lines(facts: Facts) -> Lines:
+    """Yield the memory budget, one line per simulated candidate (peak, saved values, limit on work per chunk), and the lengths
+    for which the plan holds.
+    """
     if facts.search_trace is None:
         yield "no memory budget"
         return
     yield f"at most {facts.search_trace.budget} bytes"
-    for item in facts.search_trace.candidates:
-        yield f"{item.peak} bytes with {item.candidate}, {item.working_set or 'given'} bytes of work per chunk"
+    for tried in facts.search_trace.candidates:
+        yield f"{tried.peak} bytes with {tried.candidate}, {tried.working_set or 'given'} bytes of work per chunk"
     if facts.lengths:
         yield f"holds for {facts.lengths}"
 
 
-def _program(facts: Facts) -> Lines:
+def _program_lines(facts: Facts) -> Lines:
     """Yield the host programs and loops, with the axes of each value."""
     if facts.program is None:
         yield "no program: the graph runs unchunked"
@@ -248,7 +250,7 @@ def _roles_of_value(node: fx.Node, facts: Facts) -> dict[int, Role]:
     return {i: roles[letter] for i, dim in enumerate(signature.results[result]) for letter in dim if letter in roles}  # type: ignore[index]
 
 
-def _truncations(facts: Facts) -> Lines:
+def _truncation_lines(facts: Facts) -> Lines:
     """Yield how far the gradients of recurrences reach back."""
     for node, truncation in facts.truncations.items():
         yield f"{node.name}: gradients reach back {truncation.rows} rows, rounded up to chunks"
@@ -256,7 +258,7 @@ def _truncations(facts: Facts) -> Lines:
         yield "gradients are exact"
 
 
-def _masks(facts: Facts) -> Lines:
+def _mask_lines(facts: Facts) -> Lines:
     """Yield the masks that are evaluated once per step, and the loops that use them."""
     loops = facts.program.loops if facts.program is not None else ()
     users: dict[MaskProgram, list[str]] = {}
@@ -271,7 +273,7 @@ def _masks(facts: Facts) -> Lines:
         yield "no mask depends on data alone"
 
 
-def _bodies(facts: Facts) -> Lines:
+def _body_lines(facts: Facts) -> Lines:
     """Yield how each loop body is executed: interpreted or compiled."""
     for loop in facts.program.loops if facts.program is not None else ():
         yield f"{loop.spec.name}: {'interpreted by torch.fx' if loop.compiled is None else loop.compiled}"
@@ -279,19 +281,19 @@ def _bodies(facts: Facts) -> Lines:
 
 PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "unshard": removed_collectives,
-    "canonicalize": _sized_graph,
-    "recurrences": _recurrences,
-    "axes": _axes,
-    "access_roles": _access_roles,
-    "truncated_bptt": _truncations,
-    "key_spans": _key_spans,
-    "stages": _stages,
-    "loss_gradient": _loss_gradient,
-    "chunk_plan": _plan,
-    "build_program": _program,
+    "canonicalize": _sized_graph_lines,
+    "recurrences": _recurrence_lines,
+    "axes": _axis_lines,
+    "access_roles": _access_role_lines,
+    "truncated_bptt": _truncation_lines,
+    "key_spans": _key_span_lines,
+    "stages": _stage_lines,
+    "loss_gradient": _loss_gradient_lines,
+    "chunk_plan": _plan_lines,
+    "build_program": _program_lines,
     "reinsert_collectives": programs_after_reinsertion,
-    "budget_search": _budget_search,
+    "budget_search": _budget_search_lines,
     "buckets": programs_after_buckets,
-    "hoist_masks": _masks,
-    "compile_bodies": _bodies,
+    "hoist_masks": _mask_lines,
+    "compile_bodies": _body_lines,
 }
