@@ -244,7 +244,7 @@ class _Declaration:
         for option, names in (("always", stateful.always), ("counts", stateful.counts), ("only", stateful.only)):
             allowed = argument_names if option == "only" else argument_names - tensors
             unknown = sorted(name for name in names if name not in allowed)
-            kind = "arguments" if option == "only" else "arguments that are no tensors"
+            kind = "arguments" if option == "only" else "arguments that are not tensors"
             self._require(not unknown, f"{', '.join(unknown)} in {option}", f"name {kind}: {sorted(allowed)}")
         is_size = type(stateful.block) is int and stateful.block > 0
         self._require(
