@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.cost.eager_step import EagerStep, eager_step
-from streamfx.cost.loop_sampling import FIRST_COUNT, LAST_COUNT, IterationsDifferError, run_iterations
+from streamfx.cost.loop_sampling import NUM_FIRST, NUM_LAST, IterationsDifferError, run_iterations
 from streamfx.runtime.chunks import Chunks
 from streamfx.tools.inspect.eager import checkpointed, eager_cost
 from streamfx.tools.planner import baselines
@@ -50,11 +50,11 @@ def step(
         return eager_step(call, is_sampled=is_sampled)
 
 
-SAMPLED = FIRST_COUNT + LAST_COUNT
+SAMPLED = NUM_FIRST + NUM_LAST
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
-@pytest.mark.parametrize("length", [FIRST_COUNT * ROWS, SAMPLED * ROWS, (SAMPLED + 1) * ROWS, 30 * ROWS, 30 * ROWS + 3])
+@pytest.mark.parametrize("length", [NUM_FIRST * ROWS, SAMPLED * ROWS, (SAMPLED + 1) * ROWS, 30 * ROWS, 30 * ROWS + 3])
 def test_sampled_iterations_cost_the_same_as_all(length: int, is_trained: bool) -> None:
     calls = [0, 0]
 
@@ -133,7 +133,7 @@ def test_all_iterations_run_if_they_differ() -> None:
             return piece.square().sum()
 
     cost = eager_cost(Odd(), {"x": torch.empty(1, 30 * ROWS, WIDTH, device="meta")}, lambda forward: forward)
-    assert cost is not None and len(calls) == FIRST_COUNT + 30  # refused at the fourth, then all
+    assert cost is not None and len(calls) == NUM_FIRST + 30  # refused at the fourth, then all
 
 
 # -- few chunks

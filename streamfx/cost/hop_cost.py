@@ -25,7 +25,10 @@ RANDOM_STATE_BYTES = 5056  # of the CPU generator; other devices have smaller st
 
 
 def with_stand_ins(module: fx.GraphModule, meter: Meter, create_like: Callable[[Any], Any]) -> fx.GraphModule:
-    """Replace higher-order operators and reads of numbers by stand-ins; `create_like` returns a tensor like a traced one."""
+    """Return a copy of the module whose higher-order operators and `.item()` calls are replaced by stand-ins.
+
+    Stand-ins add the operators' work to `meter`; `create_like(fake)` allocates their results.
+    """
     if not any(isinstance(node.target, HigherOrderOperator) or node.target is READS_SCALAR for node in module.graph.nodes):
         return fx.GraphModule(module, module.graph)
     graph = fx.Graph()
@@ -95,7 +98,7 @@ def work_of(node: fx.Node, module: fx.GraphModule) -> int:
 
 
 def _rows(node: fx.Node) -> int:
-    """Return how many rows a scan iterates over: the rows of its inputs other than the initial state."""
+    """Return how many rows a scan iterates over: the size of dimension 0 of the scanned operands; 1 if there are none."""
     rows = [source.meta[VALUE].shape[0] for source in tree_leaves(node.args[2]) if isinstance(source, fx.Node)]
     return size_hint(rows[0]) if rows else 1
 

@@ -25,7 +25,7 @@ from streamfx.cost.meter import Meter
 from streamfx.cost.work import NO_WORK, Work
 from streamfx.errors import StreamFXError
 
-FIRST_COUNT, LAST_COUNT = 3, 4  # iterations that run at the ends; a sum over iterations exists before the last two of the first
+NUM_FIRST, NUM_LAST = 3, 4  # iterations that run at the ends; a sum over iterations exists before the last two of the first
 Properties = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 Inputs = tuple[Tensor, ...]
 
@@ -45,7 +45,7 @@ def run_iterations(function: Callable[..., Tensor], inputs: Sequence[Inputs]) ->
 
 def run_all(function: Callable[..., Tensor], inputs: Sequence[Inputs]) -> list[Tensor]:
     """Return the function's results for all inputs; calls may depend on earlier ones, because each of them runs."""
-    return [function(*item) for item in inputs]
+    return [function(*arguments) for arguments in inputs]
 
 
 class IterationRecord(NamedTuple):
@@ -66,15 +66,15 @@ class Snapshot(NamedTuple):
 class _Iterations:
     """The iterations of a forward or backward pass.
 
-    Iterations in `skipped` do not run; those in `after_skipped` must have the record `repeated`. `running` is the index of
-    the current iteration and the state at its start, `previous` the record of the last one.
+    Iterations in `skipped` do not run; iterations in `after_skipped` must have the record `steady_record`. `running`: the
+    index of the current iteration and the state at its start. `previous`: the record of the last iteration that ran.
     """
 
     skipped: range
     after_skipped: range
     running: tuple[int, Snapshot] | None = None
     previous: IterationRecord | None = None
-    repeated: IterationRecord | None = None  # set if the last two records are equal
+    steady_record: IterationRecord | None = None  # set if the last two records are equal
 
 
 class Iterations:
@@ -88,38 +88,38 @@ class Iterations:
 
     def results(self, function: Callable[..., Tensor], inputs: Sequence[Inputs]) -> list[Tensor]:
         """Return the results for all inputs, skipping the middle iterations of equal inputs in both passes."""
-        properties = [tuple(map(properties_of, item)) for item in inputs]
-        equal_count = next((i for i, item in enumerate(properties) if item != properties[0]), len(properties))
+        properties = [tuple(map(properties_of, arguments)) for arguments in inputs]
+        num_equal = next((i for i, item in enumerate(properties) if item != properties[0]), len(properties))
         if (
             not self.is_sampled
-            or equal_count <= FIRST_COUNT + LAST_COUNT
+            or num_equal <= NUM_FIRST + NUM_LAST
             or not (torch.is_grad_enabled() and inputs[0][0].requires_grad)
         ):
-            return self._each(function, inputs)
-        skipped = range(FIRST_COUNT, equal_count - LAST_COUNT)
-        forward = _Iterations(skipped, range(skipped.stop, equal_count))
-        backward = _Iterations(skipped[::-1], range(FIRST_COUNT)[::-1])
+            return self._run_each(function, inputs)
+        skipped = range(NUM_FIRST, num_equal - NUM_LAST)
+        forward = _Iterations(skipped, range(skipped.stop, num_equal))
+        backward = _Iterations(skipped[::-1], range(NUM_FIRST)[::-1])
         gradients: list[Properties] = []
         outputs: list[Tensor] = []
-        for index, item in enumerate(inputs):
+        for index, arguments in enumerate(inputs):
             if self._begin(forward, index):
                 with self._unrecorded():
-                    outputs.append(_SkippedIteration.apply(self, properties_of(outputs[0]), gradients, *item))
+                    outputs.append(_SkippedIteration.apply(self, properties_of(outputs[0]), gradients, *arguments))
             else:
-                first_view = item[0].view_as(item[0])  # its gradient is ready at the end of its iteration
-                if index < equal_count:
+                first_view = arguments[0].view_as(arguments[0])  # its gradient is ready at the end of its iteration
+                if index < num_equal:
                     first_view.register_hook(lambda gradient: gradients.append(properties_of(gradient)))
-                outputs.append(function(first_view, *item[1:]))
+                outputs.append(function(first_view, *arguments[1:]))
             outputs[-1].register_hook(partial(self._gradient_ready, backward, index))
         self._begin(forward, len(inputs))
         return outputs
 
-    def _each(self, function: Callable[..., Tensor], inputs: Sequence[Inputs]) -> list[Tensor]:
+    def _run_each(self, function: Callable[..., Tensor], inputs: Sequence[Inputs]) -> list[Tensor]:
         """Return the results of all iterations. The meter is flushed between iterations, so that fusion does not cross them."""
         outputs: list[Tensor] = []
-        for item in inputs:
+        for arguments in inputs:
             self.meter.flush()
-            outputs.append(function(*item))
+            outputs.append(function(*arguments))
             if outputs[-1].requires_grad:
                 outputs[-1].register_hook(lambda gradient: self.meter.flush())
         self.meter.flush()
@@ -130,37 +130,46 @@ class Iterations:
         self._begin(iterations, index)
 
     def _begin(self, iterations: _Iterations, index: int) -> bool:
-        """End the previous iteration and start the next; return whether it is skipped, which records its points."""
+        """Finish the previous iteration and start iteration `index`.
+
+        Return whether it is skipped; if so, the points and the work of `steady_record` are recorded for it.
+        """
         self.meter.flush()
         if iterations.running is not None:
-            self._end(iterations, *iterations.running)
+            self._finish_iteration(iterations, *iterations.running)
         iterations.running = index, self._now()
         if index not in iterations.skipped:
             return False
         assert self.meter.recorder is not None
-        if iterations.repeated is None:
+        if iterations.steady_record is None:
             raise IterationsDifferError("the first iterations differ")
         work, terms = iterations.running[1].state
-        self.meter.recorder.points += [point.shifted(work, terms) for point in iterations.repeated.points]
-        self.meter.work = work.plus(iterations.repeated.end.work)
+        self.meter.recorder.points += [point.shifted(work, terms) for point in iterations.steady_record.points]
+        self.meter.work = work.plus(iterations.steady_record.end.work)
         return True
 
-    def _end(self, iterations: _Iterations, index: int, start: Snapshot) -> None:
-        """Compare an iteration with those that it must equal, and store its record.
+    def _finish_iteration(self, iterations: _Iterations, index: int, start: Snapshot) -> None:
+        """Finish an iteration, and store its record.
+
+        A skipped iteration must have changed nothing but what the copied record adds; its record is not stored. An iteration
+        after the skipped ones must equal `steady_record`. Any other becomes `previous`, and also `steady_record` if it equals
+        the iteration before it.
 
         Raises:
             IterationsDifferError: if the iteration differs.
         """
         if index in iterations.skipped:
-            assert iterations.repeated is not None
-            expected = Snapshot(start.num_points + len(iterations.repeated.points), start.state.shifted(*iterations.repeated.end))
+            assert iterations.steady_record is not None
+            expected = Snapshot(
+                start.num_points + len(iterations.steady_record.points), start.state.shifted(*iterations.steady_record.end)
+            )
             if self._now() != expected:
                 raise IterationsDifferError(f"memory was allocated or freed during the skipped iteration {index}")
             return
         record = self._since(start)
-        if index in iterations.after_skipped and record != iterations.repeated:
+        if index in iterations.after_skipped and record != iterations.steady_record:
             raise IterationsDifferError(f"iteration {index} differs from the earlier ones")
-        iterations.repeated = record if record == iterations.previous else None
+        iterations.steady_record = record if record == iterations.previous else None
         iterations.previous = record
 
     def _now(self) -> Snapshot:
@@ -189,9 +198,9 @@ class _SkippedIteration(torch.autograd.Function):
     """A skipped iteration: its result, and the gradient of the first tensor of its input, have the layout of the others."""
 
     @staticmethod
-    def forward(ctx: Any, iterations: Iterations, result: Properties, gradients: list[Properties], *item: Tensor) -> Tensor:
+    def forward(ctx: Any, iterations: Iterations, result: Properties, gradients: list[Properties], *inputs: Tensor) -> Tensor:
         """Return an uninitialized result with the given properties, instead of running the iteration."""
-        ctx.iterations, ctx.gradients, ctx.other_inputs = iterations, gradients, len(item) - 1
+        ctx.iterations, ctx.gradients, ctx.other_inputs = iterations, gradients, len(inputs) - 1
         return _empty(result)
 
     @staticmethod

@@ -33,7 +33,7 @@ WAIT_NAMES = ("_c10d_functional::wait_tensor", "_c10d_functional_autograd::wait_
 
 
 def terms_between_loops(module: fx.GraphModule, is_backward: bool) -> dict[str, str]:
-    """Return the terms of the nodes of a host program that are not loops and have a known category, by name."""
+    """Return the categories of bytes, keyed by node name, for the nodes outside loops whose category is known."""
     weights = gathered_weights(module)
     gradients = _gradient_nodes(module) if is_backward else frozenset()
     exchanged = _exchanged_nodes(module, weights | gradients)
@@ -44,21 +44,22 @@ def terms_between_loops(module: fx.GraphModule, is_backward: bool) -> dict[str, 
 
 
 def may_allocate(node: fx.Node) -> bool:
-    """Return whether a node calls an operator that may allocate; not a view, nor a view that copies if needed."""
+    """Return whether a node calls an operator other than a view, or than a view that copies if needed (`reshape`)."""
     return node.op == "call_function" and node.target not in COPYING_VIEWS and not getattr(node.target, "is_view", False)
 
 
 def gathered_weights(module: fx.GraphModule) -> frozenset[fx.Node]:
-    """Return the nodes that gather weights, and the nodes that combine gathered weights.
+    """Return the gathers that depend on graph inputs alone, through operators and not through loops, and their dependents.
 
-    These depend on nothing but the graph's inputs.
+    Such a gather collects the shards of a weight. Dependents are operators (other than collectives) that read a gathered
+    weight and, besides, only values that are computed from graph inputs in the same way.
     """
-    placeholders = set(module.graph.find_nodes(op="placeholder"))
-    computable, weights = set(placeholders), set[fx.Node]()
+    from_inputs = set(module.graph.find_nodes(op="placeholder"))
+    weights = set[fx.Node]()
     for node in module.graph.nodes:
         is_operator = isinstance(node.target, OpOverload) or node.target is operator.getitem
-        if is_operator and node.all_input_nodes and computable.issuperset(node.all_input_nodes):
-            computable.add(node)
+        if is_operator and node.all_input_nodes and from_inputs.issuperset(node.all_input_nodes):
+            from_inputs.add(node)
             traffic = traffic_of_node(node)
             is_gather = traffic is not None and traffic.kind == GATHERS
             if is_gather or (traffic is None and not weights.isdisjoint(node.all_input_nodes)):
@@ -67,7 +68,7 @@ def gathered_weights(module: fx.GraphModule) -> frozenset[fx.Node]:
 
 
 def _gradient_nodes(module: fx.GraphModule) -> frozenset[fx.Node]:
-    """Return the nodes whose values only lead to results of the graph, through no loop."""
+    """Return the nodes whose only transitive users, up to the graph's output, are operators and not loops."""
     output = module.graph.output_node()
     gradients: set[fx.Node] = set()
     for node in reversed(module.graph.nodes):

@@ -1,7 +1,7 @@
 """Packed documents on CUDA: one variable-length call of flash attention for all documents of a chunk.
 
-A chunk contains the end of one document, complete ones, and the beginning of another. Each has some rows and the keys
-that they see; the causal mask, or the window, is aligned at the bottom right.
+A chunk contains the end of one document, complete documents, and the beginning of another. Each has some rows and the
+keys that these rows see; the causal mask, or the window, is aligned at the bottom right.
 
 PyTorch's sources under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_varlen_fwd and
 mha_varlen_bwd take the rows of all sequences as [m h d], and the indices at which each sequence begins and ends. Each
@@ -25,7 +25,7 @@ from streamfx.torch_private import FakeTensor
 aten = torch.ops.aten
 Operands: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]"  # gradient, query, key, value, out, log-sum-exp
 PADDING_ROWS = 128  # rows: mha_varlen_bwd: dq_accum has this many extra rows for each document
-MIN_DOCUMENTS = 16  # documents that one backward call takes, however few rows they have
+MIN_DOCUMENTS = 16  # minimum number of documents per backward call, even if they have few rows
 
 # Test cases: a single row, more keys than rows, more rows than one kernel tile (flash_fwd_launch_template.h:
 # kBlockM). The first rows of each document see few keys, so that a single extra key would be noticed.
@@ -36,13 +36,17 @@ TEST_CASES = (Varlen(ROWS, KEYS), Varlen(ROWS, KEYS, left=3), Varlen(ROWS, KEYS,
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and log-sum-exp [b h m], as `flash_window.forward` does, also for documents."""
+    """Return the output [b h m e] and the log-sum-exp [b h m].
+
+    Packed documents (`Varlen`) take the variable-length kernel, one batch item at a time, without `bias`; any other mask
+    goes to `flash_window.forward`.
+    """
     causal = _simplify(causal)
     if not isinstance(causal, Varlen):
         return flash_window.forward(query, key, value, bias, causal, scale)
     query, key, value, scale = cuda_attention.to_kernel_layout(query, key, value, scale)
-    results = [_flash(*sequence, causal, scale) for sequence in zip(query, key, value, strict=True)]
-    out, lse = (_stack(of_sequences) for of_sequences in zip(*results, strict=True))
+    results = [_flash(*batch_item, causal, scale) for batch_item in zip(query, key, value, strict=True)]
+    out, lse = (_stack(per_item) for per_item in zip(*results, strict=True))
     return out, lse
 
 
@@ -57,14 +61,18 @@ def backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
+    """Return (dq, dk, dv).
+
+    Packed documents (`Varlen`) take the variable-length kernels, one batch item at a time, and ignore `bias`; any other
+    mask goes to `flash_window.backward`.
+    """
     causal = _simplify(causal)
     if not isinstance(causal, Varlen):
         return flash_window.backward(gradient, query, key, value, out, lse, bias, causal, scale)
     query, key, value, scale = cuda_attention.to_kernel_layout(query, key, value, scale)
     gradient, out = cuda_attention.results_to_kernel_layout(gradient, out, query)
-    results = [_gradients(sequence, causal, scale) for sequence in zip(gradient, query, key, value, out, lse, strict=True)]
-    dq, dk, dv = (_stack(of_sequences) for of_sequences in zip(*results, strict=True))
+    results = [_gradients(batch_item, causal, scale) for batch_item in zip(gradient, query, key, value, out, lse, strict=True)]
+    dq, dk, dv = (_stack(per_item) for per_item in zip(*results, strict=True))
     return dq, dk, dv
 
 
@@ -100,22 +108,22 @@ def _simplify(causal: Causal) -> Causal:
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack the results of sequences along a new batch dimension."""
+    """Stack the results of batch items along a new batch dimension; a single one is not copied."""
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tuple(tensors))
 
 
-# -- one sequence: heads [h m d]
+# -- one batch item: heads [h m d]
 
 
 def _gradients(operands: Operands, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of one sequence in as many calls as the memory limit requires."""
+    """Return (dq, dk, dv) of one batch item, from as many kernel calls as the memory limit requires."""
     gradient, query, key, value, out, lse = operands
     results = []
     for first, stop in _calls(query, key, documents):
         rows, keys = (slice(ends[first], ends[stop]) for ends in (documents.rows, documents.keys))
-        call_items = gradient[:, rows], query[:, rows], key[:, keys], value[:, keys], out[:, rows], lse[:, rows]
-        results.append(_call_gradients(call_items, _documents_slice(documents, first, stop), scale))
-    dq, dk, dv = (of_calls[0] if len(of_calls) == 1 else torch.cat(of_calls, 1) for of_calls in zip(*results, strict=True))
+        call_operands = gradient[:, rows], query[:, rows], key[:, keys], value[:, keys], out[:, rows], lse[:, rows]
+        results.append(_call_gradients(call_operands, _documents_slice(documents, first, stop), scale))
+    dq, dk, dv = (per_call[0] if len(per_call) == 1 else torch.cat(per_call, 1) for per_call in zip(*results, strict=True))
     return dq, dk, dv
 
 
@@ -125,13 +133,11 @@ def _calls(query: Tensor, key: Tensor, documents: Varlen) -> Iterator[tuple[int,
     A call has no more keys than `cuda_attention` allows, and no more documents than keep the workspace for padding
     rows small compared with that for the rows.
     """
-    max_documents, max_keys = (
-        max(MIN_DOCUMENTS, query.shape[1] // PADDING_ROWS),
-        cuda_attention.keys_at_once(query[None], key[None]),
-    )
-    first, count = 0, len(documents.rows) - 1
-    for stop in range(1, count + 1):
-        if stop == count or stop - first == max_documents or documents.keys[stop + 1] - documents.keys[first] > max_keys:
+    max_documents = max(MIN_DOCUMENTS, query.shape[1] // PADDING_ROWS)
+    max_keys = cuda_attention.keys_at_once(query[None], key[None])
+    first, num_documents = 0, len(documents.rows) - 1
+    for stop in range(1, num_documents + 1):
+        if stop == num_documents or stop - first == max_documents or documents.keys[stop + 1] - documents.keys[first] > max_keys:
             yield first, stop
             first = stop
 
@@ -143,34 +149,34 @@ def _documents_slice(documents: Varlen, first: int, stop: int) -> Varlen:
 
 
 def _call_gradients(operands: Operands, documents: Varlen, scale: float | None) -> Sequence[Tensor]:
-    """Return the gradients of one call; a single document takes the kernels for windows."""
+    """Return (dq, dk, dv) of the documents of one call; a single document takes the kernels of `flash_window`."""
     causal = _simplify(documents)
     if isinstance(causal, Varlen):
         return _flash_backward(operands, causal, scale)
-    gradient, query, key, value, out, lse = (item.unsqueeze(0) for item in operands)
+    gradient, query, key, value, out, lse = (operand.unsqueeze(0) for operand in operands)
     results = flash_window.backward(gradient, query, key, value, out, lse, None, causal, scale)
-    return [item.squeeze(0) for item in results]
+    return [gradient.squeeze(0) for gradient in results]
 
 
 # -- the kernels
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Run the variable-length kernel; return the output and log-sum-exp of one sequence."""
-    by_rows = (item.transpose(0, 1) for item in (query, key, value))
+    """Run the variable-length kernel on one batch item; return the output [h m e] and the log-sum-exp [h m]."""
+    by_rows = (operand.transpose(0, 1) for operand in (query, key, value))
     ends = _ends(documents, query.device)
     out, lse, *_ = aten._flash_attention_forward(*by_rows, *ends, 0.0, False, False, scale=scale, **_window(documents))
     return out.transpose(0, 1), lse
 
 
 def _flash_backward(operands: Operands, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward of the variable-length kernel on one sequence."""
+    """Run the backward of the variable-length kernel on one batch item; return (dq, dk, dv)."""
     gradient, query, key, value, out, lse = operands
     out, lse = layouts.align(out), lse.contiguous()  # set_params_fprop reads its pointer and ignores its strides
-    by_rows = (item.transpose(0, 1) for item in (gradient, query, key, value, out))
+    by_rows = (operand.transpose(0, 1) for operand in (gradient, query, key, value, out))
     ends, states = _ends(documents, query.device), cuda_attention.no_dropout(query.device)
     results = aten._flash_attention_backward(*by_rows, lse, *ends, 0.0, False, *states, scale=scale, **_window(documents))
-    dq, dk, dv = (item.transpose(0, 1) for item in results)
+    dq, dk, dv = (result.transpose(0, 1) for result in results)
     return dq, dk, dv
 
 

@@ -53,7 +53,7 @@ class DeferredTensor(Tensor):
     _cell: Cell
     _traced: bool  # created by a compiler that traces, which must see plain tensors only
     _has_views = False  # whether views of it exist
-    _is_transposed = False  # transposed in place after views were taken, with a gradient required
+    _is_reshaped_after_views = False  # by an in-place view, after views were taken, with a gradient required
     _is_small_part = False  # small part of a large value that is not computed yet: see NOTE [Gradients that spread]
 
     __torch_function__ = DISABLED_TORCH_FUNCTION  # type: ignore[assignment]
@@ -204,7 +204,7 @@ def _with_distinct_memory(values: Iterable[Tensor | None], kept: Tensor) -> list
 
 
 def _storage_address(value: Tensor | None) -> int | None:
-    """Return the address of a tensor's storage; None if it is no plain strided tensor."""
+    """Return the address of a tensor's storage; None unless it is a plain strided tensor."""
     return value.untyped_storage().data_ptr() if type(value) is Tensor and value.layout is torch.strided else None
 
 
@@ -290,8 +290,8 @@ def _defer_gradients(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None,
         copy = gradient.detach().clone()  # a hook may write into the gradient before the deferred gradient is computed
         return DeferredTensor(Cell(copy, value=copy, spreads=True), gradient.device)
 
-    # with create_graph=True, a gradient has a history of its own and must keep it
-    return tuple(deferred_copy(item) if type(item) is Tensor and not item.requires_grad else item for item in gradients)
+    # with create_graph=True, a gradient has a history and must keep it
+    return tuple(deferred_copy(grad) if type(grad) is Tensor and not grad.requires_grad else grad for grad in gradients)
 
 
 def _compute(cells: Sequence[Cell]) -> None:
@@ -335,7 +335,7 @@ def _run_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     """Run an operator that writes into deferred tensors on their shared memory; return these tensors as its results."""
     targets = {id(value): value for value in _written_values(func, args, kwargs) if isinstance(value, DeferredTensor)}
     for value in targets.values():
-        _refuse_transposed(value, func)
+        _refuse_reshaped(value, func)
     target, *rest = args if args and isinstance(args[0], DeferredTensor) else (None,)
     if target is not None and not target._traced and _defer_write(func, target, rest, kwargs):
         return target
@@ -355,13 +355,13 @@ def _run_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     return pytree.tree_map_only(Tensor, lambda value: by_value.get(id(value), value), result)
 
 
-def _refuse_transposed(tensor: DeferredTensor, func: Any) -> None:
-    """Raise an error if the shape of a tensor was changed in place after views of it were taken, so that it cannot be written to.
+def _refuse_reshaped(tensor: DeferredTensor, func: Any) -> None:
+    """Raise an error if a tensor, or the base of a view, was reshaped in place after views were taken: it cannot be written to.
 
     Autograd records a write to a view of a wrapper by viewing the base again, and the base has other strides now.
     """
-    base = tensor if tensor._base is None else tensor._base
-    if torch.is_grad_enabled() and any(isinstance(item, DeferredTensor) and item._is_transposed for item in (tensor, base)):
+    candidates = [value for value in (tensor, tensor._base) if isinstance(value, DeferredTensor)]
+    if torch.is_grad_enabled() and any(value._is_reshaped_after_views for value in candidates):
         raise TransposedOutputError(
             f"{func} writes to a lazy output, which is computed when it is first used",
             found="its shape was changed in place before, after views of it had been taken",
@@ -387,13 +387,13 @@ def _written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _run_inplace_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run `transpose_` and similar operators: they change sizes and strides over the same memory."""
+    """Run an in-place view, on an alias of the dense memory (for the new cell) and without dispatch (on the wrapper's sizes)."""
     tensor, *rest = args
-    if func is not aten.detach_.default:
+    if func is not aten.detach_.default:  # which changes neither
         value = _writable(tensor).detach()
         func(value, *rest, **kwargs)
         with no_dispatch():
             func(*args, **kwargs)
         tensor._cell = Cell(value, step=DeferredOperator(func, (tensor._cell, *rest), kwargs), value=value, is_view=True)
-        tensor._is_transposed = tensor.requires_grad and tensor._has_views
+        tensor._is_reshaped_after_views = tensor.requires_grad and tensor._has_views
     return tensor

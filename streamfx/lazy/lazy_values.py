@@ -59,7 +59,7 @@ class CellRows:
         return self.ranges.get(dim, range(self.shape[dim]))
 
     def narrow(self, position: int, index: int | slice) -> CellRows:
-        """Return the part that `index` selects of this one; `position` counts the dimensions that are not removed."""
+        """Return the part that `index` selects of this part; `position` counts the dimensions that are not removed."""
         dim = [dim for dim in range(len(self.shape)) if dim not in self.single][position]
         if isinstance(index, slice):
             selected = self.of(dim)[index]
@@ -117,9 +117,9 @@ class Cell:
         operands = step.operands() if step is not None else []
         self.depth: int = 1 + max((cell.depth for cell in operands), default=0)
         self._root: Cell | None = operands[0].root if is_view else None
-        self._copies: weakref.WeakSet[Cell] = weakref.WeakSet()  # of a root: views that hold values of their own
+        self._copies: weakref.WeakSet[Cell] = weakref.WeakSet()  # of a root: views that hold copies of their values
         self._readers: weakref.WeakSet[Cell] = weakref.WeakSet()  # of a root: cells that have yet to read its values
-        self._copied = 0  # of a root: number of elements computed for copies
+        self._num_copied = 0  # of a root: number of elements computed for copies
         if not is_view:
             self._register_reads(operands)
 
@@ -245,7 +245,7 @@ class Cell:
         source = cell.source
         if source is None or not rows.ranges or not rows.numel() or not all(source.has_rows(dim) for dim in rows.ranges):
             return False
-        return 2 * (self._copied + rows.numel()) <= prod(rows.shape)
+        return 2 * (self._num_copied + rows.numel()) <= prod(rows.shape)
 
     def _is_cast(self) -> bool:
         """Return whether the value is a copy of its operand with another dtype."""
@@ -254,7 +254,7 @@ class Cell:
 
     def _compute_rows(self, rows: CellRows) -> Tensor:
         """Compute rows of this root without the rest; remove the dimensions in `single`."""
-        self._copied += rows.numel()
+        self._num_copied += rows.numel()
         value = self._compute_ranges(rows.ranges)
         for dim in sorted(rows.single, reverse=True):
             value = value.select(dim, 0)

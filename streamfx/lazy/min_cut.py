@@ -3,9 +3,9 @@
     residual [b t d] --norm--> hidden [b t d] --linear(weight)--> logits [b t v] --/ c--> --tanh--> --* c--> output
     ^ minimum cut: the fewest bytes; parameters cost nothing, because the model keeps them
 
-Among minimum cuts, take the one furthest from the output that recomputes no further matrix product. Gradients of the output
-then enter the backward graph before the norm, whose backward runs in the same loops as that of the loss. With a cut after the
-norm, the norm's inputs would be recomputed for these gradients.
+Among minimum cuts, take the cut furthest from the output that recomputes no further matrix product. Gradients of the output
+then enter the backward graph before the norm, whose backward runs in the same loops as the backward of the loss. With a cut
+after the norm, the norm's inputs would be recomputed for these gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from streamfx.lazy.op_kinds import CONTRACTING, OpKind, op_kind
 from streamfx.lazy.values import DynamoValues, bytes_of, example, is_dense, is_number, is_parameter
 
 START = "start"
-DEPTH = 2  # matrix products on a path to the output: a head, or a low-rank one (also an adapter)
+DEPTH = 2  # matrix products on a path to the output: a head, or a head in two factors (such as an adapter)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def find_frontier(target: fx.Node, values: DynamoValues) -> Frontier | None:
     cone = _cone(target, values)
     network = _network(target, cone, values)
     try:
-        _, (start_side, _) = networkx.minimum_cut(network, target, START)  # of all minimum cuts, the one nearest to START
+        _, (start_side, _) = networkx.minimum_cut(network, target, START)  # of all minimum cuts, the cut nearest to START
     except networkx.NetworkXUnbounded:
         return None
     chosen: set[fx.Node] = {target}
@@ -62,7 +62,7 @@ class _Downstream:
 
 
 def _cone(target: fx.Node, values: DynamoValues) -> Mapping[fx.Node, _Downstream]:
-    """Return the ancestors of `target` in program order."""
+    """Return the ancestors of `target` up to the first that cannot be recomputed, in program order."""
     products = {target: 0}
     cone: dict[fx.Node, _Downstream] = {}
     for node in reversed(values.graph.nodes):
@@ -78,7 +78,7 @@ def _cone(target: fx.Node, values: DynamoValues) -> Mapping[fx.Node, _Downstream
 
 
 def _network(target: fx.Node, cone: Mapping[fx.Node, _Downstream], values: DynamoValues) -> networkx.DiGraph:
-    """Return a network whose edges lead from a value to its operands. Cutting a value's own edge saves it, at its byte cost."""
+    """Return a network whose edges lead from a value to its operands. A cut of the edge inside a value saves it, at its cost."""
     network = networkx.DiGraph()
     network.add_nodes_from([target, START])
     network.add_edges_from((target, (operand, "out")) for operand in _operands(target, values))

@@ -43,16 +43,16 @@ class DeferredCall:
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         """Run the compiled graph, and return the original outputs in order, deferred ones as deferred tensors."""
-        outputs = self.compiled(*(_detached(it) if i in self.unread else it for i, it in enumerate(arguments)))
+        outputs = self.compiled(*(_detached(value) if i in self.unread else value for i, value in enumerate(arguments)))
         sizes = self.plan.sizes.values(arguments)
         chunking = ChunkingDecision(self.compiler, RowsInChunks())
         tensors = [self._deferred(recipe, arguments, outputs, sizes, chunking) for recipe in self.plan.recipes]
 
-        def result(item: ReturnedOutput | RebuiltOutput) -> Any:
+        def result(output: ReturnedOutput | RebuiltOutput) -> Any:
             """Return an output of the graph, or a view of a deferred tensor."""
-            return (
-                outputs[item.index] if isinstance(item, ReturnedOutput) else _apply_view(tensors[item.recipe], item.view, sizes)
-            )
+            if isinstance(output, ReturnedOutput):
+                return outputs[output.index]
+            return _apply_view(tensors[output.recipe], output.view, sizes)
 
         results = [result(item) for item in self.plan.results]
         return tuple(None if index is None else results[index] for index in self.plan.order)
@@ -77,7 +77,7 @@ def _detached(argument: Any) -> Any:
 
 
 def _apply_view(tensor: Tensor, view: RecipeProgram | None, sizes: Mapping[str, int]) -> Tensor:
-    """Return a view of a deferred tensor by a recorded program; the tensor itself without one."""
+    """Return the view of a deferred tensor that a recorded program computes; the tensor itself if `view` is None."""
     if view is None:
         return tensor
     result: Tensor = run_program(view, [tensor, *(_input_value(item, (), (), sizes) for item in view.inputs)])
@@ -94,7 +94,7 @@ def _input_value(item: RecipeInput, arguments: Sequence[Any], outputs: Sequence[
 
 
 def _size(size: Size, sizes: Mapping[str, int]) -> int:
-    """Return a size as a number, from the values of its symbols."""
+    """Return the value of a size, from the values of its symbols."""
     return size if isinstance(size, int) else _size_function(size)(dict(sizes))
 
 

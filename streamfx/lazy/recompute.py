@@ -39,7 +39,7 @@ class Modes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Enter these modes for a `with` block."""
+        """Context manager: activate these modes."""
         with ExitStack() as stack:
             if self.inference != torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(self.inference))
@@ -53,7 +53,10 @@ class Modes:
 
 @contextmanager
 def _rounding(rounding: tuple[int, str]) -> Iterator[None]:
-    """Set the modes that change how products round, because a user may change them between a call and the use of its outputs."""
+    """Context manager: set the modes that change how products round.
+
+    A user may change them between a call and the use of its outputs.
+    """
 
     def set_to(threads: int, precision: str) -> None:
         """Set the number of threads and the matmul precision, if they differ."""
@@ -76,7 +79,7 @@ class _Runner(fx.Interpreter):
     def __init__(self, program: RecipeProgram) -> None:
         super().__init__(torch.nn.Module(), graph=program.graph)
         self.contexts: Mapping[fx.Node, Context] = program.contexts
-        self.extra_traceback = False  # errors keep the message they have in eager
+        self.extra_traceback = False  # errors keep their message of eager mode
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; an error names the user's line that it comes from."""
@@ -108,8 +111,8 @@ MIN_INPUT_RATIO = 32  # a result that is this many times smaller than its inputs
 
 
 @dataclass
-class _HeldOutput:
-    """A tensor that a recipe reads, and its fingerprint at the end of the call. `tensor` shares memory and version counter."""
+class _SavedInput:
+    """An alias of a tensor that a recipe reads, with the same version counter, and its fingerprint at the end of the call."""
 
     name: str
     tensor: Tensor
@@ -117,13 +120,16 @@ class _HeldOutput:
     fingerprint: Fingerprint
 
     @staticmethod
-    def of(name: str, tensor: Tensor, waits: bool) -> _HeldOutput:
+    def of(name: str, tensor: Tensor, waits: bool) -> _SavedInput:
         """Return an alias of a tensor with its fingerprint; if it `waits` to be read, the fingerprint detects hidden writes."""
         alias = tensor.detach()
-        return _HeldOutput(name, alias, tensor.requires_grad, Fingerprint.of(alias, reads=waits))
+        return _SavedInput(name, alias, tensor.requires_grad, Fingerprint.of(alias, reads=waits))
 
     def change(self, with_counter: bool) -> str | None:
-        """Describe how the tensor has changed since the call; without `with_counter`, only changes that the counter misses."""
+        """Describe how the tensor has changed since the call; None if it has not.
+
+        Without `with_counter`, report only changes that the version counter misses.
+        """
         visible = self.fingerprint.visible_change(self.tensor, self.name)
         if visible is not None:
             return visible if with_counter or not self.fingerprint.is_written(self.tensor) else None
@@ -140,7 +146,7 @@ class _Tape:
 
 @dataclass(frozen=True)
 class RowChunks:
-    """How a use of lazy outputs is chunked: the rows per chunk, and the axis, as (input index, dimension) of some inputs."""
+    """How a use of lazy outputs is chunked: the rows per chunk, and the dimension of rows of some inputs, as (input, dim)."""
 
     rows: int
     along: tuple[tuple[int, int], ...] = ()
@@ -152,7 +158,10 @@ class UseCompiler(Protocol):
     def __call__(
         self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], widest: int, row_chunks: RowChunks
     ) -> Callable[..., Any] | None:
-        """Return the graph as loops. None if a value other than a result has `widest / 2` elements, or if its chunks differ."""
+        """Return the graph as loops.
+
+        None if its chunks differ, or if a value outside loops, other than a result, has `widest / 2` elements or more.
+        """
 
     def rows_per_chunk(self, numel: int, length: int) -> int:
         """Return the number of rows per chunk for values of `numel` elements and `length` rows."""
@@ -180,8 +189,11 @@ class ChunkingDecision:
     sources: weakref.WeakSet[RecomputeSource] = field(default_factory=weakref.WeakSet)
     _lock: Any = field(default_factory=threading.Lock)
 
-    def may_chunk(self) -> bool:
-        """Return whether all live outputs of the call can be computed in chunks; if not, decide that none is."""
+    def try_keep_chunkable(self) -> bool:
+        """Return False if the call's outputs are computed each at once; decide so if one cannot be computed in chunks.
+
+        True while undecided: `decide` then chooses.
+        """
         if self.in_chunks is None:
             row_computer = self.row_computer
             if row_computer is None or not all(row_computer.can_chunk(source) for source in self.sources):
@@ -196,7 +208,7 @@ class ChunkingDecision:
 
 
 class RecomputeSource:
-    """The tensors from which a deferred tensor of `numel` elements is recomputed: those that its recipe reads.
+    """The values that a recipe reads, from which a deferred tensor of `numel` elements is recomputed.
 
     If it `waits`, the deferred tensor is computed on first use; otherwise it is computed in the call.
     """
@@ -207,7 +219,7 @@ class RecomputeSource:
         self.modes = Modes.now(recipe.device)
         self.waits = MIN_INPUT_RATIO * numel >= max((value.numel() for value in values if isinstance(value, Tensor)), default=0)
         self._values: list[Any] = [
-            value if isinstance(item, SizeValue) else _HeldOutput.of(item.name, value, self.waits)
+            value if isinstance(item, SizeValue) else _SavedInput.of(item.name, value, self.waits)
             for item, value in zip(recipe.program.inputs, values, strict=True)
         ]
         self._tapes: list[_Tape] = []  # at most one; the thread that uses it removes it
@@ -224,10 +236,9 @@ class RecomputeSource:
 
     def leaves(self) -> list[int]:
         """Return the indices of the recipe's inputs that need gradients."""
-        numbered_values = enumerate(self._values)
-        return [
-            i for i, value in numbered_values if self.differentiable and isinstance(value, _HeldOutput) and value.requires_grad
-        ]
+        if not self.differentiable:
+            return []
+        return [i for i, value in enumerate(self._values) if isinstance(value, _SavedInput) and value.requires_grad]
 
     def recompute(self) -> Tensor:
         """Return the dense tensor, detached. Unless it is computed in chunks, keep the values that its gradient needs."""
@@ -245,8 +256,8 @@ class RecomputeSource:
         assert rows is not None
         shape = self._values[rows.source].tensor.shape
         return max(
-            ((dim, given_dim) for dim, given_dim in enumerate(rows.dims) if given_dim is not None),
-            key=lambda item: shape[item[1]],
+            ((dim, input_dim) for dim, input_dim in enumerate(rows.dims) if input_dim is not None),
+            key=lambda dims: shape[dims[1]],
         )
 
     @property
@@ -258,10 +269,10 @@ class RecomputeSource:
 
     def has_rows(self, dim: int) -> bool:
         """Return whether rows along a dimension can be computed separately, with the same values as in the full tensor."""
-        return self.recipe.rows is not None and self.recipe.rows.dims[dim] is not None and self.chunking.may_chunk()
+        return self.recipe.rows is not None and self.recipe.rows.dims[dim] is not None and self.chunking.try_keep_chunkable()
 
     def recompute_rows(self, ranges: Mapping[int, range]) -> Tensor:
-        """Return the dense tensor restricted to ranges of some of its dimensions, detached."""
+        """Return the dense tensor, restricted to index ranges of some dimensions, without other rows; it is detached."""
         assert self.chunking.row_computer is not None
         longest = self.longest[0]
         selected = ranges.get(longest, range(self.length))
@@ -301,8 +312,8 @@ class RecomputeSource:
 
     def checked_values(self, with_counter: bool = True) -> list[Any]:
         """Return the values to run the recipe on; raise an error if one of them has changed since the call."""
-        for held in self._values:
-            change = held.change(with_counter) if isinstance(held, _HeldOutput) else None
+        for value in self._values:
+            change = value.change(with_counter) if isinstance(value, _SavedInput) else None
             if change is not None:
                 raise StaleOutputError(
                     f"the lazy output {self.recipe.name!r} is computed when it is first used, which is now",
@@ -315,4 +326,4 @@ class RecomputeSource:
 
     def unchecked_values(self) -> list[Any]:
         """Return the values to run the recipe on, without checks."""
-        return [held.tensor if isinstance(held, _HeldOutput) else held for held in self._values]
+        return [value.tensor if isinstance(value, _SavedInput) else value for value in self._values]

@@ -55,7 +55,7 @@ class Deferral:
 
     @property
     def unread(self) -> frozenset[int]:
-        """The indices of inputs that only deferred outputs read, such as the head's weight."""
+        """The indices of inputs that the graph no longer reads, because only deferred outputs do, such as the head's weight."""
         placeholders = self.module.graph.find_nodes(op="placeholder")
         return frozenset(position for position, node in enumerate(placeholders) if not node.users)
 
@@ -66,19 +66,19 @@ def defer_outputs(module: fx.GraphModule) -> Deferral | None:
         return None
     values = values_of(module.graph)
     outputs = outputs_of(module.graph)
-    chosen = _chosen(outputs, values)
+    chosen = _choose_outputs(outputs, values)
     return _OutputRewriter(module, values, outputs, chosen).result() if chosen else None
 
 
-def _chosen(outputs: Sequence[Any], values: DynamoValues) -> dict[fx.Node, Frontier]:
+def _choose_outputs(outputs: Sequence[Any], values: DynamoValues) -> dict[fx.Node, Frontier]:
     """Return the outputs to defer (the bases of their memory), the largest first, with their minimum cuts."""
     groups: dict[fx.Node, list[fx.Node]] = {}
     for output in filter(is_dense, outputs):
         groups.setdefault(values.bases[output], []).append(output)
     chosen: dict[fx.Node, Frontier] = {}
-    needed: set[fx.Node] = set()
+    saved_bases: set[fx.Node] = set()  # these must not be deferred
     for base in sorted(groups, key=lambda node: -(bytes_of(node) or 0)):
-        if base in needed or not _has_known_shape(base, values):
+        if base in saved_bases or not _has_known_shape(base, values):
             continue
         if any(_view_nodes(base, output, values) is None for output in groups[base]):
             continue
@@ -87,23 +87,23 @@ def _chosen(outputs: Sequence[Any], values: DynamoValues) -> dict[fx.Node, Front
             continue
         if chosen.keys().isdisjoint(values.bases[node] for node in frontier.saved):
             chosen[base] = frontier
-            needed.update(values.bases[node] for node in frontier.saved)
-    read = _ancestors_within([output for output in filter(is_dense, outputs) if values.bases[output] not in chosen])
-    chosen = {base: frontier for base, frontier in chosen.items() if base in read or not is_too_small_for_chunks(base)}
+            saved_bases.update(values.bases[node] for node in frontier.saved)
+    ancestors = _with_ancestors([output for output in filter(is_dense, outputs) if values.bases[output] not in chosen])
+    chosen = {base: frontier for base, frontier in chosen.items() if base in ancestors or not is_too_small_for_chunks(base)}
     return _drop_comparable(chosen, groups, outputs, values)
 
 
 def is_too_small_for_chunks(base: fx.Node) -> bool:
     """Return whether an output is too small to be computed in chunks.
 
-    If no other output (such as a loss) depends on it, the caller wants this output itself: deferring it would take its own memory
-    and that of the values it is recomputed from.
+    If no other output (such as a loss) depends on it, the caller wants this output itself. If deferred, it would occupy its
+    memory and, besides, the memory of the values from which it is recomputed.
     """
     numel = example(base).numel()
     return isinstance(numel, int) and numel < steps.MIN_NUMEL
 
 
-def _ancestors_within(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def _with_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the given nodes and all nodes that they depend on."""
     ancestors, pending = set(nodes), list(nodes)
     while pending:
@@ -161,7 +161,7 @@ def _reveals_elements(
 
 
 def _is_scalar_sum(node: fx.Node) -> bool:
-    """Return whether a value is a zero-dimensional sum of several numbers."""
+    """Return whether a value is a zero-dimensional sum of several elements."""
     return _is_sum(node) and example(node).dim() == 0
 
 
@@ -172,7 +172,7 @@ def _is_sum(node: fx.Node) -> bool:
     summed = next((operand for operand in node.all_input_nodes if is_dense(operand)), None)
     if summed is None:
         return False
-    operand_numel, numel = (product(shape_of(example(item))) for item in (summed, node))
+    operand_numel, numel = (product(shape_of(example(value))) for value in (summed, node))
     return quotient(operand_numel, numel) not in (None, 1)
 
 
@@ -242,13 +242,13 @@ class _OutputRewriter:
         return self.values.bases.get(output) if isinstance(output, fx.Node) else None
 
     def _returned(self, node: Any) -> int:
-        """Return the index of a value among the outputs of the new graph; add it if it is none yet."""
+        """Return the index of a value among the outputs of the new graph; add it if it is missing."""
         if node not in self.returned:
             self.returned.append(node)
         return self.returned.index(node)
 
     def _exported(self, node: Any) -> Any:
-        """Return the new graph's output for an original node: a clone if it is an input, or a view that was no output."""
+        """Return the new graph's output for an original node: a clone if it is an input, or a view that was not an output."""
         if not isinstance(node, fx.Node):
             return node
         copy = self.copies[node]
@@ -285,7 +285,7 @@ class _OutputRewriter:
         return len(self.recipes) - 1
 
     def _row_axes(self, frontier: Frontier) -> RowAxes | None:
-        """Return the largest saved value that is no parameter, and which of its dimensions are rows; None if there are none."""
+        """Return the largest saved value that is not a parameter, and its dimensions that are rows; None if it has none."""
         with_rows = [node for node in frontier.saved if not is_parameter(node)]
         if not with_rows:
             return None
@@ -307,7 +307,10 @@ class _OutputRewriter:
     def _program(
         self, placeholders: Sequence[fx.Node], nodes: Sequence[fx.Node], label: Callable[[fx.Node], RecipeInput] | None
     ) -> RecipeProgram:
-        """Return the nodes as a separate graph with these inputs, described by `label` unless it is None."""
+        """Return a program with these nodes, whose inputs are `placeholders` and then the sizes that the nodes read.
+
+        `label` describes each placeholder; if None, the program's descriptions contain only the sizes.
+        """
         graph = fx.Graph()
         env = {node: graph.placeholder(node.name) for node in placeholders}
         sizes = dict.fromkeys(
@@ -319,9 +322,9 @@ class _OutputRewriter:
         graph.output(env[nodes[-1]])
         for copy in graph.nodes:
             copy.meta = {}  # keep no FakeTensors alive
-        numbers = tuple(SizeValue(size_of(example(node))) for node in sizes)
+        size_values = tuple(SizeValue(size_of(example(node))) for node in sizes)
         contexts = {env[node]: self.values.contexts[node] for node in nodes if node in self.values.contexts}
-        return RecipeProgram(graph, (*map(label, placeholders), *numbers) if label else numbers, contexts)
+        return RecipeProgram(graph, (*map(label, placeholders), *size_values) if label else size_values, contexts)
 
 
 HOLDERS = ("self", "_modules", "_parameters", "_buffers")

@@ -45,14 +45,14 @@ def _dims_followed(node: object, followed: FollowsByNode) -> Follows:
 
 
 def _pointwise(node: fx.Node, followed: FollowsByNode) -> Follows:
-    """Align dimensions at the last. A result dimension follows one that all operands follow, except broadcast ones."""
+    """Align dimensions at the last. A result dimension follows the dimension that all operands follow that are not broadcast."""
     rank = example(node).dim()
     aligned: list[set[int | None]] = [set() for _ in range(rank)]
     for operand in filter(is_dense, node.all_input_nodes):
         shape, follows = example(operand).shape, _dims_followed(operand, followed)
-        for position, (size, dim) in enumerate(zip(shape, follows, strict=True), rank - len(shape)):
+        for result_dim, (size, dim) in enumerate(zip(shape, follows, strict=True), rank - len(shape)):
             if not (isinstance(size, int) and size == 1):
-                aligned[position].add(dim)
+                aligned[result_dim].add(dim)
     return tuple(dims.pop() if len(dims) == 1 else None for dims in aligned)
 
 
@@ -72,7 +72,7 @@ def _index(node: fx.Node, followed: FollowsByNode) -> Follows:
 
 
 def _softmax(node: fx.Node, followed: FollowsByNode) -> Follows:
-    """Follow all dimensions but the one that is normalized."""
+    """Follow all dimensions except the normalized dimension."""
     follows = list(_dims_followed(_first_operand(node), followed))
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if not isinstance(dim, int) or not follows:

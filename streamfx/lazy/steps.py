@@ -180,7 +180,7 @@ def _is_dense(item: Any) -> bool:
 
 
 def _small_copy(tensor: Tensor, max_numel: int) -> Tensor | None:
-    """Return a copy of a small operand that keeps its expanded dimensions; None if it is large or no plain tensor."""
+    """Return a copy of a small operand that keeps its expanded dimensions; None if it is large or not a plain tensor."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return None
     compact = compacted(tensor.detach())

@@ -45,7 +45,7 @@ from streamfx.torch_private.dynamo import compiling
 from streamfx.torch_private.symbolic_sizes import with_sizes
 
 aten = torch.ops.aten
-MAX_GRAPHS = 64  # compiled per process; a program that needs more has numbers in its graphs that never repeat
+MAX_GRAPHS = 64  # compiled per process; a program that needs more has constants in its graphs that never repeat
 MAX_VERSIONS = 6  # code variants per graph, for sizes that cannot share one
 
 
@@ -53,24 +53,27 @@ def compute_in_chunks(cells: Sequence[Cell]) -> Sequence[Tensor] | None:
     """Return the values of cells without materializing large operands; None if their graph does not stream."""
     builder = _GraphBuilder()
     results = [builder.node(cell) for cell in cells]
-    return _run(builder, results) if builder.may_chunk() else None
+    return _run(builder, results) if builder.try_keep_chunkable() else None
 
 
 def compute_gradients_in_chunks(source: RecomputeSource, gradient: Cell) -> Sequence[Tensor | None] | None:
-    """Return the gradients of a source's inputs, given the gradient of its output; None if the graph does not stream."""
+    """Return the gradient (or None) of each input of a source; None instead of the list if the graph does not stream.
+
+    `gradient`: the cell of the gradient of the source's output.
+    """
     builder = _GraphBuilder()
     output_gradient = builder.node(gradient)
     output, leaves = builder.recipe_output(source)
-    positions = [position for position, leaf in enumerate(leaves) if leaf is not None]
+    input_indices = [i for i, leaf in enumerate(leaves) if leaf is not None]
     gradients = builder.call(
-        torch.autograd.grad, (output,), [leaves[p] for p in positions], (output_gradient,), allow_unused=True
+        torch.autograd.grad, (output,), [leaves[i] for i in input_indices], (output_gradient,), allow_unused=True
     )
-    results = [builder.call(operator.getitem, gradients, number) for number in range(len(positions))]
-    computed = _run(builder, results) if builder.may_chunk() else None
+    results = [builder.call(operator.getitem, gradients, result_index) for result_index in range(len(input_indices))]
+    computed = _run(builder, results) if builder.try_keep_chunkable() else None
     if computed is None:
         return None
-    by_position = dict(zip(positions, computed, strict=True))
-    return [by_position.get(position) for position in range(len(leaves))]
+    gradient_of_input = dict(zip(input_indices, computed, strict=True))
+    return [gradient_of_input.get(i) for i in range(len(leaves))]
 
 
 class RowsInChunks:
@@ -86,7 +89,7 @@ class RowsInChunks:
     def rows(self, source: RecomputeSource, start: int, stop: int) -> Tensor:
         """Return rows along the longest dimension of rows, by computing the chunks that contain them."""
         rows_per_chunk, (row_dim, _) = rows_per_chunk_of(source), source.longest
-        first = max(0, min(start, stop - 2)) // rows_per_chunk * rows_per_chunk  # a single row is no sequence
+        first = max(0, min(start, stop - 2)) // rows_per_chunk * rows_per_chunk  # a single row is not a sequence
         last = min(source.length, -(-stop // rows_per_chunk) * rows_per_chunk)
         for bounds in ((first, last), (0, source.length)):
             builder = _GraphBuilder()
@@ -122,8 +125,8 @@ class _GraphBuilder:
     def call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(function, args, kwargs)
 
-    def given(self, value: Any, is_shared: bool = False) -> fx.Node:
-        """Add an input to the graph: a tensor, or a size."""
+    def add_input(self, value: Any, is_shared: bool = False) -> fx.Node:
+        """Add an input to the graph, a tensor or a size, and return its node; `is_shared` for a tensor without rows."""
         if is_shared:
             self.shared.add(len(self.inputs))
         self.inputs.append(value)
@@ -136,17 +139,17 @@ class _GraphBuilder:
         return self._last
 
     def tensor(self, value: Tensor) -> fx.Node:
-        """Add a small tensor. Expanded dimensions are expanded in the graph, where that takes no memory."""
+        """Add a small tensor as an input, and return its node. The graph expands expanded dimensions, which needs no memory."""
         compact = compacted(value)
-        node = self.given(compact)
+        node = self.add_input(compact)
         if compact is value:
             return node
         sizes = [self.size(full) if full != size else full for full, size in zip(value.shape, compact.shape, strict=True)]
         return self.call(aten.expand.default, node, sizes)
 
-    def size(self, number: int) -> Any:
-        """Add a number as an input, so that other lengths share the graph; 0, 1, and numbers that mean "all" are constants."""
-        return self.given(number) if 2 <= number < 1 << 31 else number
+    def size(self, size: int) -> Any:
+        """Return an operand for a size: an input, so that other lengths share the graph, or a constant (0, 1, "all")."""
+        return self.add_input(size) if 2 <= size < 1 << 31 else size
 
     def node(self, cell: Cell) -> fx.Node:
         """Return the node of a cell, adding it on first use."""
@@ -155,7 +158,7 @@ class _GraphBuilder:
         return self._cells[cell]
 
     def _cell_node(self, cell: Cell) -> fx.Node:
-        """Add the operators that compute a cell; update `widest`, the number of elements of the widest value."""
+        """Add the operators that compute a cell, and return its node; update `widest`, the elements of the largest value."""
         step, value = cell.step, cell.value  # in this order: see NOTE [Cells that several threads read]
         if value is not None:
             return self.tensor(value)
@@ -169,7 +172,7 @@ class _GraphBuilder:
         return node if cell.result is None else self.call(operator.getitem, node, cell.result)
 
     def _step_node(self, step: DeferredOperator) -> fx.Node:
-        """Add an operator; its size arguments become inputs."""
+        """Add an operator, and return its node; its size arguments become inputs."""
         sizes = _sizes_of(step.func)
         names = [argument.name for argument in step.func._schema.arguments]
 
@@ -191,14 +194,14 @@ class _GraphBuilder:
         return self.call(COPYING_VIEWS.get(step.func, step.func), *args, **kwargs)
 
     def output_of(self, source: RecomputeSource, start: int = 0, stop: int | None = None) -> fx.Node:
-        """Add the output of a source's recipe, or some of its rows, detached."""
+        """Add a source's recipe, for rows [start, stop), and return the node of its detached output."""
         self.widest = max(self.widest, source.numel)
         return self.call(aten.detach.default, self.recipe_output(source, start, stop)[0])
 
     def recipe_output(
         self, source: RecomputeSource, start: int = 0, stop: int | None = None
     ) -> tuple[fx.Node, list[fx.Node | None]]:
-        """Add a source's recipe; return its output, and the leaf of each given value that needs a gradient.
+        """Add a source's recipe; return its output, and the leaf (or None) of each input that needs a gradient.
 
         The recipe is recorded even if no gradient is taken, so that the same operators run in both cases.
         """
@@ -206,12 +209,18 @@ class _GraphBuilder:
             self.sources[source] = self._record_recipe(source, start, stop)
         return self.sources[source]
 
-    def may_chunk(self) -> bool:
-        """Return whether all sources may be computed in chunks, and have the same number of rows per chunk."""
-        return all(source.chunking.may_chunk() for source in self.sources) and len({*map(rows_per_chunk_of, self.sources)}) == 1
+    def try_keep_chunkable(self) -> bool:
+        """Return whether all sources have the same number of rows per chunk and may be computed in chunks.
+
+        If outputs of one call cannot, decide that each of them is computed at once.
+        """
+        return (
+            all(source.chunking.try_keep_chunkable() for source in self.sources)
+            and len({*map(rows_per_chunk_of, self.sources)}) == 1
+        )
 
     def _record_recipe(self, source: RecomputeSource, start: int, stop: int | None) -> tuple[fx.Node, list[fx.Node | None]]:
-        """Add rows [start, stop) of a source's recipe; return its output and a leaf (or None) per given value."""
+        """Add rows [start, stop) of a source's recipe; return its output, and for each input its leaf, or None."""
         rows, values = source.recipe.rows, source.checked_values() if self.checks else source.unchecked_values()
         dim = 0 if rows is None else source.longest[1]
         nodes = []
@@ -220,7 +229,7 @@ class _GraphBuilder:
             if has_rows:
                 self.along.append((len(self.inputs), dim))
                 value = value[(slice(None),) * dim + (slice(start, stop),)].contiguous()  # some operators require this layout
-            nodes.append(self.given(value, rows is not None and not has_rows))
+            nodes.append(self.add_input(value, rows is not None and not has_rows))
         leaves: list[fx.Node | None] = [None] * len(nodes)
         recorded = source.differentiable
         if recorded:
@@ -238,7 +247,7 @@ class _GraphBuilder:
         return env[program.graph.output_node().args[0]], leaves  # type: ignore[index]
 
     def _under_modes(self, source: RecomputeSource, node: fx.Node, env: dict[fx.Node, fx.Node], recorded: bool) -> fx.Node:
-        """Add a function of a recipe under the modes of its call."""
+        """Add a copy of a recipe's node under the modes of its call, and return it."""
         context = source.recipe.program.contexts.get(node)
         autocasts = [(name, dtype, True, False) for name, dtype, enabled in source.modes.autocasts if enabled]
         entered = [self.call(ENTER_AUTOCAST, *arguments) for arguments in (*autocasts, *(context.autocasts if context else ()))]
@@ -296,7 +305,7 @@ def _code_for(builder: _GraphBuilder, results: Sequence[fx.Node]) -> FamilyCode 
 
 @contextmanager
 def _plain_modes(builder: _GraphBuilder) -> Iterator[None]:
-    """Disable gradients and autocast: the graph sets the modes it needs itself."""
+    """Context manager: disable gradients and autocast, because the graph sets the modes it needs itself."""
     device_types = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     autocasts = tuple((name, torch.get_autocast_dtype(name), False) for name in device_types)
     rounding = next(iter(builder.sources)).modes.rounding
@@ -308,10 +317,10 @@ def _compiled(builder: _GraphBuilder, family: Family, numbers: Numbers, row_chun
     """Compile the graph to loops for a family of sizes; the code is `_not_streamed` if large values would be materialized."""
     inputs, compiler = builder.inputs, next(iter(builder.sources)).chunking.compiler
     graph = graph_for(fx.GraphModule(torch.nn.Module(), builder.graph), family, inputs)
-    tensors = [position for position, value in enumerate(inputs) if isinstance(value, Tensor)]
-    index_of = {position: i + (family.at is not None) for i, position in enumerate(tensors)}
-    shared = [index_of[position] for position in tensors if position in builder.shared]
-    tensor_row_chunks = RowChunks(row_chunks.rows, tuple((index_of[position], dim) for position, dim in row_chunks.along))
+    tensors = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
+    compiled_index = {i: tensor_index + (family.at is not None) for tensor_index, i in enumerate(tensors)}
+    shared = [compiled_index[i] for i in tensors if i in builder.shared]
+    tensor_row_chunks = RowChunks(row_chunks.rows, tuple((compiled_index[i], dim) for i, dim in row_chunks.along))
 
     def compile_graph(graph: fx.GraphModule, values: list[Any]) -> Callable[..., Any]:
         """Return the compiled graph, or `_not_streamed` if the compiler refuses it."""
@@ -321,7 +330,7 @@ def _compiled(builder: _GraphBuilder, family: Family, numbers: Numbers, row_chun
     try:
         with no_modes():
             if family.at is None:
-                return FamilyCode(family, compile_graph(graph, [inputs[position] for position in tensors]), any_size)
+                return FamilyCode(family, compile_graph(graph, [inputs[i] for i in tensors]), any_size)
             run, holds = with_sizes(compile_graph, graph, numbers[family.at], lambda n: shapes_for(family, n, inputs))
             return FamilyCode(family, run, holds)
     except StreamFXError:
@@ -332,5 +341,5 @@ def _compiled(builder: _GraphBuilder, family: Family, numbers: Numbers, row_chun
 
 
 def _not_streamed(*inputs: Any) -> None:
-    """Run in place of a graph that does not stream; the caller then materializes the large values."""
+    """Return None, in place of a graph that does not stream; the caller then materializes the large values."""
     return None

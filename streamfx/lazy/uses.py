@@ -1,4 +1,4 @@
-"""Compile uses of lazy outputs to loops, if these run in the same chunks as other uses and materialize no large value."""
+"""Compile uses of lazy outputs to loops, if the loops run in the same chunks as other uses and materialize no large value."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from streamfx.passes.ops.traits import only_moves_elements
 from streamfx.runtime.restride import RESTRIDE_FUNCTIONS
 from streamfx.torch_private.symbolic_sizes import size_hint
 
-BYTES_PER_ELEMENT = 16  # working set of a chunk, per element of the output
+BYTES_PER_ELEMENT = 16  # working set of a chunk, per element of the chunk of the output
 WORKING_SET_PARTS = (
-    16  # a chunk's working set may take 1/16 of the output's number of elements, in bytes, or at least the minimum
+    16  # a chunk's working set may occupy 1/16 of the output's number of elements, in bytes, or at least the minimum
 )
 
 
@@ -40,7 +40,10 @@ class Uses:
     def __call__(
         self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], widest: int, row_chunks: RowChunks
     ) -> Callable[..., Any] | None:
-        """Return the graph as loops. None if a value other than a result has `widest / 2` elements, or if its chunks differ."""
+        """Return the graph as loops.
+
+        None if its chunks differ, or if a value outside loops, other than a result, has `widest / 2` elements or more.
+        """
         options = replace(self.options, outputs="dense", strict=False, memory_budget=None, bodies="eager")
         options = replace(options, gradients="at once", chunk_size=row_chunks.rows, loss_chunk_size=row_chunks.rows)
         run, facts = self.compiled(graph, inputs, options, weights)
@@ -64,9 +67,9 @@ def has_row_chunks(facts: Facts, row_chunks: RowChunks) -> bool:
     axes, inputs = facts.found_axes, facts.joint.graph.find_nodes(op="placeholder")
     if axes is None or axes.sequence is None or not known(facts.program).loops:
         return False
-    for position, dim in row_chunks.along:
-        atoms = axes.table.resolve(axes.shapes[inputs[position]][dim])
-        if atoms != axes.table.resolve((axes.sequence.main,)):
+    for input_index, dim in row_chunks.along:
+        factors = axes.table.resolve(axes.shapes[inputs[input_index]][dim])
+        if factors != axes.table.resolve((axes.sequence.main,)):
             return False
     specs = [loop.spec for loop in known(facts.program).loops]
     return all(spec.chunk_size == row_chunks.rows and spec.length == axes.sequence.length for spec in specs)

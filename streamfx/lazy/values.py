@@ -43,7 +43,7 @@ def example(node: Any) -> Any:
 
 
 def is_dense(node: Any) -> bool:
-    """Return whether a node is a strided tensor, and no traceable subclass."""
+    """Return whether a node is a strided tensor, and not a traceable subclass."""
     value = example(node) if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
         return False
@@ -99,11 +99,11 @@ def _memory_bases(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], frozenset[fx
 def _written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the arguments that a call may write into, judging by its name and schema."""
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in WRITING or node.kwargs.get("inplace")
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name in WRITING or node.kwargs.get("inplace")
     schema = getattr(node.target, "_schema", None)
     if "out" in node.kwargs or "mutation" in name or (schema is not None and schema.is_mutable):
         return tuple(node.all_input_nodes)
-    return tuple(node.all_input_nodes[:1]) if in_place else ()
+    return tuple(node.all_input_nodes[:1]) if is_in_place else ()
 
 
 def _contexts(graph: fx.Graph) -> Iterator[tuple[fx.Node, Context]]:
@@ -126,13 +126,13 @@ def _contexts(graph: fx.Graph) -> Iterator[tuple[fx.Node, Context]]:
 
 
 def _size_sources(graph: fx.Graph) -> SizeSources:
-    """Find where each size symbol is read: an input's position, and its dimension (None if the input is the number)."""
+    """Return where to read each size symbol: an input's index, and its dimension (None if the input is the size itself)."""
     sources: dict[sympy.Symbol, tuple[int, int | None]] = {}
-    for position, node in enumerate(graph.find_nodes(op="placeholder")):
+    for input_index, node in enumerate(graph.find_nodes(op="placeholder")):
         value = example(node)
         dims = value.shape if isinstance(value, torch.Tensor) else ()
         candidates: list[tuple[Any, int | None]] = [(value, None)] if isinstance(value, torch.SymInt) else []
         for size, dim in candidates + [(size, dim) for dim, size in enumerate(dims)]:
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                sources.setdefault(size.node.expr, (position, dim))
+                sources.setdefault(size.node.expr, (input_index, dim))
     return SizeSources(sources)

@@ -86,9 +86,9 @@ def is_pointwise_combine(graph: fx.Graph, num_shared: int) -> bool:
 def scan_rows(
     combine_id: int, rows: Sequence[Tensor], shared: Sequence[Tensor], blocks: Mapping[int, Rows], first: int
 ) -> tuple[Rows, Blocks]:
-    """Combine rows `first`, `first + 1`, ... with all rows before them, which `blocks` represent.
+    """Combine each of the rows with all rows before it; `blocks` represent the rows of the sequence before `rows`.
 
-    Return (the combined rows, the blocks after the last row).
+    `first`: the index of `rows[0]` in the sequence. Return (the combined rows, the blocks after the last row).
     """
     combine_all = COMBINES[combine_id].combine_rows
     return scan_levels(lambda left, right: list(combine_all(*left, *right, *shared)), list(rows), blocks, first)
@@ -101,9 +101,14 @@ def scan_gradients(
     blocks: Mapping[int, Rows],
     first: int,
     gradients: Sequence[Tensor | None],
-    after_gradients: Mapping[int, Sequence[Tensor]],
+    final_block_gradients: Mapping[int, Sequence[Tensor]],
 ) -> tuple[list[Tensor], Blocks]:
-    """Return the gradients of (rows and shared tensors, blocks before the rows); no two share memory."""
+    """Return the gradients of the rows and the shared tensors in one list, and those of the blocks before the rows.
+
+    `first`: the index of `rows[0]` in the sequence. `gradients`: the gradients of the combined rows, or None.
+    `final_block_gradients`: the gradients of the blocks after the rows. Absent gradients in the list are zeros. No two
+    results share memory: those of a single row could, so each is cloned.
+    """
     with autograd_inside_operators():
         gradients_or_none, block_gradients = vjp_of_scan(
             lambda rows, shared, blocks: scan_rows(combine_id, rows, shared, blocks, first),
@@ -111,67 +116,66 @@ def scan_gradients(
             shared,
             blocks,
             gradients,
-            after_gradients,
+            final_block_gradients,
         )
     value_gradients = [
         torch.zeros_like(value) if value_gradient is None else value_gradient
         for value_gradient, value in zip(gradients_or_none, (*rows, *shared), strict=True)
     ]
-    return [
-        value_gradient.clone() if len(rows[0]) == 1 else value_gradient for value_gradient in value_gradients
-    ], block_gradients
+    if len(rows[0]) == 1:
+        value_gradients = [value_gradient.clone() for value_gradient in value_gradients]
+    return value_gradients, block_gradients
 
 
 # -- the differentiable operator
 
 
-def _scan(rows: Sequence[Tensor], shared: Sequence[Tensor], combine: int) -> list[Tensor]:
-    """Run the full scan: the operator's implementation."""
-    with (
-        autograd_inside_operators(),
-        torch.no_grad(),
-    ):  # `vmap` needs dispatch keys that are disabled inside an operator's implementation
-        results = scan_rows(combine, rows, shared, {}, 0)[0]
-    return [result.clone() if len(rows[0]) == 1 else result for result in results]
+def _scan(rows: Sequence[Tensor], shared: Sequence[Tensor], combine_id: int) -> list[Tensor]:
+    """Implement `streamfx::associative_scan`: combine all rows of the sequence, from the first one, without a carry."""
+    # `vmap` needs dispatch keys that are disabled inside an operator's implementation
+    with autograd_inside_operators(), torch.no_grad():
+        results = scan_rows(combine_id, rows, shared, blocks={}, first=0)[0]
+    # a single row is combined with nothing: the clone ensures that no result shares memory with an operand
+    return [result.clone() for result in results] if len(rows[0]) == 1 else results
 
 
 def _scan_backward(
-    gradients: Sequence[Tensor | None], rows: Sequence[Tensor], shared: Sequence[Tensor], combine: int
+    gradients: Sequence[Tensor | None], rows: Sequence[Tensor], shared: Sequence[Tensor], combine_id: int
 ) -> list[Tensor]:
-    """Return the gradients of rows and shared tensors: the implementation of the backward operator."""
-    return scan_gradients(combine, rows, shared, {}, 0, gradients, {})[0]
+    """Implement `streamfx::associative_scan_backward`: return the gradients of all rows and of the shared tensors."""
+    return scan_gradients(combine_id, rows, shared, {}, 0, gradients, {})[0]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Save the operands for the backward: autograd's context hook."""
-    rows, shared, ctx.combine = inputs
-    ctx.rows = len(rows)
+    rows, shared, ctx.combine_id = inputs
+    ctx.num_rows = len(rows)  # the number of tensors that hold rows
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*rows, *shared)
 
 
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Return the gradients of rows and shared tensors; None if no result that has a gradient depends on them."""
-    values, count = ctx.saved_tensors, ctx.rows
-    results = SCAN_BACKWARD(list(gradients), list(values[:count]), list(values[count:]), ctx.combine)
+    values, num_rows = ctx.saved_tensors, ctx.num_rows
+    results = SCAN_BACKWARD(list(gradients), list(values[:num_rows]), list(values[num_rows:]), ctx.combine_id)
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    reached = COMBINES[ctx.combine].reach.leaves_with_gradients(present, len(values[0]))
+    reached = COMBINES[ctx.combine_id].reach.leaves_with_gradients(present, len(values[0]))
     reached_gradients = [
         value_gradient if i in reached and (value.is_floating_point() or value.is_complex()) else None
         for i, (value_gradient, value) in enumerate(zip(results, values, strict=True))
     ]
-    return reached_gradients[:count], reached_gradients[count:], None
+    return reached_gradients[:num_rows], reached_gradients[num_rows:], None
 
 
-def _like(values: Sequence[Tensor]) -> list[Tensor]:
+def _empty_like(values: Sequence[Tensor]) -> list[Tensor]:
     return [value.new_empty(value.shape) for value in values]
 
 
 _library.impl("associative_scan", _scan, "CompositeExplicitAutograd")
 _library.impl("associative_scan_backward", _scan_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("streamfx::associative_scan", lambda rows, given, combine: _like(rows), lib=_library)
+torch.library.register_fake("streamfx::associative_scan", lambda rows, given, combine: _empty_like(rows), lib=_library)
 torch.library.register_fake(
-    "streamfx::associative_scan_backward", lambda gradients, rows, given, combine: _like([*rows, *given]), lib=_library
+    "streamfx::associative_scan_backward", lambda gradients, rows, given, combine: _empty_like([*rows, *given]), lib=_library
 )
 torch.library.register_autograd("streamfx::associative_scan", _backward, setup_context=_setup, lib=_library)
 TREE_SCAN = torch.ops.streamfx.associative_scan.default
@@ -253,7 +257,10 @@ class Associative(_Tree):
         raise NotImplementedError("its rows go from the first to the last")
 
     def _scanned(self, operands: Sequence[Tensor], blocks: Blocks, first: int) -> tuple[tuple[Tensor, ...], Blocks]:
-        """Scan rows from the blocks before them; return the results that the graph uses, and the blocks after the rows."""
+        """Combine rows with the blocks before them; return the results that the graph uses, and the blocks after the rows.
+
+        `first`: the index in the sequence of the first of these rows.
+        """
         leaves = len(self.plan.dtypes)
         results, later_blocks = scan_rows(self.plan.combine, operands[:leaves], operands[leaves:], blocks, first)
         return tuple(results[i] for i in self.plan.results), later_blocks
@@ -272,11 +279,12 @@ class AssociativeBackward(_Tree):
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the chunk's gradients, given those of the blocks after it in the carry; store those of the blocks before it."""
+        """Return the chunk's gradients. Replace, in the carry, the gradients of the blocks after it by those before it."""
         assert states is not None
         rows = operands[len(self.plan.dtypes) - len(self.plan.absent_gradients) :]
-        after_gradients = self._read(carry, self.plan.length - before, rows) if before else {}
-        results, block_gradients = self._gradients(operands, self._read(states[chunk], after, rows), after, after_gradients)
+        final_block_gradients = self._read(carry, self.plan.length - before, rows) if before else {}
+        blocks = self._read(states[chunk], after, rows)
+        results, block_gradients = self._gradients(operands, blocks, after, final_block_gradients)
         self._write(carry, block_gradients, rows)
         return results
 
@@ -289,14 +297,14 @@ class AssociativeBackward(_Tree):
         raise NotImplementedError("its rows go from the last to the first")
 
     def _gradients(
-        self, operands: Sequence[Tensor], blocks: Blocks, first: int, after_gradients: Blocks
+        self, operands: Sequence[Tensor], blocks: Blocks, first: int, final_block_gradients: Blocks
     ) -> tuple[tuple[Tensor, ...], Blocks]:
-        """Return the gradients that the graph uses, and those of the blocks before row `first`."""
+        """Return the gradients that the graph uses, and the gradients of the blocks before row `first` of the sequence."""
         plan, leaves = self.plan, len(self.plan.dtypes)
         present = iter(operands)
         gradients = [None if i in plan.absent_gradients else next(present) for i in range(leaves)]
         values = list(present)
         results, block_gradients = scan_gradients(
-            plan.combine, values[:leaves], values[leaves:], blocks, first, gradients, after_gradients
+            plan.combine, values[:leaves], values[leaves:], blocks, first, gradients, final_block_gradients
         )
         return tuple(results[i] for i in plan.results), block_gradients

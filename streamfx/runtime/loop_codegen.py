@@ -77,7 +77,7 @@ class LoopWriter:
         self.spec = spec
         self.before_loop: list[str] = []
         self.per_chunk: list[str] = []
-        self.uses_chunk_index = False  # whether the code uses the chunk index
+        self.uses_chunk_index = False
         self.row_iterators: dict[str, Code] = {}  # loop variables, keyed by the iterator that yields them
         self._variables: dict[str, tuple[Code, ...]] = {}
         self._length = self.size(spec.length)
@@ -94,7 +94,7 @@ class LoopWriter:
         return variables
 
     def size(self, size: Size) -> Code:
-        """Return code for a size, or for another number that depends on sizes."""
+        """Return code for a size, or for another scalar that depends on sizes."""
         if isinstance(size, int):
             return Code(str(size))
         symbols = free_symbols([size])
@@ -109,17 +109,17 @@ class LoopWriter:
         return self.assign(Code(text if is_integer else f"{type_of_size.__name__}({text})", is_varying), "n")[0]
 
     def _rows(self) -> Code:
-        """Return the variable that holds the number of rows of the current chunk."""
+        """Return the variable that holds the number of rows of the current chunk, assigning it on first use."""
         return self.assign(Code("stop - start", True), "n")[0]
 
     def _bounds_variable(self, expression: Any) -> Any:
-        """Return the variable, or the number, for a size function: one of the two values of a bounds function."""
+        """Return a symbol, or an integer, for a size function whose value is one of the two results of a bounds function."""
         bounds_function, index = BOUNDS[type(expression).__name__]
         text = self.bounds(bounds_function, [self._argument(argument) for argument in expression.args])[index].text
         return sympy.Integer(text) if text.isdigit() else sympy.Symbol(text, integer=True)
 
     def _argument(self, argument: Any) -> Code:
-        """Return a number or a name, which may be part of any expression."""
+        """Return code for an argument: a literal, a name, or a variable that holds the value of a longer expression."""
         text = SizePrinter().doprint(argument)
         return Code(text) if text.isidentifier() or text.removeprefix("-").isdigit() else self.size(argument)
 
@@ -130,8 +130,9 @@ class LoopWriter:
         return self.assign(Code(f"{left} * {right}", left.is_varying or right.is_varying), "n")[0]
 
     def bounds(self, function: str, arguments: Sequence[Code]) -> tuple[Code, Code]:
-        """Return the first row and the number of rows, by a function of `runtime_sizes.py`; without a call if the axis
-        is the sequence.
+        """Return code for the first row and the number of rows, which a function of `runtime_sizes.py` computes.
+
+        If the axis is the sequence, simpler expressions replace the call.
         """
         texts = [argument.text for argument in arguments]
         length_code, length = self._length, self._length.text
@@ -151,15 +152,20 @@ class LoopWriter:
     # -- rows
 
     def select_rows(self, tensor: Code, selections: Iterable[RowSelection], view: bool) -> Code:
-        """Return code for the rows of a tensor that are selected, along one or several dimensions; a view if `view`."""
+        """Return code for the selected rows of a tensor, along one or several dimensions.
+
+        If an outer factor precedes the rows in their dimension: with `view`, it stays a separate dimension; otherwise it is
+        flattened, which copies. The chunk's own slices of a tensor that is equal for all chunks become loop variables
+        (`row_iterators`).
+        """
         for placement, selector in selections:
             first, count = self._selected(placement, selector)
             outer, inner, dim = self.size(placement.outer), self.size(placement.inner), placement.dim
             rows = self.size(placement.rows.length)
             is_varying = tensor.is_varying or first.is_varying or count.is_varying
             if not isinstance(placement.outer, int):
-                take = "rows_view" if view else "rows_of"
-                tensor = Code(f"{take}({tensor}, {dim}, {outer}, {inner}, {rows}, {first}, {count})", is_varying)
+                function = "rows_view" if view else "rows_of"
+                tensor = Code(f"{function}({tensor}, {dim}, {outer}, {inner}, {rows}, {first}, {count})", is_varying)
                 continue
             flatten_suffix = ""
             if placement.outer != 1:
@@ -189,10 +195,12 @@ class LoopWriter:
 
     # -- inputs of the loop body
 
-    def feeds(self, positions: Iterable[int]) -> list[str]:
-        """Return the inputs of these placeholders of the loop body, or None for a placeholder without users."""
+    def feeds(self, input_indices: Iterable[int]) -> list[str]:
+        """Return code for these inputs of the loop body; "None" for an input without users."""
         placeholders = self.spec.body.graph.find_nodes(op="placeholder")
-        return [self._feed(self.spec.feeds[i], self.spec.sources[i]).text if placeholders[i].users else "None" for i in positions]
+        return [
+            self._feed(self.spec.feeds[i], self.spec.sources[i]).text if placeholders[i].users else "None" for i in input_indices
+        ]
 
     def _feed(self, feed: Feed, source: int | None) -> Code:
         """Return code for one input of the loop body; `source` is the index of the tensor it comes from, if any."""
@@ -228,13 +236,13 @@ def generate_loop(spec: LoopSpec, is_single: bool = False) -> Callable[..., None
     whether the rows must be copied into it).
     """
     writer = LoopWriter(spec)
-    concat_outputs = [item for item in spec.yields if isinstance(item, ConcatOutput)]
+    concat_outputs = [output for output in spec.yields if isinstance(output, ConcatOutput)]
     feeds = writer.feeds(range(len(spec.feeds)))
     chunk_results = [f"out_{i}" for i in range(len(concat_outputs))]
     body = [f"[{', '.join(chunk_results)}] = run({', '.join(feeds)})"]
-    for i, item in enumerate(concat_outputs):
+    for i, concat_output in enumerate(concat_outputs):
         result = Code(f"results[{i}]" if is_single else f"result_{i}", is_varying=is_single)
-        copy_call = f"copy_rows({writer.select_rows(result, [RowSelection(item.placement, None)], view=True)}, out_{i})"
+        copy_call = f"copy_rows({writer.select_rows(result, [RowSelection(concat_output.placement, None)], view=True)}, out_{i})"
         if is_single:
             body.append(f"results[{i}], is_empty = result_{i}(out_{i})")
             copy_call = f"if is_empty: {copy_call}"
@@ -243,29 +251,33 @@ def generate_loop(spec: LoopSpec, is_single: bool = False) -> Callable[..., None
     return _function(_loop_source(writer, body, len(concat_outputs)))
 
 
-def generate_inputs(spec: LoopSpec, positions: Sequence[int]) -> Callable[..., Iterable[tuple[Any, ...]]]:
-    """Generate a function, with the arguments of the loop, that yields the inputs of some placeholders for each chunk."""
+def generate_inputs(spec: LoopSpec, input_indices: Sequence[int]) -> Callable[..., Iterable[tuple[Any, ...]]]:
+    """Generate a generator function that takes the loop's arguments and yields some inputs of the loop body for each chunk."""
     writer = LoopWriter(spec)
-    feeds = writer.feeds(positions)
-    num_results = sum(isinstance(item, ConcatOutput) for item in spec.yields)
+    feeds = writer.feeds(input_indices)
+    num_results = sum(isinstance(output, ConcatOutput) for output in spec.yields)
     return _function(_loop_source(writer, [f"yield ({''.join(f'{feed}, ' for feed in feeds)})"], num_results))
 
 
-def _loop_source(writer: LoopWriter, body: Sequence[str], results: int) -> str:
-    """Return the source of the loop function: unpacked arguments, code before the loop, then the loop with `body`."""
+def _loop_source(writer: LoopWriter, body: Sequence[str], num_results: int) -> str:
+    """Return the source of the loop function: its arguments are unpacked, then code before the loop, then the loop.
+
+    For each chunk, the loop runs the writer's code and then the lines of `body`. `num_results`: the number of concatenated
+    outputs.
+    """
     spec = writer.spec
-    tensors = len({source for source in spec.sources if source is not None})
-    prologue = [f"{symbol.name} = env[{symbol.name!r}]" for symbol in spec.symbols]
-    for name, count in (("tensor", tensors), ("buffer", len(spec.buffers)), ("result", results)):
-        prologue.append(f"[{', '.join(f'{name}_{i}' for i in range(count))}] = {name}s")
+    num_tensors = len({source for source in spec.sources if source is not None})
+    unpacking = [f"{symbol.name} = env[{symbol.name!r}]" for symbol in spec.symbols]
+    for name, count in (("tensor", num_tensors), ("buffer", len(spec.buffers)), ("result", num_results)):
+        unpacking.append(f"[{', '.join(f'{name}_{i}' for i in range(count))}] = {name}s")
     chunk_index = [f"{CHUNK.name} = start // step"] if writer.uses_chunk_index else []
     lines = ["def loop(run, bounds, step, chunks, env, tensors, buffers, results):"]
     loop_header = "for start, stop in bounds:"
     if writer.row_iterators:
         names, row_iterators = ", ".join(map(str, writer.row_iterators.values())), ", ".join(writer.row_iterators)
         loop_header = f"for (start, stop), {names} in zip(bounds, {row_iterators}, strict=True):"
-        prologue.append("blocks = chunk_blocks(bounds)")
-    lines += [f"    {line}" for line in (*prologue, *writer.before_loop, loop_header)]
+        unpacking.append("blocks = chunk_blocks(bounds)")
+    lines += [f"    {line}" for line in (*unpacking, *writer.before_loop, loop_header)]
     lines += [f"        {line}" for line in (*chunk_index, *writer.per_chunk, *body)]
     return "\n".join(lines) + "\n"
 

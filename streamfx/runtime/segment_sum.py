@@ -1,6 +1,6 @@
 """Sums over rows with decay: `sums[c]` is the decayed sum, before row c, of an initial value and of all rows before c.
 
-    sums[0] = first        sums[c + 1] = exp(decays[c]) * sums[c] + rows[c]
+    sums[0] = initial        sums[c + 1] = exp(decays[c]) * sums[c] + rows[c]
 
 State space models compute this as a product with a matrix of weights, exp of segment sums of decays. So does this
 module, for all rows or for a chunk's rows, given the sum before them. A second operator returns the sums after each
@@ -24,9 +24,9 @@ _library = torch.library.Library("streamfx", "FRAGMENT")
 
 
 def decayed_sums(decays: Tensor, rows: Tensor, first: Tensor | None, after_row: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the sums [... n f] before each row, or after it if `after_row`, and the last sum [... f].
+    """Return the sums [... n f] before each row, or after it if `after_row`, and the sum [... f] after the last row.
 
-    The operands are decays [... n], rows [... n f] and first [... f].
+    The operands are decays [... n], rows [... n f] and the initial sum [... f].
     """
     _require_sizes(decays, rows, first)
     weights = _weights(decays)
@@ -42,13 +42,13 @@ def decayed_sums(decays: Tensor, rows: Tensor, first: Tensor | None, after_row: 
 def decayed_sums_backward(
     dsums: Tensor | None, dlast: Tensor | None, decays: Tensor, rows: Tensor, first: Tensor | None, after_row: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of decays, rows and first, from the gradients of the sums and of the last sum."""
+    """Return the gradients of decays, rows and the initial sum, from the gradients of the sums and of the last sum."""
     weights = _weights(decays)
     dsums = torch.zeros_like(rows) if dsums is None else dsums
     dlast = torch.zeros_like(rows[..., 0, :]) if dlast is None else dlast
     dlast = dlast.unsqueeze(-2)
     if first is None:
-        weights[..., :1] = 0  # without a first sum it has no weight; an unbounded weight times zero would be NaN
+        weights[..., :1] = 0  # a missing initial sum has no weight; an unbounded weight times zero would be NaN
     summed_rows = slice(1, None) if after_row else slice(None, -1)
     row_weights = weights[..., 1:]
     drows = row_weights[..., summed_rows, :].mT @ dsums
@@ -64,7 +64,7 @@ def decayed_sums_backward(
 
 
 def _require_sizes(decays: Tensor, rows: Tensor, first: Tensor | None) -> None:
-    """Check that no dimension is broadcast, because fake results have the shape of rows."""
+    """Raise an error if a dimension would be broadcast, because fake results have the shape of rows."""
     if decays.shape != rows.shape[:-1] or (first is not None and first.shape != rows[..., 0, :].shape):
         shapes = [None if value is None else list(value.shape) for value in (decays, rows, first)]
         raise ValueError(f"decays, rows and the first sum have incompatible shapes: {shapes}")
@@ -103,7 +103,7 @@ def _like(decays: Tensor, rows: Tensor, first: Tensor | None) -> tuple[Tensor, T
 def _gradients_like(
     dsums: Tensor | None, dlast: Tensor | None, decays: Tensor, rows: Tensor, first: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized gradients of decays, rows and the first sum."""
+    """Return uninitialized gradients of decays, rows and the initial sum."""
     drows, dfirst = _like(decays, rows, first)
     return decays.new_empty(decays.shape), drows, dfirst
 
@@ -118,13 +118,15 @@ def _flops_of_gradients(dsums: Any, dlast: Any, decays: Any, rows: Any, first: A
     return 2 * _flops(decays, rows, first)
 
 
-def _register_scan(name: str, after_row: bool) -> tuple[Any, Any, Stateful]:
-    """Register the operator of this name and its backward; return both, and their declaration as a stateful operator."""
-    backward_name, forward, backward = (
-        f"{name}_backward",
-        partial(decayed_sums, after_row=after_row),
-        partial(decayed_sums_backward, after_row=after_row),
-    )
+def _register_decayed_sums(name: str, after_row: bool) -> tuple[Any, Any, Stateful]:
+    """Register the operator `name` and its backward: implementations, fake results, autograd formula and FLOPs.
+
+    If `after_row`, each sum includes its own row. Return (the operator, its backward operator, their declaration as a
+    stateful operator).
+    """
+    backward_name = f"{name}_backward"
+    forward = partial(decayed_sums, after_row=after_row)
+    backward = partial(decayed_sums_backward, after_row=after_row)
     _library.define(f"{name}(Tensor decays, Tensor rows, Tensor? first) -> (Tensor, Tensor)")
     _library.define(
         f"{backward_name}(Tensor? dsums, Tensor? dlast, Tensor decays, Tensor rows, Tensor? first) -> (Tensor, Tensor, Tensor)"
@@ -132,7 +134,7 @@ def _register_scan(name: str, after_row: bool) -> tuple[Any, Any, Stateful]:
     operator, backward_operator = getattr(torch.ops.streamfx, name), getattr(torch.ops.streamfx, backward_name)
 
     def gradients(ctx: Any, dsums: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of decays, rows and first: the operator's autograd formula."""
+        """Return the gradients of decays, rows and the initial sum: the operator's autograd formula."""
         decays, rows, first = ctx.saved_tensors
         if dsums is None and dlast is None:
             return None, None, None
@@ -162,5 +164,5 @@ def _register_scan(name: str, after_row: bool) -> tuple[Any, Any, Stateful]:
     return operator.default, backward_operator.default, stateful
 
 
-DECAYED_SUMS, BACKWARD, BEFORE_ROW_SCAN = _register_scan("decayed_sums", after_row=False)
-SUMS_AFTER, AFTER_BACKWARD, AFTER_ROW_SCAN = _register_scan("decayed_sums_after", after_row=True)
+DECAYED_SUMS, BACKWARD, BEFORE_ROW_SCAN = _register_decayed_sums("decayed_sums", after_row=False)
+SUMS_AFTER, AFTER_BACKWARD, AFTER_ROW_SCAN = _register_decayed_sums("decayed_sums_after", after_row=True)

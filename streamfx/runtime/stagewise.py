@@ -82,11 +82,11 @@ class GradientReleaseChain:
 
 
 class _StagewiseCall:
-    """One call of the compiled function; `tensors` are the indices of the inputs that are tensors."""
+    """One call of the compiled function; `input_indices` are the indices of the inputs that are tensors."""
 
-    def __init__(self, tensors: Sequence[int]) -> None:
+    def __init__(self, input_indices: Sequence[int]) -> None:
         """Start without runs; a backward pass adds its run."""
-        self.tensors = tensors
+        self.input_indices = input_indices
         self.runs: WeakValueDictionary[int, _Run] = WeakValueDictionary()  # keyed by backward pass
 
 
@@ -229,32 +229,32 @@ class StagewiseRunner:
         self._boxed_call = True
 
     def __call__(self, arguments: list[Any]) -> Any:
-        """Run the segments whose gradients no identity will return; the other segments run later, in their identities.
+        """Run the segments up to the last one with a gradient that no identity returns; identities run the other segments.
 
-        If the call is not chained, run the full graph.
+        Return all results, with placeholders (None for plain tensors) for gradients that identities return later. If the
+        call is not chained, run the full graph.
         """
-        call_and_chained = _link(self.chain.sources) if self.chain.is_used else None
-        if call_and_chained is None:
+        call_and_indices = _find_chained_gradients(self.chain.sources) if self.chain.is_used else None
+        if call_and_indices is None:
             return self.full_runner(arguments)
-        call, chained = call_and_chained
+        call, deferred_indices = call_and_indices
         arguments[:] = map(resolve_conj_and_neg, arguments)
-        objects = self._non_tensor_results(arguments)
+        results = self._non_tensor_results(arguments)
         run = _Run(self._segments(), arguments)
-        run.run_through(
-            max(
-                (segment for segment, places in enumerate(self.chain.released) if not chained.issuperset(places)),
-                default=-1,
-            )
+        last_segment = max(
+            (segment for segment, indices in enumerate(self.chain.released) if not deferred_indices.issuperset(indices)),
+            default=-1,
         )
+        run.run_through(last_segment)
         call.runs[backward_pass()] = run
         after_this_backward(run.finish)
-        places = range(len(outputs_of(self.full_runner.module.graph)))
-        return [
-            objects[i] if i in objects else self._placeholder_result(i) if i in chained else run.results.pop(i) for i in places
-        ]
+        for i in range(len(outputs_of(self.full_runner.module.graph))):
+            if i not in results:
+                results[i] = self._placeholder_result(i) if i in deferred_indices else run.results.pop(i)
+        return [results[i] for i in sorted(results)]
 
     def _placeholder_result(self, index: int) -> Tensor | None:
-        """Return the result for a gradient that an identity will release later."""
+        """Return the result for a gradient that an identity returns later: None, or a placeholder for a sharded tensor."""
         sharded = self.chain.sources[index].part
         return None if sharded is None else sharded.placeholder()
 
@@ -276,8 +276,8 @@ class StagewiseRunner:
         return self._generated
 
 
-def _link(sources: Sources) -> tuple[_StagewiseCall, set[int]] | None:
-    """Return the running backward's call and the indices of its chained gradients; None if it is not chained.
+def _find_chained_gradients(sources: Sources) -> tuple[_StagewiseCall, set[int]] | None:
+    """Return the call whose backward is running, and the indices of its chained gradients; None if it is not chained.
 
     Output 0 of an identity is its token, so output i + 1 belongs to its gradient i.
     """
@@ -285,17 +285,17 @@ def _link(sources: Sources) -> tuple[_StagewiseCall, set[int]] | None:
     next_edges = () if node is None else node.next_functions
     identity_edges = [(function, index) if isinstance(function, _IDENTITY) else (None, 0) for function, index in next_edges]
     call = next((function.call for function, _ in identity_edges if function is not None), None)
-    if call is None or len(call.tensors) != len(identity_edges):
+    if call is None or len(call.input_indices) != len(identity_edges):
         return None
-    chained = {
-        function.gradient_indices[index - 1]
-        for (function, index), position in zip(identity_edges, call.tensors, strict=True)
+    gradient_indices = {
+        function.gradient_indices[output_index - 1]
+        for (function, output_index), input_index in zip(identity_edges, call.input_indices, strict=True)
         if function is not None
         and function.call is call
-        and index
-        and sources[function.gradient_indices[index - 1]].input_index == position
+        and output_index
+        and sources[function.gradient_indices[output_index - 1]].input_index == input_index
     }
-    return (call, chained) if chained else None
+    return (call, gradient_indices) if gradient_indices else None
 
 
 _IDENTITY: Any = Identity._backward_cls

@@ -296,7 +296,7 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 @contextmanager
 def reset_tracing_on_error() -> Iterator[None]:
-    """If an error ends the block, restore AOTAutograd's tracing context, so that the graph can be retraced (2.11, 2.13)."""
+    """Context manager: if the block raises, restore AOTAutograd's tracing context, so that a retrace can follow (2.11, 2.13)."""
     context = torch._guards.TracingContext.try_get()
     saved_state = {} if context is None else dict(vars(context))
     try:
