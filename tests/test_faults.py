@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 import streamfx.passes
 from streamfx.errors import NotStreamedError, OverBudgetError
-from streamfx.frontend.capture import captured
+from streamfx.frontend.capture import initial_facts
 from streamfx.ir.facts import Facts, StorageClass, known
 from streamfx.passes import run_pipeline
 from streamfx.passes.lowering import bodies
@@ -149,7 +149,7 @@ class Traced:
     def planned(self, thrown: Thrown) -> Facts:
         assert self.recorded.joint is not None
         num_primals, num_outputs, static = self.recorded.joint_arguments
-        capture = partial(captured, self.recorded.joint, num_primals, num_outputs, static)
+        capture = partial(initial_facts, self.recorded.joint, num_primals, num_outputs, static)
 
         def again() -> Facts:
             sys.settrace(None)

@@ -92,7 +92,7 @@ def _replace_tree(tree: Tree, combine_id: int, copies: dict[fx.Node, fx.Node]) -
 
 
 def _match_tree(node: fx.Node) -> Tree | None:
-    """Return the tree whose first operator is this node."""
+    """Return the tree whose first operator is this node; None if it does not begin a tree."""
     if node.target is not SLICE or node.args[1:] != (0, 0, -1, 2) or _is_under_autocast(node):
         return None
     try:
@@ -114,9 +114,9 @@ def _is_under_autocast(node: fx.Node) -> bool:
 class _TreeReader:
     """Matches operators in the order in which `generic_associative_scan` calls them, in PyTorch 2.11 to 2.13."""
 
-    def __init__(self, first: fx.Node) -> None:
+    def __init__(self, first_slice: fx.Node) -> None:
         """Begin at the first slice of a tree. `matched` collects its operators, `size_operators` those on symbolic sizes."""
-        self.current, self.matched, self.size_operators = first, list[fx.Node](), list[fx.Node]()
+        self.current, self.matched, self.size_operators = first_slice, list[fx.Node](), list[fx.Node]()
         self.body: CombineBody | None = None
 
     def tree(self) -> Tree:
@@ -149,63 +149,69 @@ class _TreeReader:
 
     def _match_scan(self, rows: list[fx.Node]) -> list[fx.Node]:
         """Match the scan of rows at one level, recursively, and return its results."""
-        count = _num_rows(rows[0])
-        if count < 2:
+        num_rows = _num_rows(rows[0])
+        if num_rows < 2:
             return rows
         left_and_right = [*self._match_slices(rows, 0, -1, 2), *self._match_slices(rows, 1, None, 2)]
-        odds = self._match_scan(self._match_combine(left_and_right, rows, count // 2))
-        odds_before = self._match_slices(odds, 0, -1) if count % 2 == 0 else odds
-        evens = self._match_combine([*odds_before, *self._match_slices(rows, 2, None, 2)], rows, (count - 1) // 2)
-        with_first = [self._match_first_row(*pair, is_only_row=count == 2) for pair in zip(rows, evens, strict=True)]
+        odds = self._match_scan(self._match_combine(left_and_right, rows, num_rows // 2))
+        odds_before = self._match_slices(odds, 0, -1) if num_rows % 2 == 0 else odds
+        evens = self._match_combine([*odds_before, *self._match_slices(rows, 2, None, 2)], rows, (num_rows - 1) // 2)
+        with_first = [self._match_first_row(*pair, is_only_row=num_rows == 2) for pair in zip(rows, evens, strict=True)]
         return [self._match_interleave(*pair) for pair in zip(with_first, odds, strict=True)]
 
     def _match_slices(self, values: Sequence[fx.Node], *bounds: Any) -> list[fx.Node]:
-        """Match one slice of each value."""
+        """Match one slice of each value along its rows, and return the slices."""
         return [self._expect(SLICE, value, 0, *bounds) for value in values]
 
-    def _match_first_row(self, row: fx.Node, rest: fx.Node, is_only_row: bool) -> fx.Node:
-        """Match the first row, and its concatenation with the rest unless it is the only row."""
-        first = self._expect(SLICE, row, 0, 0, 1)
-        return first if is_only_row else self._expect(torch.cat, [first, rest], dim=0)
+    def _match_first_row(self, rows: fx.Node, rest: fx.Node, is_only_row: bool) -> fx.Node:
+        """Match the slice of the first row, and its concatenation with `rest` unless it is the only row; return the result."""
+        first_row = self._expect(SLICE, rows, 0, 0, 1)
+        return first_row if is_only_row else self._expect(torch.cat, [first_row, rest], dim=0)
 
     def _match_interleave(self, leading: fx.Node, following: fx.Node) -> fx.Node:
-        """Match the interleaving of rows of two values; `leading` may have one row more."""
-        count, is_longer = _num_rows(leading), _num_rows(leading) != _num_rows(following)
+        """Match the interleaving of the rows of two values, and return its result; `leading` may have one row more."""
+        num_rows, is_longer = _num_rows(leading), _num_rows(leading) != _num_rows(following)
         if is_longer:
             zeros_before = 2 * (leading.meta[EXAMPLE_VALUE].dim() - 1) + 1
             following = self._expect(PAD, following, [*(0 for _ in range(zeros_before)), 1], "constant", None)
         stacked = self._expect(torch.stack, [leading, following], dim=1)
         flat = self._expect(torch.flatten, stacked, start_dim=0, end_dim=1)
-        return self._expect(SLICE, flat, 0, 0, 2 * count - 1) if is_longer else flat
+        return self._expect(SLICE, flat, 0, 0, 2 * num_rows - 1) if is_longer else flat
 
-    def _match_combine(self, operands: Sequence[fx.Node], like: Sequence[fx.Node], count: int) -> list[fx.Node]:
-        """Match one application of the combine function, which must be the same on every level."""
+    def _match_combine(self, operands: Sequence[fx.Node], state_rows: Sequence[fx.Node], num_rows: int) -> list[fx.Node]:
+        """Match one application of the combine function to `num_rows` pairs of rows, and return its results.
+
+        The function must be the same on every level, and its results must have the row types of `state_rows`.
+        """
         self._expect(LOAD)
-        self._expect(ENTER_VMAP, count, "error")
+        self._expect(ENTER_VMAP, num_rows, "error")
         rows = [self._expect(ADD_BATCH, operand, 0, OUTERMOST) for operand in operands]
         body_nodes = list[fx.Node]()
         while self.current.target is not REMOVE_BATCH:
             body_nodes.append(self._next(self.current.op in ("call_function", "call_method")))
-        ends = _consecutive(self.current, len(like))
+        ends = _consecutive(self.current, len(state_rows))
         body = CombineBody.read(rows, body_nodes, [end.args[0] for end in ends])
-        results = [self._expect(REMOVE_BATCH, end.args[0], OUTERMOST, count, 0) for end in ends]
+        results = [self._expect(REMOVE_BATCH, end.args[0], OUTERMOST, num_rows, 0) for end in ends]
         self._expect(LEAVE_VMAP)
         if body is None or (self.body is not None and self.body != body):
             raise NoScanTreeError
         self.body = body
-        if any(_row_type(node) != _row_type(row) or _num_rows(node) != count for node, row in zip(results, like, strict=True)):
+        if any(
+            _row_type(node) != _row_type(row) or _num_rows(node) != num_rows
+            for node, row in zip(results, state_rows, strict=True)
+        ):
             raise NoScanTreeError
         return results
 
     def _expect(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Match the next operator: a call of `target` with these arguments."""
+        """Match the next operator, which must be a call of `target` with these arguments, and return it."""
         self._skip_size_operators()
         return self._next(
             self.current.target is target and _with_int_sizes(self.current.args) == args and self.current.kwargs == kwargs
         )
 
     def _skip_size_operators(self) -> None:
-        """Skip operators on sizes, which the trace contains if a length is symbolic."""
+        """Skip operators on sizes, which Dynamo's graph contains if a length is symbolic."""
         while isinstance(self.current.meta.get(EXAMPLE_VALUE), torch.SymInt):
             self.size_operators.append(self.current)
             self.current = self.current.next
@@ -219,10 +225,10 @@ class _TreeReader:
         return node
 
 
-def _consecutive(node: fx.Node, count: int) -> list[fx.Node]:
+def _consecutive(node: fx.Node, num_rows: int) -> list[fx.Node]:
     """Return this many consecutive operators, starting at this one."""
     nodes = [node]
-    while len(nodes) < count:
+    while len(nodes) < num_rows:
         nodes.append(nodes[-1].next)
     return nodes
 

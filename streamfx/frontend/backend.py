@@ -20,7 +20,7 @@ from streamfx.distributed.zero_3 import refuse_partitioned
 from streamfx.errors import IntegrationError, NotStreamedError, OptionError, OverBudgetError, RanksDifferError, describe_error
 from streamfx.fallbacks import strict_error, try_step, warn_if_partly_on_meta
 from streamfx.frontend.associative_scan_match import replace_scan_trees
-from streamfx.frontend.capture import captured
+from streamfx.frontend.capture import initial_facts
 from streamfx.frontend.mask_buffers import MaskGuard, WatchedInput, patterns_of, watched_inputs
 from streamfx.frontend.quick_bound import find_fitting_lengths
 from streamfx.frontend.split_graphs import SplittableCompilation, TwoSequencesError
@@ -152,7 +152,7 @@ class Compilation(SplittableCompilation):
         inputs = list(example_inputs)
         refuse_partitioned(inputs)
         if self.certainly_fits(inputs):
-            self.is_trained_unchunked = torch.is_grad_enabled() and any(getattr(it, "requires_grad", False) for it in inputs)
+            self.is_trained_unchunked = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
             return self._compile_unchunked(inputs)
         try:
             with reset_tracing_on_error(), NoMaskForCudnn(), FirstProxyOfSymbol():
@@ -204,7 +204,7 @@ class Compilation(SplittableCompilation):
         compiled = StagewiseFunction(compiled, self.chain) if self.chain is not None and self.chain.released else compiled
         if deferral is not None:
             compiled = DeferredCall(compiled, deferral.plan, Uses(self.options, compiled_use), deferral.unread)
-        watched = [item for item in self.watched if item.fingerprint is not None]
+        watched = [watched_input for watched_input in self.watched if watched_input.fingerprint is not None]
         return MaskGuard(compiled, watched, self.without_mask_patterns()) if watched else compiled
 
     def certainly_fits(self, inputs: list[Any]) -> bool:
@@ -263,7 +263,7 @@ class Compilation(SplittableCompilation):
         num_primals = len(joint_inputs[0])
         static = others.get("static_lifetime_input_indices") or ()
         patterns = self.patterns(joint.graph, num_primals)
-        capture = partial(captured, joint, num_primals, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
+        capture = partial(initial_facts, joint, num_primals, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
         self.check_part(capture().joint if self.is_part else None)
         may_run_whole = not has_collectives(joint.graph)  # with collectives, another rank could decide differently
         budget = self.options.memory_budget if self.options.chunk_size == "auto" and may_run_whole else None
@@ -272,7 +272,7 @@ class Compilation(SplittableCompilation):
             if self.check_fits_unchunked(unchunked_facts, *halves):
                 return halves
         facts = self.analyze(
-            capture, [partial(partition_copy, fn) for fn in (default_partition, min_cut_rematerialization_partition)]
+            capture, [partial(partition_copy, p) for p in (default_partition, min_cut_rematerialization_partition)]
         )
         if self.unchunked_halves is not None and self.unchunked_halves[1] is not None:
             return self.unchunked_halves[0], self.unchunked_halves[1]
@@ -386,7 +386,7 @@ class Compilation(SplittableCompilation):
         pair_dimensions(module.graph)
         patterns = self.patterns(module.graph, len(inputs))
         static = static_inputs() or self.parameters
-        capture = partial(captured, module, len(inputs), len(outputs_of(module.graph)), static, patterns)
+        capture = partial(initial_facts, module, len(inputs), len(outputs_of(module.graph)), static, patterns)
         facts = self.analyze(capture, [lambda: (module, None)])
         return HostProgramRunner(facts.program.forward if facts.program is not None else module)
 

@@ -18,7 +18,7 @@ from streamfx.runtime.restride import resolve_conj_and_neg
 from streamfx.torch_private import FakeTensor, tree_leaves, unset_fake_temporarily
 
 
-def captured(
+def initial_facts(
     module: fx.GraphModule,
     num_primals: int,
     num_outputs: int,
@@ -26,7 +26,7 @@ def captured(
     known_masks: dict[int, Pieces] | None = None,
     mutated_inputs: Sequence[int] | None = (),
 ) -> Facts:
-    """Copy a joint (or forward-only) graph into the initial facts of the pipeline.
+    """Return the initial facts of the pipeline: a copy of a joint (or forward-only) graph.
 
     `static_inputs` are the indices of parameters and buffers, not counting inputs that are objects, as AOTAutograd
     does (2.13). `known_masks` maps indices of inputs, counting all, to their constant mask pattern. `mutated_inputs`
@@ -43,14 +43,14 @@ def captured(
         if is_wait(node) and not node.users:  # another rank may read the result, and waits for this one
             node.meta[KEPT_WITHOUT_USERS] = True
     joint = joint_graph(graph, num_primals, num_outputs)
-    inputs, counted = joint.inputs, [node for node in joint.inputs if not is_object(node)]
+    tensor_inputs = [node for node in joint.inputs if not is_object(node)]
     for position in static_inputs:
-        if position < len(counted):
-            counted[position].meta[STATIC_ADDRESS] = True
+        if position < len(tensor_inputs):
+            tensor_inputs[position].meta[STATIC_ADDRESS] = True
     for position in range(num_primals) if mutated_inputs is None else mutated_inputs:
         joint.primals[position].meta[MUTATED] = True
     for position, pieces in (known_masks or {}).items():
-        inputs[position].meta[PATTERN] = pieces
+        joint.inputs[position].meta[PATTERN] = pieces
     return Facts(joint)
 
 

@@ -69,10 +69,10 @@ def _check_arguments(operator: Any, arguments: Any, asked: str) -> None:
     require(isinstance(arguments, Mapping), RuleError, asked, f"arguments={describe_value(arguments)}", do)
     if unknown := [str(name) for name in arguments if name not in {argument.name for argument in schema}]:
         raise RuleError(asked, found=f"{', '.join(unknown)} among the arguments", do=f"give the arguments of {operator._schema}")
-    needed = [
+    required = [
         argument.name for argument in schema if not argument.has_default_value() and not str(argument.type).startswith("Optional")
     ]
-    if missing := [name for name in needed if name not in arguments]:
+    if missing := [name for name in required if name not in arguments]:
         raise RuleError(asked, found=f"no {', '.join(missing)} among the arguments", do=do)
     for argument in schema:
         value = arguments.get(argument.name)
@@ -106,7 +106,7 @@ class _ChunkComparison:
                 asked, found=f"with these arguments it raises {describe_error(error)}", do="give the arguments of a real call"
             ) from error
         self.length = num_rows(self.plan, arguments)
-        self.device = next(item.device for item in self.results if isinstance(item, Tensor))
+        self.device = next(result.device for result in self.results if isinstance(result, Tensor))
         block = self.plan.block
         sizes = {-(-size // block) * block for size in ([chunk_size] if chunk_size else [1, -(-self.length // 3)])}
         self.sizes = sorted(size for size in sizes if 0 < size < self.length)
@@ -139,7 +139,7 @@ class _ChunkComparison:
         )
 
     def _run(self, chunks: Callable[[], Chunks]) -> Chunks:
-        """Report an operator's error on chunks as an error of the declaration."""
+        """Return the results of `chunks`; report an operator's error there as an error of the declaration."""
         try:
             return chunks()
         except Exception as error:
@@ -168,7 +168,7 @@ class _ChunkComparison:
         }
 
     def _forward_chunks(self, run: Recurrence, states: Tensor) -> Chunks:
-        """Return the results of each chunk of the operator, and save the states before each in `states`."""
+        """Return the results of each chunk of the operator, and store the states before chunk i in `states[i]`."""
         carry = torch.zeros_like(states[0])
         chunks = []
         for i, start in enumerate(self.starts):
@@ -189,12 +189,14 @@ class _ChunkComparison:
         return min(start + self.size, self.length)
 
     def _operands(self, plan: StatefulPlan, values: Mapping[str, Any], start: int) -> list[Tensor]:
-        """Return the operands of a chunk."""
-        count = self._stop(start) - start
-        return [values[n].narrow(plan.rows[n], start, count) if n in plan.rows else values[n] for n in plan.operands]
+        """Return the operands of the chunk that begins at row `start`."""
+        num_rows = self._stop(start) - start
+        return [
+            values[name].narrow(plan.rows[name], start, num_rows) if name in plan.rows else values[name] for name in plan.operands
+        ]
 
     def _compare(self, plan: StatefulPlan, truth: Mapping[int, Any], chunks: Sequence[tuple[Tensor, ...]], kind: str) -> None:
-        """Raise `RuleError` if concatenated (or summed) results of chunks differ from those of all rows."""
+        """Raise `RuleError` if concatenated (or summed) results of chunks differ from the results `truth` of all rows."""
         for index, result in enumerate(plan.results):
             if result.index not in truth:
                 continue
@@ -214,7 +216,7 @@ def _on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(truth: Mapping[int, Any], fake_results: Sequence[Any]) -> dict[int, Tensor]:
-    """Drop results whose shape differs in chunks: a call may lack a first state, or not return its last one."""
+    """Return `truth` without results whose shape differs in chunks: a call may lack a first state, or not return its last one."""
     return {index: value for index, value in truth.items() if value is not None and value.shape == fake_results[index].shape}
 
 

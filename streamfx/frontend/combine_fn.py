@@ -66,7 +66,7 @@ def is_plain_tensor(node: fx.Node) -> bool:
 
 
 def _is_torch_function(node: fx.Node) -> bool:
-    """Return whether a function of torch computes a tensor, so that its gradient is that of the operators called.
+    """Return whether a function of torch computes a tensor, so that its gradient is the gradient of the operators that it calls.
 
     A user function that Dynamo does not trace, or an `autograd.Function`, may have another gradient.
     """
@@ -103,10 +103,10 @@ def _uninitialized_like(node: fx.Node) -> Tensor:
     return value.new_empty(value.shape)
 
 
-def _build_module(body: CombineBody, rows: int) -> fx.GraphModule:
-    """Build a module of the function, which takes this many rows, and then tensors from outside."""
+def _build_module(body: CombineBody, num_rows: int) -> fx.GraphModule:
+    """Build a module of the function. Its arguments are `num_rows` rows, and then the tensors from outside."""
     graph = fx.Graph()
-    node_of: dict[Any, fx.Node] = {CombineInput(index): graph.placeholder(f"row_{index}") for index in range(rows)}
+    node_of: dict[Any, fx.Node] = {CombineInput(index): graph.placeholder(f"row_{index}") for index in range(num_rows)}
     node_of |= {node: graph.placeholder(f"given_{index}") for index, node in enumerate(body.outer_tensors)}
     for index, (kind, target, args, kwargs) in enumerate(body.operators):
         arguments = tree_map(

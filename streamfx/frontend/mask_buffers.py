@@ -58,7 +58,10 @@ def _mask_pattern(values: Tensor) -> Pieces | None:
 
 
 def _ordinary_numbers(tensor: Tensor) -> Pieces | None:
-    """Return the pattern of ordinary numbers, as in trained weights, if all elements are."""
+    """Return the pattern of ordinary numbers if all elements are ordinary, as in trained weights.
+
+    Otherwise return the full range of the dtype for a tensor that needs a gradient, and None for any other.
+    """
     if not tensor.is_floating_point() or not tensor.numel() or tensor.dtype.itemsize == 1:
         return None
     low, high = tensor.detach().aminmax()
@@ -81,12 +84,12 @@ def _index_table(tensor: Tensor) -> Pieces | None:
 def _toeplitz(values: Tensor) -> Pieces | None:
     """Describe a matrix that is constant along each diagonal; None if it has more than `MAX_INTERVALS` intervals."""
     values_by_delta = torch.cat((values[1:, 0].flip(0), values[0])).tolist()  # delta = -(n - 1) .. n - 1
-    first = -(values.shape[0] - 1)
-    bounds = [first + i for i in range(1, len(values_by_delta)) if values_by_delta[i] != values_by_delta[i - 1]]
+    min_delta = -(values.shape[0] - 1)
+    bounds = [min_delta + i for i in range(1, len(values_by_delta)) if values_by_delta[i] != values_by_delta[i - 1]]
     if len(bounds) >= MAX_INTERVALS:
         return None
     return merge_equal_pieces(
-        bounds, [constant(values_by_delta[0]), *(constant(values_by_delta[bound - first]) for bound in bounds)]
+        bounds, [constant(values_by_delta[0]), *(constant(values_by_delta[bound - min_delta]) for bound in bounds)]
     )
 
 
@@ -94,8 +97,8 @@ def _constant_above(values: Tensor, diagonal: int) -> Range | None:
     """Return the value that all elements from this diagonal upward have, as a range; None if they differ."""
     n = values.shape[-1]
     above = torch.ones(n, n, dtype=torch.bool, device=values.device).triu_(diagonal)
-    first = values[0, 0, n - 1]
-    return constant(first.item()) if bool((values == first).logical_or_(~above).all()) else None
+    corner = values[0, 0, n - 1]
+    return constant(corner.item()) if bool((values == corner).logical_or_(~above).all()) else None
 
 
 @dataclass
@@ -154,7 +157,7 @@ def _pattern_of_input(tensor: Tensor, is_held_by_model: bool) -> Pieces | None:
 
 
 def watched_inputs(inputs: Sequence[Any], held_by_model: Sequence[bool]) -> list[WatchedInput]:
-    """Return the inputs with a known pattern, among those that belong to the model and not to its caller."""
+    """Return the inputs with a known pattern, among the inputs that belong to the model and not to its caller."""
     watched = []
     for index, (tensor, is_held) in enumerate(zip(inputs, held_by_model, strict=True)):
         pattern = _pattern_of_input(tensor, is_held) if isinstance(tensor, Tensor) else None
@@ -169,20 +172,26 @@ def patterns_of(watched: Sequence[WatchedInput], num_inputs: int, dynamo_index: 
     Dynamo's graph has `num_inputs` inputs; `dynamo_index` has, for each input of the traced graph, its index among them.
     """
     if num_inputs == len(dynamo_index):
-        return {item.index: item.pattern for item in watched}
+        return {watched_input.index: watched_input.pattern for watched_input in watched}
     unsharded = {index: i for i, index in enumerate(dynamo_index) if index is not None}
     if None not in dynamo_index:  # AOTAutograd has merged inputs
         return {}
-    return {unsharded[item.index]: item.pattern for item in watched if item.index in unsharded}
+    return {
+        unsharded[watched_input.index]: watched_input.pattern for watched_input in watched if watched_input.index in unsharded
+    }
 
 
 def have_same_patterns(watched: Sequence[WatchedInput], inputs: Sequence[Any]) -> bool:
     """Return whether all watched inputs have their patterns. If nothing has changed, each device synchronizes once."""
-    if all(item.is_visibly_unchanged(inputs[item.index]) for item in watched):
-        fingerprints = [(item.fingerprint, inputs[item.index]) for item in watched if item.fingerprint is not None]
+    tensors = [inputs[watched_input.index] for watched_input in watched]
+    pairs = list(zip(watched, tensors, strict=True))
+    if all(watched_input.is_visibly_unchanged(tensor) for watched_input, tensor in pairs):
+        fingerprints = [
+            (watched_input.fingerprint, tensor) for watched_input, tensor in pairs if watched_input.fingerprint is not None
+        ]
         if not any_hidden_change(fingerprints):
             return True
-    return all(item.has_same_pattern(inputs[item.index]) for item in watched)
+    return all(watched_input.has_same_pattern(tensor) for watched_input, tensor in pairs)
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,12 @@ def find_fitting_lengths(graph: fx.Graph, inputs: Sequence[Any], budget: int | f
     devices = {value.device for value in tensors}
     if len(devices) != 1 or max_activation_bytes(graph) is None:
         return None
-    trained = sum(value.nbytes for value in tensors if value.requires_grad)
+    gradient_bytes = sum(value.nbytes for value in tensors if value.requires_grad)
 
     def fits(lengths: Lengths) -> bool:
         """Return whether a step of these lengths fits: inputs, gradients of weights, and the bound on activations."""
         input_bytes = sum(map(bytes_like, tensors))
-        available = budget_bytes(budget, next(iter(devices)), input_bytes, trained) - input_bytes - trained
+        available = budget_bytes(budget, next(iter(devices)), input_bytes, gradient_bytes) - input_bytes - gradient_bytes
         return (max_activation_bytes(graph) or 0) <= available
 
     traced = Lengths.of_current_call(graph)
@@ -76,7 +76,7 @@ def _is_torch_operator(node: fx.Node) -> bool:
 
 
 def _operator_bytes(node: fx.Node) -> int:
-    """Return the bytes of an operator's operands and results; for attention, also those of all query-key pairs."""
+    """Return the bytes of an operator's operands and results; for attention, including all query-key pairs."""
     values = [*(_values(source) for source in node.all_input_nodes), _values(node)]
     total = sum(bytes_like(value) for node_values in values for value in node_values)
     return total + (_pair_bytes(node) if node.target is ATTENTION else 0)

@@ -124,10 +124,7 @@ class _Declaration:
             f"{', '.join(unknown)}",
             f"{hint}the optional declarations are {', '.join(ExtraDeclaration.__annotations__)}",
         )
-        immutable_options: dict[str, Any] = {
-            name: dict(value) if isinstance(value, Mapping) else tuple(value) if isinstance(value, list) else value
-            for name, value in options.items()
-        }
+        immutable_options: dict[str, Any] = {name: _own_copy(value) for name, value in options.items()}
         immutable_options["counts"] = frozenset(options.get("counts", ()))
         names = self.forward_operator.name(), self.backward_operator.name()
         self.stateful = Stateful(
@@ -278,6 +275,13 @@ class _Declaration:
         """Raise `RuleError` unless a condition holds."""
         if not holds:
             raise RuleError(self.asked, found=found, do=do)
+
+
+def _own_copy(option: Any) -> Any:
+    """Return a copy of a mapping, a list as a tuple, and any other option unchanged."""
+    if isinstance(option, Mapping):
+        return dict(option)
+    return tuple(option) if isinstance(option, list) else option
 
 
 def tensors_of(operator: OpOverload[Any, Any]) -> list[str]:

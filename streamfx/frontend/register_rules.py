@@ -128,13 +128,13 @@ def _check_notation(notation: str, operator: OpOverload[Any, Any], asked: str) -
     if "..." in letters(sides[1].replace(",", " ")) and "..." not in letters(sides[0].replace(",", " ")):
         do = "name each new dimension by a letter: `...` are dimensions of the operands"
         raise RuleError(asked, found=f"{notation!r} has ... on the right only", do=do)
-    counts = [len(side.split(",")) for side in sides]
+    num_operands, num_results = (len(side.split(",")) for side in sides)
     tensors = [argument for argument in operator._schema.arguments if isinstance(argument.type, torch.TensorType)]
     optional = [argument for argument in operator._schema.arguments if str(argument.type) == "Optional[Tensor]"]
     results = operator._schema.returns
-    if not len(tensors) <= counts[0] <= len(tensors) + len(optional) or counts[1] != len(results):
+    if not len(tensors) <= num_operands <= len(tensors) + len(optional) or num_results != len(results):
         raise RuleError(
             asked,
-            found=f"{notation!r} has {counts[0]} operands and {counts[1]} results",
+            found=f"{notation!r} has {num_operands} operands and {num_results} results",
             do=f"describe each of its {len(tensors)} tensor arguments and {len(results)} results: {operator._schema}",
         )

@@ -164,6 +164,7 @@ def _dim(value: Any, rank: int) -> int | None:
 
 
 # -- operators that move no element to another (c, z)
+# Each function returns the formula of the call's result; None if the call does not match.
 
 
 def _match_permute(reader: Reader, node: fx.Node) -> Fact | None:
@@ -204,14 +205,17 @@ def _match_index(reader: Reader, node: fx.Node) -> Fact | None:
     """Match indexing that only adds dimensions of size one: x[..., None], x[:, None, :]."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     fact = reader.fact(node.args[0])  # type: ignore[arg-type]
-    num_slices = sum(item == slice(None) for item in index if isinstance(item, slice))
-    if index.count(...) > 1 or not all(item is None or item is ... or item == slice(None) for item in index):
+    num_slices = sum(entry == slice(None) for entry in index if isinstance(entry, slice))
+    if index.count(...) > 1 or not all(entry is None or entry is ... or entry == slice(None) for entry in index):
         return None
     remaining, dims = list(fact.dims), list[SourceDim]()
-    for item in index:
-        count = len(fact.dims) - num_slices if item is ... else 0 if item is None else 1
-        dims += [None] if item is None else remaining[:count]
-        del remaining[:count]
+    for entry in index:
+        if entry is None:
+            dims.append(None)
+            continue
+        num_dims = len(fact.dims) - num_slices if entry is ... else 1
+        dims += remaining[:num_dims]
+        del remaining[:num_dims]
     return replace(fact, dims=(*dims, *remaining))
 
 
@@ -238,7 +242,7 @@ def _source_dims(dims: tuple[SourceDim, ...], shape: tuple[Size, ...]) -> Iterat
     return ((dim, size) for dim, size in zip(dims, shape, strict=True) if dim is not None and dim != COLUMN)
 
 
-# -- operators that change the kind of a fact
+# -- operators that change the kind of a fact: the functions return the same
 
 
 def _match_masked_fill(reader: Reader, node: fx.Node) -> Fact | None:

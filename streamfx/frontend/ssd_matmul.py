@@ -1,8 +1,8 @@
 """Match products with decaying weights over blocks of rows in a Dynamo graph, and replace each by one operator.
 
     before   weights = exp(segment_sum(pad(decays, (1, 0))))                             [... c z]
-             out = einsum("... c z, ... z f -> ... c f", weights, cat([first, rows]))    out[:, :-1], out[:, -1]
-    after    sums, last = streamfx.decayed_sums(decays, rows, first)                     sums, last
+             out = einsum("... c z, ... z f -> ... c f", weights, cat([initial, rows]))  out[:, :-1], out[:, -1]
+    after    sums, last = streamfx.decayed_sums(decays, rows, initial)                    sums, last
 
 The formula of the weights is proven element by element (`segsum_match.py`). The law exp(a + b) = exp(a) * exp(b)
 implies
@@ -48,7 +48,7 @@ class LabeledValue(NamedTuple):
 class Product:
     """A matrix product with decaying weights. `row_label` and `column_label` are the dimensions of the weights.
 
-    If a row was concatenated before the rows, it is `first`, and `rows` has only the others.
+    If a row was concatenated before the rows, it is `initial`, and `rows` has only the others.
     """
 
     node: fx.Node
@@ -57,7 +57,7 @@ class Product:
     out: Labels
     decays: LabeledValue
     rows: LabeledValue
-    first: LabeledValue | None
+    initial: LabeledValue | None
     has_leading_row: bool  # the weights' first row belongs to the row before the others
     matched: frozenset[fx.Node]
 
@@ -118,7 +118,7 @@ def _find_products(graph: fx.Graph) -> Iterator[Product]:
 
 
 def _match_product(node: fx.Node) -> Product | None:
-    """Match a product with decaying weights, on either side; None if the operator is no such product."""
+    """Match a product with decaying weights on either side; None if the operator is not such a product."""
     call = _match_labels(node)
     if call is None:
         return None
@@ -179,34 +179,36 @@ def _match_weights_times_rows(node: fx.Node, weights: LabeledValue, rows: Labele
     return product if _has_row_order(product) else None
 
 
-def _have_equal_sizes(node: fx.Node, *operands_and_labels: Any) -> bool:
+def _have_equal_sizes(node: fx.Node, weights: LabeledValue, rows: LabeledValue, out: Labels) -> bool:
     """Return whether each label has the same size everywhere, so that nothing is broadcast."""
-    *operands, out = operands_and_labels
     sizes = [*zip(out, shape_of(node.meta[EXAMPLE_VALUE]), strict=True)]
-    for value, labels in operands:
+    for value, labels in (weights, rows):
         sizes += zip(labels, shape_of(value.meta[EXAMPLE_VALUE]), strict=True)
     size_of_label = dict(sizes)
     return all(size_of_label[label] == size for label, size in sizes)
 
 
 def _separate_first_row(product: Product, reader: Reader) -> Product:
-    """Separate a first row from decays and rows if both have one. The first decay is dropped: no weight contains it."""
+    """Return the product with the first row separated from decays and rows, if both have one.
+
+    The first decay is dropped: no weight contains it.
+    """
     (decays, decay_labels), (rows, row_labels) = product.decays, product.rows
     split_decays = _match_leading_row(decays, decay_labels.index(product.row_label))
     split_rows = _match_leading_row(rows, row_labels.index(product.column_label))
     if (
         split_decays is None
         or split_rows is None
-        or (split_decays.first is not None and split_decays.first.meta[EXAMPLE_VALUE].requires_grad)
-        or (split_rows.first is None and split_rows.fill_value not in (None, 0))
+        or (split_decays.row is not None and split_decays.row.meta[EXAMPLE_VALUE].requires_grad)
+        or (split_rows.row is None and split_rows.fill_value not in (None, 0))
     ):
         return replace(product, matched=frozenset(reader.matched - {decays, rows}))
-    has_first = split_rows.first is not None and not _is_zero(split_rows.first)
+    has_initial = split_rows.row is not None and not _is_zero(split_rows.row)
     return replace(
         product,
         decays=LabeledValue(split_decays.others, decay_labels),
         rows=LabeledValue(split_rows.others, row_labels),
-        first=LabeledValue(split_rows.first, row_labels) if has_first else None,  # type: ignore[arg-type]
+        initial=LabeledValue(split_rows.row, row_labels) if has_initial else None,  # type: ignore[arg-type]
         has_leading_row=True,
         matched=frozenset(reader.matched | {decays, rows}),
     )
@@ -220,19 +222,19 @@ def _is_zero(node: fx.Node) -> bool:
 class LeadingRow(NamedTuple):
     """A row before other rows: a value that is concatenated, or None and the fill value of a padding."""
 
-    first: fx.Node | None
+    row: fx.Node | None
     others: fx.Node
     fill_value: Any
 
 
 def _match_leading_row(node: fx.Node, dim: int) -> LeadingRow | None:
-    """Match one row that is concatenated or padded before others."""
+    """Match `cat([row, others], dim)`, or `pad(others, ...)` with one row before the others along `dim`; None if neither."""
     rank = node.meta[EXAMPLE_VALUE].dim()
     if call_name(node) == "pad":
         arguments = arguments_of(node, "input", "pad", "mode", "value")
         pads = [] if arguments is None else list(arguments["pad"])
-        pad_one = [0] * (2 * (rank - 1 - dim)) + [1, 0]
-        is_single_row = pads[: len(pad_one)] == pad_one and not any(pads[len(pad_one) :])
+        one_in_front = [0] * (2 * (rank - 1 - dim)) + [1, 0]
+        is_single_row = pads[: len(one_in_front)] == one_in_front and not any(pads[len(one_in_front) :])
         if arguments is None or not is_single_row or arguments.get("mode", "constant") != "constant":
             return None
         return LeadingRow(None, arguments["input"], arguments.get("value"))
@@ -263,7 +265,7 @@ def _has_row_order(product: Product) -> bool:
 
 def _has_no_writes(product: Product, order: dict[fx.Node, int]) -> bool:
     """Return whether no operand is written to, and no mode changes, between the first matched operator and the product."""
-    inputs = {operand.value for operand in (product.decays, product.rows, product.first) if operand is not None}
+    inputs = {operand.value for operand in (product.decays, product.rows, product.initial) if operand is not None}
     if any(node.meta[EXAMPLE_VALUE]._version for node in (*product.matched, *inputs, product.node)):
         return False
     start = min((order[node] for node in product.matched), default=order[product.node])
@@ -295,11 +297,11 @@ class _ProductBuilder:
             decays = self._permuted(product.decays, (*product.batch, product.row_label))
             row_order = (*product.batch, product.column_label, *product.features)
             rows = self._with_one_feature(self._permuted(product.rows, row_order))
-            first = None
-            if product.first is not None:
-                first_rows = self._with_one_feature(self._permuted(product.first, row_order))
-                first = self._call(torch.select, first_rows, -2, 0)
-            results = self._call(DECAYED_SUMS if product.has_leading_row else SUMS_AFTER, decays, rows, first)
+            initial = None
+            if product.initial is not None:
+                initial_rows = self._with_one_feature(self._permuted(product.initial, row_order))
+                initial = self._call(torch.select, initial_rows, -2, 0)
+            results = self._call(DECAYED_SUMS if product.has_leading_row else SUMS_AFTER, decays, rows, initial)
             sums, last = (self._call(operator.getitem, results, index) for index in range(2))
             if product.has_leading_row and all(self._takes_last_row(user) is not None for user in product.node.users):
                 self._replace_users(sums, last)
@@ -308,7 +310,7 @@ class _ProductBuilder:
                 self.product_copy.replace_all_uses_with(self._with_product_dims(out, product.row_label), propagate_meta=False)
 
     def _call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
-        """Insert a call, with the example value that fake tensors give."""
+        """Insert a call with the example value that fake tensors give, and return it."""
         out = self.product_copy.graph.call_function(target, args)
         with torch.no_grad():
             value = target(*fx.node.map_arg(args, lambda node: node.meta[EXAMPLE_VALUE]))
@@ -322,14 +324,17 @@ class _ProductBuilder:
         return node if order == sorted(order) else self._call(torch.permute, node, order)
 
     def _with_one_feature(self, node: fx.Node) -> fx.Node:
-        """Flatten the feature dimensions into one."""
-        count = len(self.product.features)
-        if count == 1:
+        """Return the value with its feature dimensions flattened into one."""
+        num_features = len(self.product.features)
+        if num_features == 1:
             return node
-        return self._call(torch.flatten, node, -count, -1) if count else self._call(torch.unsqueeze, node, -1)
+        return self._call(torch.flatten, node, -num_features, -1) if num_features else self._call(torch.unsqueeze, node, -1)
 
     def _with_product_dims(self, node: fx.Node, *more: str) -> fx.Node:
-        """Restore the product's dimensions and their order."""
+        """Return the value with the dimensions of the product, in their order.
+
+        `more` has the labels of the dimensions between batch and features.
+        """
         product = self.product
         if len(product.features) > 1:
             node = self._call(torch.unflatten, node, -1, self.feature_sizes)
@@ -344,7 +349,7 @@ class _ProductBuilder:
         return self._call(torch.cat, [sums, self._call(torch.unsqueeze, last, -2)], -2)
 
     def _replace_users(self, sums: fx.Node, last: fx.Node) -> None:
-        """Replace users that take the last row by `last`, and those that take all others by `sums`."""
+        """Replace users that take the last row by `last`, and users that take all other rows by `sums`."""
         builders = {
             True: lambda: self._with_product_dims(last),
             False: lambda: self._with_product_dims(sums, self.product.row_label),
@@ -362,8 +367,8 @@ class _ProductBuilder:
             return None
         index = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)
         row_dim = self.product.out.index(self.product.row_label)
-        other_indices = [item for i, item in enumerate(index) if i != row_dim]
-        if len(index) <= row_dim or any(not isinstance(item, slice) or item != slice(None) for item in other_indices):
+        other_indices = [entry for i, entry in enumerate(index) if i != row_dim]
+        if len(index) <= row_dim or any(not isinstance(entry, slice) or entry != slice(None) for entry in other_indices):
             return None
         row_index = index[row_dim]
         if isinstance(row_index, slice):

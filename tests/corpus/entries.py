@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from streamfx.frontend.capture import captured
+from streamfx.frontend.capture import initial_facts
 from streamfx.frontend.mask_buffers import pattern_of
 from streamfx.ir.facts import Facts
 from streamfx.options import Options, resolve_options
@@ -75,15 +75,15 @@ class Entry:
         given = [numbers_of(number, position) for position, number in enumerate(self.numbers)]
         return [_laid_out(value, node.meta.get("val")) for value, node in zip(given, placeholders, strict=True)]
 
-    def captured(self) -> Facts:
+    def initial_facts(self) -> Facts:
         patterns = {position: pattern_of(self.values[position]) for position in self.watched}
         known_masks = {position: pattern for position, pattern in patterns.items() if pattern is not None}
         mutated = mutated_inputs(self.module.graph)
-        return captured(self.module, self.primals, self.outputs, self.static, known_masks, mutated)
+        return initial_facts(self.module, self.primals, self.outputs, self.static, known_masks, mutated)
 
     def analysed(self, **options: Any) -> Facts:
         with default_dtype(getattr(torch, self.dtype)):
-            return run_pipeline(self.captured, resolve_options({**self.options, **options}))
+            return run_pipeline(self.initial_facts, resolve_options({**self.options, **options}))
 
     def recorded(self) -> Recorded:
         """A compilation that replays the graph."""

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from streamfx.frontend.backend import Compilation
-from streamfx.frontend.capture import captured
+from streamfx.frontend.capture import initial_facts
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_assertion
 from streamfx.ir.program import Program
@@ -229,7 +229,9 @@ class Recorded(Compilation):
     def facts_for(self, options: Options) -> Facts:
         assert self.joint is not None
         num_primals, num_outputs, static = self.joint_arguments
-        capture = partial(captured, self.joint, num_primals, num_outputs, static, self.patterns(self.joint.graph, num_primals))
+        capture = partial(
+            initial_facts, self.joint, num_primals, num_outputs, static, self.patterns(self.joint.graph, num_primals)
+        )
         return run_pipeline(capture, options)
 
     def facts_in_chunks(self, options: Options) -> Facts:

@@ -20,7 +20,7 @@ from streamfx.cost.repeats import Repeat
 from streamfx.distributed.zero_3 import refuse_partitioned
 from streamfx.errors import NotTracedError, OverBudgetError, describe_error, with_article
 from streamfx.frontend.backend import Compilation
-from streamfx.frontend.capture import captured
+from streamfx.frontend.capture import initial_facts
 from streamfx.frontend.split_graphs import SplittableCompilation, TwoSequencesError
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy
@@ -345,7 +345,7 @@ class _SubsetCompilation(_RecordingCompilation):
             raise LayersDifferError("inputs that hold data")
         known_facts = {i: (watched[i].pattern if i in watched else None, i in static) for i in range(count)}
         capture_arguments = static, self.patterns(joint.graph, count), mutated_inputs(joint.graph)
-        self.found_of_few = self._analyze_few(partial(captured, joint, count, num_fwd_outputs, *capture_arguments))
+        self.found_of_few = self._analyze_few(partial(initial_facts, joint, count, num_fwd_outputs, *capture_arguments))
         full = of_all_layers(joint, count, num_fwd_outputs, known_facts, self.few)
         self.watched = [replace(watched[origin], index=i) for i, origin in enumerate(full.origins) if origin in watched]
         self.num_inputs = len(full.origins)
