@@ -51,4 +51,4 @@ TRACED_NAME = "streamfx_traced"  # of an operator between loops: its name in the
 REGION = "streamfx_run"  # the index of the region to which the node belongs
 STACKED = "streamfx_stacked"  # of a loop's result: its chunks are concatenated
 EXCLUSIVE = "streamfx_saved_for_one"  # of an input: a loop's result that the forward graph keeps for this graph only
-REDUCED = "streamfx_reduced"  # of a reduction in a loop body: the operand and the reduced rows
+COLLECTIVE_TEXT = "streamfx_reduced"  # of a reduction over ranks in a loop body: the text by which ranks compare it

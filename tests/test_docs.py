@@ -53,6 +53,26 @@ def test_excerpts_are_from_goldens() -> None:
         assert [line for line in shown if line not in golden] == [], name
 
 
+def test_where_to_look_names_files_functions_and_constants() -> None:
+    """Each file of the table exists, and defines the names after its colon; a file without a folder is in the previous one."""
+    section = (ROOT / "docs" / "architecture.md").read_text().partition("## Where to look\n")[2]
+    missing, num_names = [], 0
+    for row in section.splitlines():
+        folder = ROOT / "streamfx"
+        for path, names in re.findall(r"`([\w/]+\.py)(?:: ([\w, ]+))?`", row):
+            file = next((at for at in (ROOT / "streamfx" / path, folder / path, ROOT / path) if at.exists()), None)
+            if file is None:
+                missing.append(path)
+                continue
+            folder, text = file.parent, file.read_text()
+            for name in filter(None, names.split(", ")):
+                num_names += 1
+                if not re.search(rf"^\s*(?:def|class) {name}\b|^{name}\b.* = ", text, re.M):
+                    missing.append(f"{path}: {name}")
+    assert missing == []
+    assert num_names > 5
+
+
 def test_the_page_of_rewrite_rules_is_that_of_the_docstrings(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--update-goldens"):
         rewrite_table.PAGE.write_text(rewrite_table.page())

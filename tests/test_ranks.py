@@ -18,7 +18,7 @@ import streamfx
 from streamfx.ir.facts import known
 from streamfx.ir.joint import node_argument
 from streamfx.ir.stage_plan import AutoChunk
-from streamfx.node_meta import REDUCED
+from streamfx.node_meta import COLLECTIVE_TEXT
 from streamfx.passes.analysis.access_roles import REDUCES_PAIRS
 from streamfx.passes.lowering.compile_bodies import split
 from streamfx.passes.ops.collectives import ELEMENTWISE
@@ -172,7 +172,7 @@ def test_a_body_begins_reductions_in_the_order_of_the_graph_and_waits_where_a_su
     spec = known(facts_of(two_reductions, rows_and_weight()).program).loops[0].spec
     nodes = list(spec.body.graph.nodes)
     for order in (nodes, [node for call in split(spec) for node in call.executed]):
-        assert [str(node.meta[REDUCED]).split()[0] for node in order if node.target is begin] == ["sum", "max"]
+        assert [str(node.meta[COLLECTIVE_TEXT]).split()[0] for node in order if node.target is begin] == ["sum", "max"]
     waits = [i for i, node in enumerate(nodes) if node.target is end]
     assert all(nodes[i + 1] in nodes[i].users or nodes[i + 1].target is end for i in waits)
     first = next(i for i, node in enumerate(nodes) if node.target is begin)

@@ -57,10 +57,10 @@ class Homogeneous:
 
 
 def homogeneous_gradients(stage: Stage, facts: Facts) -> tuple[Homogeneous, ...]:
-    """Return each gradient of a stage that loops compute, with a scale in which it is homogeneous.
+    """Pair each gradient that the stage's loops compute with the first cotangent scale in which it is homogeneous.
 
-    The scales are known after the forward graph. Return an empty tuple if any gradient is not homogeneous in one of them,
-    or depends on a finished sum over rows, which would require a second loop.
+    Return `()` if a gradient has no such scale (for example, because it depends on a sum over rows that is complete only
+    after the forward loop), or if a scale depends on values that are computed with a scale of ones.
     """
     finder = _HomogeneityFinder(stage, facts)
     found: list[Homogeneous] = []

@@ -25,8 +25,8 @@ from streamfx.ir.program import (
     Buffer,
     BufferOutput,
     BufferPart,
-    ChunkKey,
     ConcatOutput,
+    FirstRow,
     IsFirst,
     LoopSpec,
     Placement,
@@ -374,9 +374,9 @@ class BodyBuilder(BodyInputs):
 
 
 def find_lowering(node: fx.Node) -> Lowering:
-    """Return the lowering of an operator: a dedicated one, the replay of a random draw, or a copy."""
+    """Return the lowering of an operator: the registered one, else a seeded draw for a random operator, else a copy."""
     lowering = LOWERINGS.get(node.target) or LOWERINGS.get(type(node.target))
-    return lowering or (emit_replay if is_random(node) else emit_copy)
+    return lowering or (emit_seeded_draw if is_random(node) else emit_copy)
 
 
 def emit_copy(builder: BodyBuilder, node: fx.Node) -> fx.Node:
@@ -386,12 +386,15 @@ def emit_copy(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     return builder.graph.call_function(target, args, kwargs)
 
 
-def emit_replay(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Copy a random operator so that it draws the same numbers each time that this chunk is computed."""
+def emit_seeded_draw(builder: BodyBuilder, node: fx.Node) -> fx.Node:
+    """Emit a random operator whose generator is seeded from the step's seed, the operator's index and the chunk's first row.
+
+    So recomputing the chunk draws the same numbers.
+    """
     seed, draw_index = node.meta[DRAW]
     source = builder.outer(seed)
     assert source is not None
     args, kwargs = builder.arguments(node)
-    chunk = builder.feed("chunk", ChunkKey(), None)
-    draw = (str(node.target), builder.input_rows(seed, source, ()), draw_index, chunk)
+    first_row = builder.feed("first_row", FirstRow(), None)
+    draw = (str(node.target), builder.input_rows(seed, source, ()), draw_index, first_row)
     return builder.graph.call_function(replay, (*draw, *args), kwargs)

@@ -13,7 +13,7 @@ from torch import fx
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import bound_arguments, is_tensor
 from streamfx.ir.program import Program
-from streamfx.node_meta import REDUCED, TRACED_NAME, VALUE
+from streamfx.node_meta import COLLECTIVE_TEXT, TRACED_NAME, VALUE
 from streamfx.passes.ops.collectives import find_group_name, is_collective
 from streamfx.rank_errors import NUMBER
 from streamfx.runtime.collective_calls import begin
@@ -104,11 +104,11 @@ def _lines_of_host_program(host_program: fx.GraphModule, group: str) -> Iterator
 def _lines_of_loop(loop: Any) -> Iterator[str]:
     """Yield the chunks of a loop that reduces values over ranks, and a line for each value; nothing for other loops."""
     nodes = loop.spec.body.graph.nodes if isinstance(loop, Loop) else ()
-    reduced = [str(node.meta[REDUCED]) for node in nodes if node.target is begin]
-    if reduced:
+    reductions = [str(node.meta[COLLECTIVE_TEXT]) for node in nodes if node.target is begin]
+    if reductions:
         direction = "backwards" if loop.spec.reverse else "forwards"
         yield f"  {direction} {loop.spec.chunk_size} of {loop.spec.length}"
-        yield from reduced
+        yield from reductions
 
 
 def _call_text(node: fx.Node, group: str) -> str:

@@ -71,11 +71,11 @@ def _is_allocated_by_torch(memory: fx.Node) -> bool:
 
 def _is_only_use(source: fx.Node, call: fx.Node, module: fx.GraphModule) -> bool:
     """Return whether a loop is the only user of an earlier loop's stacked result."""
-    return set(source.users) == {call} and _find_stacking_output(source, module) is not None
+    return set(source.users) == {call} and _concat_output_of(source, module) is not None
 
 
-def _find_stacking_output(source: fx.Node, module: fx.GraphModule) -> ConcatOutput | None:
-    """Return the loop output that stacks a value; None if the value is not a loop's stacked result."""
+def _concat_output_of(source: fx.Node, module: fx.GraphModule) -> ConcatOutput | None:
+    """Return the `ConcatOutput` of the loop that computes `source`; None if `source` is not such a result."""
     if source.target is not operator.getitem:
         return None
     producer, result_index = source.args
@@ -90,7 +90,7 @@ def _can_overwrite(spec: LoopSpec, result_index: int, operand_index: int, source
 
     If an output were a view of the operand, the loop would read it, in another order, while it is overwritten.
     """
-    item, source_item = spec.yields[result_index], _find_stacking_output(source, module)
+    item, source_item = spec.yields[result_index], _concat_output_of(source, module)
     assert isinstance(item, ConcatOutput)
     if source_item is None or replace(source_item, reuse=item.reuse) != item:
         return False

@@ -18,7 +18,7 @@ from streamfx.kernels.chunk_attention import backward as attention_backward
 from streamfx.kernels.chunk_attention import forward as attention_forward
 from streamfx.kernels.grouped_mm import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
-from streamfx.node_meta import REDUCED, VALUE
+from streamfx.node_meta import COLLECTIVE_TEXT, VALUE
 from streamfx.passes.lowering.accumulating_lowerings import mean_divisor, sort_by_group
 from streamfx.passes.lowering.bodies import BodyBuilder, emit_copy, register_lowering
 from streamfx.passes.ops.fallback import FallbackError
@@ -279,12 +279,15 @@ def lower_grouped_outer(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @register_lowering(ALL_REDUCE)
 def lower_all_reduce(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Start the reduction at once; `async_waits.py` moves the wait to the first user."""
+    """Emit the start of the reduction and its wait, which `async_waits.py` moves to the first user; return the wait.
+
+    The start is annotated with the text by which ranks compare their collectives.
+    """
     (operand,) = builder.operands(node)
-    started = builder.graph.call_function(begin, (operand, *node.args[1:]))
+    start = builder.graph.call_function(begin, (operand, *node.args[1:]))
     value, placements = node.meta[VALUE], builder.layout.placements(node)
-    started.meta[REDUCED] = f"{' '.join(map(str, node.args[1:]))} {value.dtype} {list(value.shape)} {placements}"
-    return builder.graph.call_function(end, (started,))
+    start.meta[COLLECTIVE_TEXT] = f"{' '.join(map(str, node.args[1:]))} {value.dtype} {list(value.shape)} {placements}"
+    return builder.graph.call_function(end, (start,))
 
 
 @register_lowering(ATTENTION)

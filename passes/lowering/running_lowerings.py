@@ -11,7 +11,7 @@ from streamfx.ir.program import CHUNK, Broadcast, RowRange
 from streamfx.node_meta import FORWARD_OPERATOR, VALUE
 from streamfx.passes.lowering.bodies import BodyBuilder, emit_copy, register_lowering
 from streamfx.passes.ops.fallback import FallbackError
-from streamfx.passes.ops.rules.scans import FORWARD, REVERSE
+from streamfx.passes.ops.rules.scans import REVERSE_SCAN_NAMES, SCAN_NAMES
 from streamfx.runtime import chunked_scans
 from streamfx.runtime.associative import Associative, AssociativeBackward
 from streamfx.runtime.chunked_recurrences import Recurrence, UnrolledRecurrence
@@ -25,16 +25,16 @@ INSIDE_BLOCKS = "{target} reads blocks of {block} rows, and chunks would start i
 NO_STATES = "the backward pass of a loop over rows needs states that no loop of the forward pass has stored"
 
 
-@register_lowering(*FORWARD, *REVERSE)
+@register_lowering(*SCAN_NAMES, *REVERSE_SCAN_NAMES)
 def lower_scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Continue from this loop's carry; in a loop in the opposite direction, from the states stored by an earlier loop."""
     (dim,) = builder.layout.axes.signatures[node].index
     if builder.layout.access.roles.get(node, {}).get(dim) is not Role.ROWS:
         return emit_copy(builder, node)
-    reverse = node.target in REVERSE
+    reverse = node.target in REVERSE_SCAN_NAMES
     (rows,) = builder.operands(node)
     dtype = node.meta[VALUE].dtype
-    scan_arguments = ((REVERSE if reverse else FORWARD)[node.target], reverse, rows, dim, dtype)
+    scan_arguments = ((REVERSE_SCAN_NAMES if reverse else SCAN_NAMES)[node.target], reverse, rows, dim, dtype)
     rows_before = _rows_before(builder, builder.layout.rows(builder.layout.axes.letters[node][dim]), reverse)
     chunk = builder.size_argument(CHUNK)
     stored_states = builder.outer_states(node)

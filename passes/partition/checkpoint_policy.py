@@ -97,16 +97,19 @@ class _StageValues:
         if not attentions or not products:
             return -1, ()
         live_values = self.live_values()
-        places = range(max(attentions) + 1, max(products))
-        best = min(places, key=lambda i: sum(bytes_like(node.meta[VALUE]) for node in live_values[i]), default=-1)
+        candidates = range(max(attentions) + 1, max(products))
+        best = min(candidates, key=lambda i: sum(bytes_like(node.meta[VALUE]) for node in live_values[i]), default=-1)
         return best, live_values[best] if best >= 0 else ()
 
     def live_values(self) -> list[set[fx.Node]]:
-        """Return, for each position, the sequence-shaped values that later operators of the stage read."""
+        """Return, for each operator of the stage, the sequence-shaped values that are live after it.
+
+        A value is live if a later operator reads it or the stage returns it.
+        """
         live = set(self.stage.outputs)
         by_position: list[set[fx.Node]] = []
         for node in reversed(self.stage.forward):
-            by_position.append({item for item in live if self.has_rows(item)})
+            by_position.append({value for value in live if self.has_rows(value)})
             live.discard(node)
             live |= set(node.all_input_nodes)
         return by_position[::-1]

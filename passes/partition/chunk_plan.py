@@ -33,15 +33,18 @@ class ChunkPlan:
     chunk_sizes: tuple[ChunkSize, ...] | None = None
 
     def apply(self, facts: Facts) -> Facts:
-        """Return the facts with the plan: chunk sizes, and values to keep, drop, offload and recompute."""
+        """Return the facts with the plan: chunk sizes, and values to keep, drop, offload and recompute.
+
+        Also set `lengths`, up to which the choice of kept values holds.
+        """
         interloop = InterloopValues(facts)
-        kept = self.kept(facts, interloop)
+        kept = self.choose_kept(facts, interloop)
         plan = StagePlan(
             chunk_sizes=chunk_sizes(facts, self.options) if self.chunk_sizes is None else self.chunk_sizes,
             kept=kept,
             low_precision_sums=self.low_precision_sums(facts),
-            dropped=self.dropped(facts),
-            offloaded=self.offloaded(facts, interloop),
+            dropped=self.find_dropped(facts),
+            offloaded=self.choose_offloaded(facts, interloop),
             recomputed=interloop.recomputed_values(facts.stages, kept),
         )
         lengths = self.lengths(plan.kept, facts)
@@ -65,7 +68,7 @@ class ChunkPlan:
             lambda longer: are_small(kept, facts), 1 + 1 / (4 * max(1, *current_lengths.numbers.values()))
         )
 
-    def kept(self, facts: Facts, interloop: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
+    def choose_kept(self, facts: Facts, interloop: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
         """Return the values that each stage keeps.
 
         If `save` is "auto", these are the offloaded values, and without a budget also attention results if they are small.
@@ -86,7 +89,7 @@ class ChunkPlan:
         extra = interloop.recomputed_and_read(facts.stages, kept)
         return tuple((*nodes, *extra_nodes) for nodes, extra_nodes in zip(kept, extra, strict=True))
 
-    def offloaded(self, facts: Facts, interloop: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
+    def choose_offloaded(self, facts: Facts, interloop: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
         """Return the values that wait on the host if they are kept: sequence-shaped values at cuts, and the values that
         `save` keeps at the level that `offload` names. Graph outputs stay on the device.
         """
@@ -103,19 +106,18 @@ class ChunkPlan:
             for stage_rows, stage_kept in zip(rows, kept, strict=True)
         )
 
-    def dropped(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
+    def find_dropped(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
         """Return the values at cuts that are not kept: `keep_every` omits the cut, and only the next stage reads them."""
         every = 1 if self.options.keep_every == "auto" else self.options.keep_every
         stages = facts.stages
         if every == 1 or not any(is_tensor(node) for node in facts.joint.gradients if isinstance(node, fx.Node)):
             return ()
-        is_boundary = [(stage_index + 1) % every == 0 for stage_index in range(len(stages))]
+        has_kept_cut = [(i + 1) % every == 0 or i == len(stages) - 1 for i in range(len(stages))]
         return tuple(
             ()
-            if is_last or boundary
+            if has_kept_cut[stage_index]
             else tuple(node for node in stage.outputs if _is_read_by_next_stage_only(node, stage_index, facts))
-            for stage_index, (stage, boundary) in enumerate(zip(stages, is_boundary, strict=True))
-            for is_last in (stage_index == len(stages) - 1,)
+            for stage_index, stage in enumerate(stages)
         )
 
 

@@ -103,7 +103,7 @@ class _StageFinder:
 
     def find_cuts(self) -> list[int]:
         """Return the positions after which the forward graph is cut."""
-        live = self.live_bytes(self.forward, self.position, self.outputs)
+        costs = self.cut_costs(self.forward, self.position, self.outputs)
         attentions = self.attention_intervals()
         gaps = [(last, first - 1) for (_, last), (first, _) in pairwise(attentions)]
         loss = self.first_sequence_sum()
@@ -119,8 +119,8 @@ class _StageFinder:
             # twice, and the following norm, whose gradient reads that result, is in the next stage. A stored sum over
             # ranks saves a collective, so its bytes are subtracted.
             candidates = range(max(low, 0), high + 1)
-            position = min(candidates, key=lambda i: (live[i] - reduced[i], -products_until[i], i), default=None)
-            return position if position is not None and 0 < live[position] < PROHIBITIVE_COST else None
+            position = min(candidates, key=lambda i: (costs[i] - reduced[i], -products_until[i], i), default=None)
+            return position if position is not None and 0 < costs[position] < PROHIBITIVE_COST else None
 
         cuts: list[int] = []
         for low, high in gaps:
@@ -128,15 +128,15 @@ class _StageFinder:
             if cut is not None and (not cuts or cut > cuts[-1]):
                 cuts.append(cut)
         # Windows come first, because a narrow running sum alongside the layers might have the fewest live bytes.
-        layers = self.add_cuts_between_layers(self.reads_earlier_rows, cuts, cheapest_position, live)
-        return self.add_cuts_between_layers(self.reads_or_scans_earlier_rows, layers, cheapest_position, live)
+        layers = self.add_cuts_between_layers(self.reads_earlier_rows, cuts, cheapest_position, costs)
+        return self.add_cuts_between_layers(self.reads_or_scans_earlier_rows, layers, cheapest_position, costs)
 
     def add_cuts_between_layers(
         self,
         is_window: Callable[[fx.Node], bool],
         cuts: Sequence[int],
         cheapest_position: Callable[[int, int], int | None],
-        live: Sequence[int],
+        costs: Sequence[int],
     ) -> list[int]:
         """Return the cuts, and new ones between operators that read earlier rows, where the fewest bytes are alive.
 
@@ -146,8 +146,8 @@ class _StageFinder:
         windows = [i for i, node in enumerate(self.forward) if is_window(node)]
         gaps = [(low, high - 1) for low, high in pairwise(windows)]
         candidates = [(*gap, cut) for gap in gaps if (cut := cheapest_position(*gap)) is not None]
-        least = min((live[cut] for _, _, cut in candidates), default=0)
-        new = [cut for low, high, cut in candidates if live[cut] == least and not any(low <= other <= high for other in cuts)]
+        least = min((costs[cut] for _, _, cut in candidates), default=0)
+        new = [cut for low, high, cut in candidates if costs[cut] == least and not any(low <= other <= high for other in cuts)]
         return sorted({*cuts, *new})
 
     def reads_earlier_rows(self, node: fx.Node) -> bool:
@@ -174,7 +174,6 @@ class _StageFinder:
         Materialized keys need all rows, so the operators from their definition to the last use of their axis count as one
         attention. So do the head groups of one attention.
         """
-        intervals = []
         seen: dict[Any, list[int]] = {}
         for node, span in self.key_spans.spans.items():
             if node in self.position and node not in self.axes.static:
@@ -187,10 +186,8 @@ class _StageFinder:
             for node in self.forward
             if MATERIALIZED in node.meta and node not in self.axes.static
         }
-        for positions in seen.values():
-            intervals.append((min(positions), max(positions)))
         merged: list[tuple[int, int]] = []
-        for low, high in sorted(intervals):
+        for low, high in sorted((min(positions), max(positions)) for positions in seen.values()):
             if merged and low <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
             else:
@@ -220,10 +217,12 @@ class _StageFinder:
                 return i
         return None
 
-    def live_bytes(self, nodes: Sequence[fx.Node], position: dict[fx.Node, int], free: Iterable[fx.Node] = ()) -> list[int]:
-        """Return the bytes that a cut after each position would store; values in `free` are stored anyway."""
+    def cut_costs(
+        self, nodes: Sequence[fx.Node], position: dict[fx.Node, int], already_stored: Iterable[fx.Node] = ()
+    ) -> list[int]:
+        """Return the cost of a cut after each node: the bytes alive there; at least `PROHIBITIVE_COST` if it is not possible."""
         change = [0] * (len(nodes) + 1)
-        free = set(free)
+        already_stored = set(already_stored)
         for node in nodes:
             if not is_tensor(node):  # a tuple must not be separated from its elements
                 elements = [position[user] for user in node.users if user.target is operator.getitem and user in position]
@@ -235,7 +234,7 @@ class _StageFinder:
                 continue
             last = max((position[user] for user in node.users if user in position), default=position[node])
             if last > position[node]:
-                cost = self.cost(node, node in free)
+                cost = self.cost(node, node in already_stored)
                 change[position[node]] += cost
                 change[last] -= cost
         return list(accumulate(change[:-1]))
@@ -251,7 +250,7 @@ class _StageFinder:
         return list(accumulate(finished))
 
     def cost(self, node: fx.Node, is_stored: bool) -> int:
-        """Return the bytes that a live value adds at a cut: 1 if it is stored anyway, a prohibitive number if it has keys."""
+        """Return a live value's cost at a cut: its bytes, 1 if it is stored anyway, prohibitive if it has keys, else 0."""
         storage_class = self.access.storage_class(node)
         if storage_class in (StorageClass.PAIR, StorageClass.KEYSUM):
             return PROHIBITIVE_COST
@@ -295,14 +294,14 @@ class _StageFinder:
             for source in node.all_input_nodes:
                 if source in stage_of and source not in kept and self.occupies_memory(source):
                     uses_of_stage[stage_of[source]].append(position[node])
-        live = self.live_bytes(self.backward, position)
+        costs = self.cut_costs(self.backward, position)
         bounds = [0]
         for stage in range(count - 1, 0, -1):
             low = max((p for positions in uses_of_stage[stage:] for p in positions), default=-1)
             high = min((p for positions in uses_of_stage[:stage] for p in positions), default=len(self.backward))
             candidates = range(max(low + 1, bounds[-1]), max(high, low + 1, bounds[-1]) + 1)
-            bound = min(candidates, key=lambda i: (live[i - 1] if i else 0, i))
-            while bound and live[bound - 1] >= PROHIBITIVE_COST:  # a query-by-key value is never stored for a later segment
+            bound = min(candidates, key=lambda i: (costs[i - 1] if i else 0, i))
+            while bound and costs[bound - 1] >= PROHIBITIVE_COST:  # a query-by-key value is never stored for a later segment
                 bound += 1
             bounds.append(bound)
         bounds.append(len(self.backward))

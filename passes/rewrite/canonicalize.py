@@ -97,7 +97,7 @@ RULES: tuple[RewriteRule, ...] = (
     scatter_to_concat.view_of_cat_to_stack,
     unfold.unfold_to_stack,
     unfold.unfold_backward_to_slice_backward,
-    reverse_cumsum.flipped_cumsum_to_reverse_cumsum,
+    reverse_cumsum.flipped_scan_to_reverse_scan,
     scan_hop.remove_flip_of_expand,
     scan_hop.scan_to_recurrence,
     prefix_tree.associative_scan_to_recurrence,

@@ -94,8 +94,8 @@ class BufferPart:
 
 
 @dataclass(frozen=True)
-class ChunkKey:
-    """The index of the chunk, for random draws that must be repeatable."""
+class FirstRow:
+    """The chunk's first row, from which its random draws are seeded."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class IsFirst:
     """Whether the chunk runs first: it writes sums, and later chunks add to them."""
 
 
-Feed: TypeAlias = "Broadcast | ChunkSlice | Number | BufferPart | ChunkKey | IsFirst"
+Feed: TypeAlias = "Broadcast | ChunkSlice | Number | BufferPart | FirstRow | IsFirst"
 
 
 @dataclass(frozen=True)

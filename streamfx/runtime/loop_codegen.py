@@ -29,10 +29,10 @@ from streamfx.ir.program import (
     CHUNK,
     Broadcast,
     BufferPart,
-    ChunkKey,
     ChunkSlice,
     ConcatOutput,
     Feed,
+    FirstRow,
     IsFirst,
     LoopSpec,
     Number,
@@ -213,7 +213,7 @@ class LoopWriter:
                 return self.select_rows(Code(f"buffer_{feed.buffer}"), feed.selections, view=True)
             case Number():
                 return self.size(feed.value)
-            case ChunkKey():
+            case FirstRow():
                 return START
             case IsFirst():
                 return Code(f"stop == {self._length}" if self.spec.reverse else "start == 0", True)

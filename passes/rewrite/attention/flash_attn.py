@@ -32,7 +32,8 @@ ENDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 GRADIENTS = ("dq", "dk", "dv")
 BACKWARD_OPERANDS = ("dout", "q", "k", "v", "out", "softmax_lse", "rng_state", "deterministic", *OPTIONS)
 BACKWARD_BASES = {"_all_bases", *(f"_{name}_base_index" for name in GRADIENTS)}  # named by functionalization
-OUT, LSE, STATE = 0, 1, 3  # positions of results
+OUT, LSE, STATE = 0, 1, 3  # indices of results of the forward operator
+GRADIENT_RESULTS = {1, 2, 3}  # indices of dq, dk and dv in the results of the functionalized backward operator
 
 # Arguments that no kernel of streamfx supports, with the values that disable them.
 UNSUPPORTED: dict[str, Any] = {
@@ -144,9 +145,12 @@ def _backward_calls(
 
 
 def _is_backward_of(
-    node: fx.Node, forward: Mapping[str, Any], users_by_result: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
+    node: fx.Node, forward_arguments: Mapping[str, Any], users_by_result: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
 ) -> bool:
-    """Return whether a node is the backward of this forward call: with its operands, options and results."""
+    """Return whether a node is this forward call's backward.
+
+    It has the same operands and options, reads its `out` and `lse`, and only its results dq, dk and dv are used.
+    """
     if node.target is not AUTO_FUNCTIONALIZED or operator_name(node.args[0]) != layout.backward:
         return False
     arguments = node.kwargs
@@ -157,13 +161,13 @@ def _is_backward_of(
         or any(arguments[f"_{name}_base_index"] != i for i, name in enumerate(GRADIENTS))
     ):
         return False
-    has_equal_operands = all(arguments[name] == forward[name] for name in ("q", "k", "v", *OPTIONS, *layout.extra_arguments))
+    compared = ("q", "k", "v", *OPTIONS, *layout.extra_arguments)
+    has_equal_operands = all(arguments[name] == forward_arguments[name] for name in compared)
     reads_results = arguments["out"] in users_by_result.get(OUT, ()) and arguments["softmax_lse"] in users_by_result.get(LSE, ())
     results = getitems_by_index(node)
-    reads_only_known_state = (
-        arguments["rng_state"] in (None, *users_by_result.get(STATE, ())) and results is not None and set(results) <= {1, 2, 3}
-    )
-    return has_equal_operands and reads_results and reads_only_known_state
+    reads_known_state = arguments["rng_state"] in (None, *users_by_result.get(STATE, ()))
+    returns_only_gradients = results is not None and set(results) <= GRADIENT_RESULTS
+    return has_equal_operands and reads_results and reads_known_state and returns_only_gradients
 
 
 # -- dense: [b m h d]

@@ -179,7 +179,10 @@ def through_views(node: Any) -> fx.Node:
 
 
 def uses_through_views(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield each operator that uses the elements of a value, with the view that it takes."""
+    """Yield (user, operand) for each user of a value or of a view that keeps its elements.
+
+    `operand` is the value itself, or the last of these views before the user.
+    """
     for user in node.users:
         if user.target in KEEPS_ELEMENTS and user.args[0] is node and _is_equal_or_folded(user, node):
             yield from uses_through_views(user)

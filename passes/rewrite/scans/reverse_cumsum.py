@@ -8,17 +8,20 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.rules.scans import FORWARD
+from streamfx.passes.ops.rules.scans import SCAN_NAMES
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
 
 
 @rewrite_rule(aten.flip.default)
-def flipped_cumsum_to_reverse_cumsum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """flip(cumsum(flip(x))) -> reverse_cumsum(x)"""
+def flipped_scan_to_reverse_scan(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """flip(cumsum(flip(x))) -> reverse_cumsum(x)
+
+    Also cumprod and logcumsumexp.
+    """
     scanned = node_argument(node)
-    if scanned.target not in FORWARD:
+    if scanned.target not in SCAN_NAMES:
         return None
     flipped, rank = scanned.args[0], len(shape_of_node(node))
     if not rank or not isinstance(flipped, fx.Node) or flipped.target is not aten.flip.default:
@@ -28,5 +31,5 @@ def flipped_cumsum_to_reverse_cumsum(node: fx.Node, writer: GraphWriter) -> fx.N
     keeps_dtype = scanned.meta[VALUE].dtype == flipped.meta[VALUE].dtype
     if flipped_dims != [[dim], [dim]] or not keeps_dtype:
         return None
-    reverse = getattr(torch.ops.streamfx, f"reverse_{FORWARD[scanned.target]}").default
+    reverse = getattr(torch.ops.streamfx, f"reverse_{SCAN_NAMES[scanned.target]}").default
     return writer.call(reverse, flipped.args[0], dim)

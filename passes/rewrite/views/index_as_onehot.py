@@ -75,7 +75,7 @@ def index_per_row_to_masked_sum(node: fx.Node, writer: GraphWriter) -> fx.Node |
 
 
 def _emit_masked_sum(mask: fx.Node, values: fx.Node, dim: int, writer: GraphWriter) -> fx.Node:
-    """Emit the sum along `dim` of the values where `hit` is true."""
+    """Emit the sum along `dim` of the values at which `mask` is true."""
     return writer.call(aten.sum.dim_IntList, writer.call(aten.where.self, mask, values, _emit_scalar(0.0, values, writer)), [dim])
 
 
@@ -181,8 +181,8 @@ def _match_enumerated_dim(index: fx.Node, rows: Size, rank: int) -> int | None:
     return wide_dims[0] + rank - len(broadcast_shape) if is_vector and find_repeats(index, rows) == 1 else None
 
 
-def _emit_range_check(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
-    """Wrap negative indices, and assert that all indices are in range."""
+def _emit_checked_indices(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
+    """Emit the indices with negative ones wrapped, and an assertion that all are in range; return the wrapped indices."""
     numbers, size = index.numbers, size_arguments(index.source, writer)[index.indexed_dim]
     is_from_end, from_start = writer.call(aten.lt.Scalar, numbers, 0), writer.call(aten.add.Tensor, numbers, size)
     wrapped = writer.call(aten.where.self, is_from_end, from_start, numbers)
@@ -194,7 +194,7 @@ def _emit_range_check(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
 
 def _emit_mask(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
     """Emit the mask [b t 1 ...] of the elements that the index selects."""
-    wrapped, size = _emit_range_check(index, writer), size_arguments(index.source, writer)[index.indexed_dim]
+    wrapped, size = _emit_checked_indices(index, writer), size_arguments(index.source, writer)[index.indexed_dim]
     indices = writer.call(aten.arange.default, size, device=wrapped.meta[VALUE].device)
     for _ in range(index.dim):
         indices = writer.call(aten.unsqueeze.default, indices, 0)

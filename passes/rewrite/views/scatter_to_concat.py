@@ -106,7 +106,7 @@ def view_of_cat_to_stack(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 
 def _emit_piece(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """Emit the rows of a piece."""
+    """Emit and return the rows of a piece; None for a constant if the buffer is not floating point."""
     if not isinstance(piece.value, fx.Node):
         return _emit_constant(piece, dim, node, writer)
     if piece.is_row:
@@ -126,7 +126,10 @@ def _emit_concat(pieces: list[_Piece], dim: int, node: fx.Node, writer: GraphWri
 
 
 def _emit_constant(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """Emit the rows of a constant piece; None if the buffer is not floating point."""
+    """Emit rows filled with the piece's constant, shaped like `node` (the read) except along `dim`.
+
+    None if the buffer is not floating point.
+    """
     value, shape = node.meta[VALUE], list(shape_of_node(node))
     if not value.is_floating_point():
         return None

@@ -178,7 +178,10 @@ def is_static_shape(shape: Iterable[Size]) -> bool:
 
 
 def _match_block(node: fx.Node, source: fx.Node) -> RowBlock | None:
-    """Return the block of `source` that a slice reads or writes; None if the slice is not one of several equal blocks."""
+    """Return the block of `source` that a slice reads or writes.
+
+    None unless the rows are one of two or more equal blocks of at least two rows, with static bounds.
+    """
     shape, rows = shape_of_node(source), sliced_rows(node, source)
     if rows is None or not is_static_shape(shape):
         return None

@@ -19,9 +19,9 @@ from streamfx.ir.program import (
     Buffer,
     BufferOutput,
     BufferPart,
-    ChunkKey,
     ChunkSlice,
     ConcatOutput,
+    FirstRow,
     IsFirst,
     LoopSpec,
     Number,
@@ -176,7 +176,7 @@ def feed_text(feed: Any, source: str) -> str:
             return f"buffer {feed.buffer} {_rows_text(feed.selections)}"
         case Number():
             return str(sympy.sympify(feed.value).subs({START: sympy.Symbol("s"), STOP: sympy.Symbol("e")}))
-        case ChunkKey():
+        case FirstRow():
             return "s"
         case IsFirst():
             return "whether this chunk runs first"
