@@ -8,9 +8,11 @@ from typing import TypeAlias
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from streamfx.ir.facts import known
+from streamfx.node_meta import VALUE
+from streamfx.passes.partition.stages import move_last_stage_first
 from tests.support import layouts
 from tests.support.decoders.parts import VOCABULARY, WIDTH, Heads, Plain, RMSNorm, SwiGLU, made
 from tests.support.exactness import compare
@@ -18,6 +20,8 @@ from tests.support.spread import only
 from tests.support.used import batch, used
 
 pytestmark = pytest.mark.compiled
+
+aten = torch.ops.aten
 
 LENGTH = 13
 Loss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"  # of logits [b t v] and labels [b t], some of which are ignored
@@ -115,3 +119,15 @@ def test_a_part_streams(part: type[nn.Module]) -> None:
     inputs = [x, batch(LENGTH)["labels"]] if part is HeadWithLoss else [x]
     report = compare(made(part), inputs, chunk_size=5, also=(1, 16))
     assert known(report.facts[0].axes.sequence).length == LENGTH
+
+
+def test_a_gradient_is_written_into_zeros_right_before_its_use() -> None:
+    """As long as only one row of it exists, it takes the memory of one row."""
+    graph = fx.Graph()
+    last, early = graph.placeholder("last"), graph.placeholder("early")
+    written = graph.call_function(aten.select_backward.default, (last, [4, 4], 0, 3))
+    product = graph.call_function(aten.mm.default, (early, early))
+    total = graph.call_function(aten.add.Tensor, (written, product))
+    for node, size in ((last, (4,)), (early, (4, 4)), (written, (4, 4)), (product, (4, 4)), (total, (4, 4))):
+        node.meta[VALUE] = torch.empty(size)
+    assert move_last_stage_first([written, product, total], {last: 1, early: 0}, 1) == [product, written, total]
