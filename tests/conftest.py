@@ -1,7 +1,5 @@
 """Set-up of all tests: `--long`, `--update-goldens`, one thread, no leftovers of torch.compile, float64 inside packages."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Iterator

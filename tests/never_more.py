@@ -3,8 +3,6 @@
 Each line is the peak of a real step with default options, over that of `torch.compile` with AOTAutograd's own partitions.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -1,7 +1,5 @@
 """Assertions about data, by user code or by torch, hold in the streamed program, too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Fused attention accepts operands with any memory layout, even if its kernels do not."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

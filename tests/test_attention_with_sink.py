@@ -1,7 +1,5 @@
 """Unfused attention with a sink becomes one fused kernel with the same values, also for extreme numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

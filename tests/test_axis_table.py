@@ -1,7 +1,5 @@
 """AxisTable against index arithmetic: equal axes are equal for every index."""
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate, pairwise, product
 

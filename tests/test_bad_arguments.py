@@ -1,7 +1,5 @@
 """Public functions refuse wrong arguments with one kind of error, before they change anything."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Embedding bags stream if each bag is a row of equally many indices; others fall back, and the reason names a remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The benchmark for one GPU runs without the distribution, ends in time, and loses no figure.
 """
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import json

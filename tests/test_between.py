@@ -1,7 +1,5 @@
 """Values between the loops of a stage are recomputed in backward: exact, with little memory, and in one order on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

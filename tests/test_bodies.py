@@ -1,7 +1,5 @@
 """Code for loops, written and compiled: the same numbers as bodies that are interpreted; the host waits once per mask of data."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Collectives of one kind are coalesced if no result is used before the last one begins; results stay equal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`memory_budget`: the predicted peak is the measured peak, and never exceeds the budget."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sums of outer products by group: added in place to groups that have rows, by a kernel if the device has one."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator

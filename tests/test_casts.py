@@ -1,7 +1,5 @@
 """Numbers that casts change: row indices are recognized only if their type holds them, and so are counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """The causal-conv1d package's operators stream: the last rows of a chunk are the state of the next."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Choices of a plan: values to save, rows per chunk, and placement of values in loops."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The commands: their output, their exit codes, and the names of models."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

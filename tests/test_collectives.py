@@ -1,7 +1,5 @@
 """Where collectives on weights run, in a fake process group that only computes shapes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

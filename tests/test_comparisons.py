@@ -1,7 +1,5 @@
 """`explain` and `verify` compare a call with the right baseline; their first lines follow from their figures."""
 
-from __future__ import annotations
-
 import functools
 import math
 import threading

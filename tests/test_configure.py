@@ -1,7 +1,5 @@
 """Options by name, as a dictionary and as an object, for a block, a call or the process; `enable` and `disable`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import threading

@@ -3,8 +3,6 @@
 A read or write at (row index, label) compares labels if the indices are proven to be each row once, in order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Copies to and from the host, on a device that works later than the host asks: no race, and two inputs alive at most."""
 
-from __future__ import annotations
-
 import mmap
 import threading
 from contextlib import nullcontext

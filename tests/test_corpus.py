@@ -1,7 +1,5 @@
 """Captured graphs, without tracing: what the passes make of each has the results of the graph."""
 
-from __future__ import annotations
-
 import operator
 from functools import cache
 from pathlib import Path

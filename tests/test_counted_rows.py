@@ -1,7 +1,5 @@
 """Operators that number rows: the number is the position in the sequence only if no other axis shares the dimension."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """cuDNN's attention without a CUDA device: which calls it gets, in which layouts, and when another kernel takes its place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

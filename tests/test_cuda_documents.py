@@ -3,8 +3,6 @@
 A stand-in with the kernel's contract runs in its place (`tests/support/cuda_documents.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

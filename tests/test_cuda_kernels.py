@@ -4,8 +4,6 @@ What is tested is all but the kernels' arithmetic: recognising their operators, 
 can be called (`tests/support/cuda_kernels.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

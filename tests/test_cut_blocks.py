@@ -1,7 +1,5 @@
 """Rewrites of traced loops: blocks become rows of a block dimension and are restored; stacks and paddings lose extra rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

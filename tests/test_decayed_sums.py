@@ -1,7 +1,5 @@
 """Matmuls over blocks of rows with decaying weights stream, as Mamba 2 writes them; other matmuls fall back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Deferred outputs: which they are, that they are exact, when they are computed, and how they react to changed weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

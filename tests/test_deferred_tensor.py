@@ -1,7 +1,5 @@
 """A deferred tensor behaves like a dense one under reads, views, writes, serialization and autograd."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Snippets of the documentation run, its figures are current, and each public name has a complete docstring."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Dropout: one seed gives one sample, the share is as requested, and gradients match the sampled mask."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

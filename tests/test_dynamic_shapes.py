@@ -1,7 +1,5 @@
 """Gradients equal eager's if batch and length change between calls, and few graphs are compiled."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

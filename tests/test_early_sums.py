@@ -1,7 +1,5 @@
 """Reductions over forward values that backward needs before its first loop are computed by the forward loops."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

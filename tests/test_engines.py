@@ -4,8 +4,6 @@ Three and five divide no width, no vocabulary and no number of heads of the mode
 rank has data and a tangent of its own (those that share a sequence have it in common). Eager has checkpointed layers.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Engines of others: FSDP1, DeepSpeed, accelerate, Lightning Fabric, on two ranks by gloo."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable

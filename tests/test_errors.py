@@ -1,7 +1,5 @@
 """A caller gets each error as itself, with lines of user code only; a failed call changes nothing."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """A score function, evaluated for all scores at once, equals its values score by score."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

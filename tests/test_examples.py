@@ -1,7 +1,5 @@
 """Examples and recipes run, stream, and end with the losses and weights of eager."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Experts whose rows are sorted: they stream where the order is proven to be undone, and run whole where it is not."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`streamfx.explain` reports how a step runs and changes nothing."""
 
-from __future__ import annotations
-
 import json
 import logging
 from functools import partial

@@ -3,8 +3,6 @@
 With a CUDA build of PyTorch, loop bodies become machine code for an H100, by the ptxas that Triton brings.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from pathlib import Path

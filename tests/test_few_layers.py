@@ -1,7 +1,5 @@
 """Costs, plans and facts of a model follow from few of its layers; all layers are traced if they differ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Of models that `enable` wraps, what layers ask of the numbers of positions is answered before the call, and asserted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The flash-attn package's operators stream as those of `scaled_dot_product_attention` do: by a stand-in with their contract."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

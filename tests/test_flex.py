@@ -1,7 +1,5 @@
 """`flex_attention`: score and mask functions are written out, and stream with the span that their masks allow."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

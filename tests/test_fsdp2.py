@@ -3,8 +3,6 @@
 Two processes talk by gloo, each with data and a tangent of its own.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

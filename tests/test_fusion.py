@@ -1,7 +1,5 @@
 """Bytes and kernels of fused element-wise work, counted by hand; seconds of attention by the kernel that computes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

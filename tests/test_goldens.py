@@ -1,7 +1,5 @@
 """The product of each pass for four small decoders, as text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """The operator after which a gradient is released: never before all that read it, or its parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Promise one: gradients equal eager autograd's, over models, layouts, lengths and chunk sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any

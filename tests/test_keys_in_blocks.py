@@ -1,7 +1,5 @@
 """Rows that see blocks of rows: blocks are collected before rows stream; joined with rows, either is seen by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A plan holds up to a proven length; a longer call is planned like a first one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

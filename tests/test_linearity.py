@@ -1,7 +1,5 @@
 """Each row of the linearity table against the operator, for every argument that it takes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator

@@ -2,8 +2,6 @@
 vocabulary or rows times the inner width of an MLP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any

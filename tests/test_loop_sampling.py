@@ -1,7 +1,5 @@
 """Costs of few iterations, or few chunks of a loop, predict the cost of all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`streamfx.enable` in loops that people write themselves: PEFT, accelerate, Lightning, generation."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Losses as users write them, and parts of a decoder that are compiled alone, stream with exact gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """Masks: a key outside the span that the analysis finds is hidden. Named masks, near misses, misleading ones, random ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients that are homogeneous in a number per sequence are computed with the loss; all others in a second pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The list of known faults fits the code. `python -m tests.mutations` inserts them."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterable

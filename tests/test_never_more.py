@@ -1,7 +1,5 @@
 """No graph takes more memory than it would take without streamfx: measured on real steps, with default options."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Notices of a step: one line after it was compiled, and a warning if much work saves no memory."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Training objectives stream with exact gradients and without a tensor of rows times vocabulary (`support/objectives.py`)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

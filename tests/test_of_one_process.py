@@ -1,7 +1,5 @@
 """Objects that hold graphs of their process cannot be pickled or copied; the error says what to keep instead."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """On a CPU, offloaded values are in files, not in the process's memory."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -3,8 +3,6 @@
 Random decoders compare its gradients with eager's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """A gradient that is a multiple of a number, or of a number per sequence, is found along with the loss: no product runs twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Position-dependent values that an operator computes over all keys before a mask hides some."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """`import streamfx`: its names and its cost; no step warns; the package can be built and installed."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Decoders of other packages: exact, and every attention, MLP and head streams."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

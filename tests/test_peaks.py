@@ -1,7 +1,5 @@
 """Predicted peaks equal the peaks of real steps; a report names the largest consumer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Facts by interval of delta against evaluation at every delta."""
 
-from __future__ import annotations
-
 import math
 import operator
 

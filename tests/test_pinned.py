@@ -1,7 +1,5 @@
 """Pinned host memory: blocks of pages are reused and freed; errors explain failures."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import mmap

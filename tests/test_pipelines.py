@@ -1,7 +1,5 @@
 """Parts of a model that are compiled by themselves: stages of a pipeline on two ranks, and blocks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

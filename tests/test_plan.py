@@ -1,7 +1,5 @@
 """`streamfx plan`: configurations and figures; a plan does not change its model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

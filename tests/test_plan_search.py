@@ -1,7 +1,5 @@
 """The longest length or largest batch, and the first line of a plan: its gain, from which length on, and other ways' lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

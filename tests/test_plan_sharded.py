@@ -1,7 +1,5 @@
 """`streamfx plan` for many devices: memory, communication and waiting per device; optimizers in the backward half."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

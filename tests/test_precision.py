@@ -1,7 +1,5 @@
 """In low precision and under autocast, gradients are as near to the truth as eager's."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`streamfx.profile` reports the real times and bytes of a step, and the predicted peak."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

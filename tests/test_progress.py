@@ -1,7 +1,5 @@
 """The progress line: on a terminal, after some seconds, and erased at the end."""
 
-from __future__ import annotations
-
 import io
 import time
 from types import SimpleNamespace

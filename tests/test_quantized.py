@@ -1,7 +1,5 @@
 """Quantized base weights under adapters: exact, in one graph, streamed, and unpacked no more than a few layers at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

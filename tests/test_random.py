@@ -1,7 +1,5 @@
 """Random decoders are exact. On demand, thousands: `--long`, or `python -m tests.random_decoders --count 5000`."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.random_decoders.checking import failure_of, smallest

@@ -1,7 +1,5 @@
 """`on_ranks` fails if a rank fails, dies, or takes too long."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Reductions over ranks inside loops, without other processes: where, how often, in which order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that reduce rows compare their programs and make the same decision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock

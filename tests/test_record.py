@@ -1,7 +1,5 @@
 """explain, verify, plan, profile and the log agree about a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loops over rows, or over blocks of rows, that Dynamo traces step by step: they stream with a carried state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Declarations that `register_recurrence` refuses, calls that fall back, and the checks of a declaration."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager

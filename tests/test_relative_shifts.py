@@ -1,7 +1,5 @@
 """Scores by distance that reshapes shift row by row: which reshapes are a shift, and that attention with them streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

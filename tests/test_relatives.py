@@ -3,8 +3,6 @@
 An axis that a product has twice, as query and key positions, must not be taken for the rows of a block of the sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Reports in HTML, diagrams and traces are complete, well formed, and safe for all names."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rules of the repository: formatted, linted, typed, short, without names of models and machines, with tested versions."""
 
-from __future__ import annotations
-
 import ast
 import logging
 import re

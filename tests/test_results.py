@@ -1,7 +1,5 @@
 """What a compiled model returns lies in memory as eager's results do: code outside may view it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any

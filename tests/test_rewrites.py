@@ -1,7 +1,5 @@
 """Each rewrite rule is exact, and a golden file shows it on a graph that it rewrites and on one that only looks similar."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 One table has the uses that stream, another one those that fall back, with the reason in the report.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

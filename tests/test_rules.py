@@ -1,7 +1,5 @@
 """Every rule is held to its law: the operator on a chunk, with the operands it demands, is the chunk of the operator."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention scores that are cut, mixed, concatenated with a column, or biased: exact, and causal if they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

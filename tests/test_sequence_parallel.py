@@ -1,7 +1,5 @@
 """Sequence parallel by hand: a rank has a part of the rows, and gathers keys, or swaps rows for heads (Ulysses). Exact."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

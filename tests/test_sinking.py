@@ -1,7 +1,5 @@
 """Large values that would wait for another model's layers are computed after them, in a valid order."""
 
-from __future__ import annotations
-
 import operator
 import random
 

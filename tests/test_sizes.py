@@ -1,7 +1,5 @@
 """Amounts of memory as text or numbers: valid forms parse exactly, others raise."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 

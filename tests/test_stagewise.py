@@ -1,7 +1,5 @@
 """Gradients stage by stage, or at once: autograd has them between two stages, or at the end, and nothing else is different."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any

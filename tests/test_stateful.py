@@ -1,7 +1,5 @@
 """Registered operators with a state: chunks pass on the state, and its gradient. Memory of layers with a state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

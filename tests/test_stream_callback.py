@@ -4,8 +4,6 @@ A callback streams while the trainer trains, with eager's losses and weights (fl
 the source of Axolotl and LLaMA-Factory shows.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Layers cut over two ranks in several ways: exact, on ranks whose rows, parts and lengths differ."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable

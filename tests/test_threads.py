@@ -1,7 +1,5 @@
 """Calls do not share state: several threads that call one compiled model get eager's results."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The live bytes along a step: their maximum is the peak, and each chunk shows. Printed loop bodies run."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """If Dynamo does not trace part of a call, the rest is not compared with the full call, and the reason is stable."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

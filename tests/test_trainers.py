@@ -1,7 +1,5 @@
 """Real trainers have the same losses, metrics and final weights with `streamfx.enable` as without it (float32, 1e-5)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

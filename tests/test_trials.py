@@ -1,7 +1,5 @@
 """Self-tests of kernels in a child process: answers, crashes, and cached outcomes."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Graphs that work on two sequences, one after the other, run as two graphs: exact at any place, and with less memory."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Rules that users register for their own operators."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

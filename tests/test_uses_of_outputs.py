@@ -4,8 +4,6 @@ A product rounds in another way where it has another number of rows. The loops t
 gradient, for a few rows or as a whole all cut them alike: so a maximum is found again among the logits that it is one of.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

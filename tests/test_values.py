@@ -1,7 +1,5 @@
 """Every range that the analysis of values claims, held against the numbers that operators and programs compute."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`streamfx.verify` finds wrong gradients and changes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

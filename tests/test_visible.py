@@ -1,7 +1,5 @@
 """Masks that depend on data come down to calls without a mask, and are looked at once per step."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """A buffer that holds a mask, or a few slopes, changes between two calls, in every way that torch has: the second is exact."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

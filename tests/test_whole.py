@@ -1,7 +1,5 @@
 """An operator that no loop can run costs itself, not the graph: it runs whole, the rest streams, gradients are those of eager."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reasons of fallbacks, in the words of a user, with a replacement to write."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Operators that read a few earlier or later rows (short convolutions, token shifts), and running totals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

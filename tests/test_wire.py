@@ -1,7 +1,5 @@
 """`explain` counts the communication of a step without other ranks: by kind and stage, in loops and between them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A step reads buffers and then writes to them: the backward half uses the values before the write."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

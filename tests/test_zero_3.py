@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO-3 is refused with the same message by all functions that compile a graph of its model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

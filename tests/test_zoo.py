@@ -1,7 +1,5 @@
 """Tiny models of all model types of transformers are exact, and some stream in all stages."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")

@@ -4,8 +4,6 @@ Each pair of a Python and a PyTorch gets a new environment with the newest other
 after `--tests` go to pytest. `--record` keeps the rows in docs/measured/versions.jsonl, and writes docs/versions.md from them.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

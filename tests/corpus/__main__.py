@@ -6,8 +6,6 @@ write [PART ...]    the same, and write found.json
 show NAME           print the program of one graph
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

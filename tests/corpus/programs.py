@@ -1,7 +1,5 @@
 """Programs whose graphs the corpus has: types of the zoo, and random decoders of each kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Data omits line numbers and addresses, which differ between machines. Reading needs no tracing: values are described only.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import importlib

@@ -7,8 +7,6 @@ The rows are in `rows/`, in the format of `row.py`; `kinds.txt` explains the kin
 changes the row (`tests/test_mutations.py` checks this). If you fix a fault that no test caught, add a test and a row.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.mutations.row import Mutation

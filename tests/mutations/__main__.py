@@ -1,7 +1,5 @@
 """python -m tests.mutations [kind ...]: see the package's docstring."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

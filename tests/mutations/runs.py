@@ -1,7 +1,5 @@
 """Puts mutations into a copy of the packages, one after the other, and runs the tests that have to see them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

@@ -1,7 +1,5 @@
 """Checks that a model of another package is exact in float64, and that all its stages stream."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 

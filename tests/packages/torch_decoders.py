@@ -1,7 +1,5 @@
 """`torch.nn.TransformerEncoder` and `TransformerDecoder` as language models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Variants of x-transformers, two layers each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

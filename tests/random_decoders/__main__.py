@@ -3,8 +3,6 @@
 Each of these is printed as a literal for found.txt; so is the decoder of a kind and a number by `--keep KIND NUMBER`.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

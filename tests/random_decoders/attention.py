@@ -1,7 +1,5 @@
 """Attention as lines of a program: projections, positions, masks, and a core of one of many kinds."""
 
-from __future__ import annotations
-
 from tests.random_decoders.masks import BENT, CORES, FILLS, GROUPS, HIDING, ROTARY, SINKS, TABLES, VISIBLE, arithmetic
 from tests.random_decoders.specification import Layer
 from tests.random_decoders.writer import Writer

@@ -1,7 +1,5 @@
 """MLPs, mixers along the sequence, and how a block is wired, as lines of a program."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 from typing import Any, TypeAlias

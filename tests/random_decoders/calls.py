@@ -3,8 +3,6 @@
 Each compares with eager calls of a copy, and returns the errors.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Mapping

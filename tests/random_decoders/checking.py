@@ -1,7 +1,5 @@
 """Runs the program of a random decoder, and reports a failure."""
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

@@ -4,8 +4,6 @@ Except for metadata, it is the graph of AOTAutograd: forward and backward in ATe
 inputs) and tangents as inputs. Outputs and gradients of each chunk size are compared with eager.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any

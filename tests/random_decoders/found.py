@@ -1,7 +1,5 @@
 """The decoders of found.txt, by kind: they were inexact before a fault was fixed."""
 
-from __future__ import annotations
-
 from tests.random_decoders.specification import Decoder, Layer
 from tests.random_decoders.tables import tables
 

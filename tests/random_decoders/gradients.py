@@ -1,7 +1,5 @@
 """Functions with gradients that they define, as text of programs: what becomes of a gradient on its way, and terms' functions."""
 
-from __future__ import annotations
-
 from tests.random_decoders.tables import TEMPLATES, Table, expressions, tables
 
 _TEXT = tables("gradients.txt")

@@ -1,7 +1,5 @@
 """Kinds of random decoders: for each kind of fault that was found once, the choices that lead there, drawn freely."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial

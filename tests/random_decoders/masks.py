@@ -1,7 +1,5 @@
 """Masks, scores and parts of attention, as expressions and lines of attention.txt."""
 
-from __future__ import annotations
-
 from tests.random_decoders.tables import expressions, tables
 
 _TABLES = tables("attention.txt")

@@ -1,7 +1,5 @@
 """Mixers along the sequence, features and groups of experts, as expressions of mixers.txt."""
 
-from __future__ import annotations
-
 from tests.random_decoders.tables import expressions, tables
 
 _TEXT = tables("mixers.txt")

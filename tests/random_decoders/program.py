@@ -1,7 +1,5 @@
 """A decoder as the text of a program that defines a model, inputs and options: paste it and run it."""
 
-from __future__ import annotations
-
 import re
 
 from tests.random_decoders.blocks import block

@@ -6,8 +6,6 @@ Shrinking moves choices towards the front of their tuples while the failure stay
 that are not the simplest: found.txt keeps these texts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any

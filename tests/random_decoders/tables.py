@@ -15,8 +15,6 @@ An entry has a name, and one line after ` | ` or several indented ones. Lines of
 Lines between the name of a table and its first entry are a template: entries after it have values for `$1` and `$2`.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """Terms added to the loss, as lines of a program: terms.txt and terms_of_blocks.txt, by the kinds of decoders that draw them."""
 
-from __future__ import annotations
-
 from tests.random_decoders.gradients import KNOWN_EARLY
 from tests.random_decoders.tables import Table, crossed, tables
 

@@ -1,7 +1,5 @@
 """Collects the lines of a program, and has fragments of Python for each layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from tests.random_decoders.specification import Decoder

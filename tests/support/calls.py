@@ -1,7 +1,5 @@
 """Record the calls of a function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

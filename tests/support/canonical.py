@@ -1,7 +1,5 @@
 """Small graphs before and after canonicalization, on numbers that are drawn to hurt."""
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Callable

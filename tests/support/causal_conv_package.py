@@ -1,7 +1,5 @@
 """The causal-conv1d package, or a stand-in if it is not installed."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -4,8 +4,6 @@ flash_attn/flash_api.cpp: mha_varlen_fwd and mha_varlen_bwd; rows of all sequenc
 `ends[i] .. ends[i + 1]` of the queries, and of the keys by their own ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

@@ -6,8 +6,6 @@ says so, under aten/src/ATen/native/transformers/cuda unless a path is given. On
 stands for a half type or for single precision, as `half` says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """How stand-ins for CUDA's kernels read memory and write it, and their arithmetic: see `cuda_kernels.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

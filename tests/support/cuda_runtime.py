@@ -1,7 +1,5 @@
 """What `torch.cuda.cudart()` is to pinned memory: calls that register it, held to the driver's rules."""
 
-from __future__ import annotations
-
 import mmap
 from dataclasses import dataclass, field
 from typing import Protocol

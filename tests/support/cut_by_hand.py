@@ -1,7 +1,5 @@
 """A decoder whose layers are cut over ranks by hand, in parts of any sizes, and its gradients against the whole one's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

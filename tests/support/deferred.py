@@ -1,7 +1,5 @@
 """Deferred tensors beside the dense ones that they stand for: the same function has to do the same to both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

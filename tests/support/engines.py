@@ -1,7 +1,5 @@
 """Models as engines of distributed training get them, ways to hand them over, and training against one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -7,8 +7,6 @@ runs the model eagerly and compiled, and then, from the joint graph that was rec
 on both sides. Errors of a gradient that is zero up to rounding (a key's bias) are taken relative to all gradients.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

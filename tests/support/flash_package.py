@@ -3,8 +3,6 @@
 `for_transformers()`: transformers asks for a GPU before it takes the package, and remembers the answer.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

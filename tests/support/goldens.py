@@ -3,8 +3,6 @@
 A file holds the text on PyTorch 2.13. If the text differs on another version, that version has its own: `wire.2.torch2.11.txt`.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Iterable

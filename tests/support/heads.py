@@ -1,7 +1,5 @@
 """One attention layer, and heads that compute logits in different ways."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny configurations of Hugging Face's decoders. Import after `widen_models()`."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

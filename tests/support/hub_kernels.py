@@ -4,8 +4,6 @@ flash-attn2's is the flash-attn package's file with another namespace, and so is
 dense and packed rows; vllm-flash-attn3 registers what it has compiled, without shapes of results.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

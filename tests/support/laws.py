@@ -4,8 +4,6 @@ A graph of one operator goes through the compiler's own passes with any of its a
 is used as the compiler uses it: axis labels, axes, access roles, chunk sizes, sums over chunks.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A decoder of equal layers, for reports and figures of whole steps."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

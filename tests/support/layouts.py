@@ -1,7 +1,5 @@
 """Batches as training runs bring them: padding, masked labels, packed documents."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 

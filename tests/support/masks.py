@@ -1,7 +1,5 @@
 """Attention with a given mask, and ways to apply a boolean mask."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias

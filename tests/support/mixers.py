@@ -1,7 +1,5 @@
 """A decoder whose rows are mixed by functions, and the comparison of it with eager."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

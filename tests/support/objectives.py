@@ -3,8 +3,6 @@
 A model is a policy with frozen models and small heads; a batch has prompts with completions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 

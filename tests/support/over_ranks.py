@@ -1,7 +1,5 @@
 """Graphs that reduce rows over ranks, without other processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Reading reports in HTML."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}

@@ -1,7 +1,5 @@
 """The most bytes that a step of a program has alive, with streamfx and without: measured while real steps run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

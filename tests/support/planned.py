@@ -1,7 +1,5 @@
 """A decoder that is traced once, for many plans and runs of its halves."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -3,8 +3,6 @@
 Import this module before those packages. Only the text of modules that are loaded afterwards changes.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util

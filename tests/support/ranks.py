@@ -4,8 +4,6 @@ The processes are forked from one that has imported torch and compiled a model (
 process that runs the tests: calls share this cost, and no call sees the state of another.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import tempfile
 import time

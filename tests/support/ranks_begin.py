@@ -4,8 +4,6 @@ Imported once, by the process that ranks are forked from (`ranks.py`). Where tor
 autograd would start a thread for each device, and those are not there in a forked process.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed._functional_collectives
 import torch.distributed.fsdp

@@ -1,7 +1,5 @@
 """The page `docs/rewrites.md`: every rewrite rule with its before and after, from the docstrings of the rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Graphs that rewrite rules are tried on: those of `rewrites.txt`, with its helpers, and families of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sample calls of operators, over sizes b t d k v that may be equal; `samples.txt` lists them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """PyTorch's `scan`, which puts its results in front in 2.11, and along the dimension that it ran along in 2.13."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models whose parameters are sharded tensors, gathered where they are used: SimpleFSDP, as torchtitan writes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

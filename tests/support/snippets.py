@@ -1,7 +1,5 @@
 """Runs the Python snippets of a page, one after the other in one namespace."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixtures of experts as libraries write them for a grouped matmul: rows are sorted by expert, multiplied, and restored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Split graphs in two at a chosen node, regardless of the gain."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock

@@ -1,7 +1,5 @@
 """A spread of many cases: some every time, all with `--long`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

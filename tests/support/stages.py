@@ -1,7 +1,5 @@
 """A decoder of a few small layers, and its compiled graph with gradients stage by stage."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

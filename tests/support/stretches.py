@@ -1,7 +1,5 @@
 """A replacement for Inductor with its contract: inputs have the strides and types of compilation, and no lazy conj or neg."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

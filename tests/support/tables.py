@@ -1,7 +1,5 @@
 """Text tables of tests: a row per line, fields between bars, sections after `# --`; an indented line continues the one before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """A function through AOTAutograd without Dynamo: tracing for tests that need thousands of graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

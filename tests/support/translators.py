@@ -1,7 +1,5 @@
 """Models with more than one sequence: encoder-decoders, and decoders that are called in turn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Interpreted they run on the CPU, in a process that asks for it before Triton is 
 bfloat16, so types are others. Compiled they are machine code for cards that are not there.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

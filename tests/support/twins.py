@@ -1,7 +1,5 @@
 """A compiled decoder and its eager copy, batches for both, and a comparison of their gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

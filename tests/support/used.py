@@ -1,7 +1,5 @@
 """Decoders with a given use of hidden rows, or a given attention, for tables of variants."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls and programs on difficult numbers, and the value ranges that the analysis claims."""
 
-from __future__ import annotations
-
 import operator
 import random
 from collections.abc import Callable, Iterator, Mapping

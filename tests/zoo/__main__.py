@@ -1,7 +1,5 @@
 """python -m tests.zoo: see the package's docstring."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ A configuration starts from its defaults: sizes shrink by name, and never grow; 
 off. configs.json has the sizes, and in `overrides` the values that no rule gives, because they have to fit together in one model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Measures one model type: whether it is exact, which stages stream, and why others do not."""
 
-from __future__ import annotations
-
 import copy
 import re
 import time

@@ -1,7 +1,5 @@
 """A tiny model of any type in float64, and inputs for it."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -3,8 +3,6 @@
 Rows are lines of JSON; the last row of a type counts.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import re

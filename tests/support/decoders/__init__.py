@@ -1,7 +1,5 @@
 """Tiny decoders. `forward` takes ids and labels and returns a loss."""
 
-from __future__ import annotations
-
 import math
 
 import torch

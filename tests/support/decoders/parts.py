@@ -1,7 +1,5 @@
 """Parts of decoders: norm, MLP, heads, the residual stream, and the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ and the choice that `scaled_dot_product_attention` makes on CUDA (`attention.py`
 they replace its own. Programs run in a process of their own, from which real devices are hidden.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import json

@@ -4,8 +4,6 @@ The order of kernels and what each takes: cuda/sdp_utils.cpp (priority_order, us
 use_cudnn_attention). What is done to arguments before the call: attention.cpp (scaled_dot_product_attention).
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

@@ -1,7 +1,5 @@
 """The plan of a step that `report.py` traces, as a program."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """The backend's result for a step on a CUDA device: `python -m tests.support.fake_cuda.report '{"model": "Qwen3-8B", ...}'`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Weighted averages of all rows so far: two states, the number of rows as an argument, and results that the backward is given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -2,8 +2,6 @@
 at the beginning of each block are saved for the backward, and a flag requests the last state.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """flash-linear-attention's delta rule, where the package is not installed: its operator's contract, with plain arithmetic."""
 
-from __future__ import annotations
-
 import importlib.util
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A selective scan: a decay for each row, weights that all rows are given, a state that may be left out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A causal convolution with the last rows as its state: rows along the last dimension, laid out as its kernel reads them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The trainers of transformers and TRL, each on its kind of data. `build(name, folder)` makes one, always the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A trainer without and with `streamfx.enable`: losses, metrics and final weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

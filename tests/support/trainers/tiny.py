@@ -1,7 +1,5 @@
 """A tiny model, a tokenizer of words, and a few sentences, with no download."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

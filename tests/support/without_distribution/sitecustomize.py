@@ -3,8 +3,6 @@
 A process finds this file on PYTHONPATH and runs it when it starts; so do the processes that it starts.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder

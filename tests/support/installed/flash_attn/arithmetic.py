@@ -1,7 +1,5 @@
 """Attention as the package's kernels compute it: a causal mask ends at the last row and key, -1 is a window without an end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

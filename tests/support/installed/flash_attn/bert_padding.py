@@ -1,7 +1,5 @@
 """Rows without their padding, and back (bert_padding.py, 2.8)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Sequence i begins at row `cu_seqlens[i]`. The package computes nothing for a row of no sequence: here it is zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """As `causal_conv1d/causal_conv1d_interface.py` has it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -2,8 +2,6 @@
 to the gradients of weights. Channels of states have to be contiguous.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
