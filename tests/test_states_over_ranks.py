@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 from streamfx.errors import OptionError, RanksDifferError
@@ -67,6 +68,25 @@ class Linear(Layer):
         for decay, own in zip(torch.where(is_before, products, 1.0), torch.where(is_before, states, 0.0), strict=True):
             state = decay * state + own
         return state
+
+
+class Associative(Linear):
+    """The same, by `associative_scan`."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        def combine(earlier: tuple[Tensor, Tensor], later: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return earlier[0] * later[0], later[0] * earlier[1] + later[1]
+
+        products, h = associative_scan(combine, (self.gate(x).sigmoid(), x), 1, combine_mode="generic")
+        return h + products * self.before(products[:, -1], h[:, -1])[:, None]
+
+
+class RunningSum(Linear):
+    """Running sums of rows, and the sums of earlier ranks."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        h = (self.gate(x).tanh() * x).cumsum(1)
+        return (h + self.before(torch.ones_like(h[:, -1]), h[:, -1])[:, None]).tanh()
 
 
 class Detached(Linear):
@@ -170,7 +190,8 @@ def error_of(rank: int, kind: type[Layer], chunk: int, rows: Sequence[int]) -> f
 
 
 TWO, FOUR = (ROWS, ROWS - 3), (5, 9, 6, 7)
-CASES = [*((kind, chunk, TWO) for kind in (Linear, InTurn, Operator) for chunk in (1, 7)), (Linear, 3, FOUR), (InTurn, 3, FOUR)]
+KINDS = (Linear, InTurn, Operator, Associative, RunningSum)
+CASES = [*((kind, chunk, TWO) for kind in KINDS for chunk in (1, 7)), *((kind, 3, FOUR) for kind in (Linear, InTurn, RunningSum))]
 
 
 @pytest.mark.parametrize(("kind", "chunk", "rows"), CASES)
