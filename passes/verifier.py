@@ -1,7 +1,7 @@
 """Check the facts after each pass, as a compiler's IR verifier does, so that a bug is reported by the pass that
 causes it.
 
-It checks that every operand is defined before its use, that the recorded shape and dtype of each result match those that
+It checks that every operand is defined before its use, that the recorded shape and dtype of each result match the ones that
 fake tensors give, and that facts refer to operators of this graph only.
 """
 

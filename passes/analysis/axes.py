@@ -171,7 +171,7 @@ def _unify_concat_parts(
 
 
 def _unknown_dims(value: torch.Tensor | None, producer: fx.Node, table: AxisTable, shapes: Mapping[fx.Node, Shape]) -> Shape:
-    """Return the dimensions of a result without a signature: new axes, or for an opaque operator those of equal operands."""
+    """Return the dimensions of a result without a signature: new axes, or for an opaque operator the axes of an equal operand."""
     if value is None:
         return ()
     input_dims = match_operand_dims(value, producer) if is_opaque(producer) else [None] * value.dim()
@@ -276,7 +276,7 @@ def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
 
 
 def _derived_or_source_axes(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
-    """Return the atoms, and those related to them by slices, paddings or concatenations, in either direction."""
+    """Return the atoms, and all atoms related to them by slices, paddings or concatenations, in either direction."""
     links = [(source, target) for source, target, _, _ in find_slice_links(axes)]
     for node, signature in axes.signatures.items():
         if node.target is aten.cat.default:
@@ -284,11 +284,11 @@ def _derived_or_source_axes(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
             # of an operand in blocks, only the axis of blocks is related
             related = {*result, *(atom for part in parts for atom in part[:1])}
             links += [(left, right) for left in related for right in related]
-    found: set[Atom] = set()
-    while atoms - found:
-        found |= atoms
-        atoms = {right for link in links for left, right in (link, link[::-1]) if left in found}
-    return found
+    reached: set[Atom] = set()
+    while atoms - reached:
+        reached |= atoms
+        atoms = {right for link in links for left, right in (link, link[::-1]) if left in reached}
+    return reached
 
 
 def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:

@@ -106,7 +106,7 @@ class TiledAxis(NamedTuple):
 
 
 def _tilings(axes: AxisFacts, length: Size) -> list[TiledAxis]:
-    """Return the tilings of axes, except those of which a chunk would need more than half of the sequence.
+    """Return the tilings of axes, except tilings whose chunks would need more than half of the sequence.
 
     A chunk must hold full blocks of all tilings, so a common multiple of their sizes counts.
     """

@@ -27,5 +27,5 @@ def scores_of(node: fx.Node, values: ValueRanges) -> Range:
 
 def finite_hides(node: fx.Node, values: ValueRanges) -> bool:
     """Return whether scores are small compared with the finite numbers that hide keys."""
-    half = bound_arguments(node)["query"].meta[VALUE].dtype == torch.float16
-    return scores_of(node, values).magnitude <= (ACTIVATION_HALF if half else MAX_ORDINARY)
+    is_float16 = bound_arguments(node)["query"].meta[VALUE].dtype == torch.float16
+    return scores_of(node, values).magnitude <= (ACTIVATION_HALF if is_float16 else MAX_ORDINARY)

@@ -63,15 +63,15 @@ def homogeneous_gradients(stage: Stage, facts: Facts) -> tuple[Homogeneous, ...]
     after the forward loop), or if a scale depends on values that are computed with a scale of ones.
     """
     finder = _HomogeneityFinder(stage, facts)
-    found: list[Homogeneous] = []
+    homogeneous: list[Homogeneous] = []
     for gradient in stage.gradients:
         if is_tensor(gradient) and not finder.is_outside(gradient):
             candidates = (finder.find_homogeneous(gradient, scale) for scale in finder.scales)
-            homogeneous = next((candidate for candidate in candidates if candidate is not None), None)
-            if homogeneous is None:
+            pair = next((candidate for candidate in candidates if candidate is not None), None)
+            if pair is None:
                 return ()
-            found.append(homogeneous)
-    return tuple(found) if finder.are_independent(found) else ()
+            homogeneous.append(pair)
+    return tuple(homogeneous) if finder.are_independent(homogeneous) else ()
 
 
 class _HomogeneityFinder:
@@ -79,12 +79,8 @@ class _HomogeneityFinder:
 
     def __init__(self, stage: Stage, facts: Facts) -> None:
         """Collect the candidate scales of a stage, and the sums that are complete only after its forward loop."""
-        self.stage, self.axes, self.storage_classes, self.tangents = (
-            stage,
-            facts.axes,
-            facts.access.storage_classes,
-            set(facts.joint.tangents),
-        )
+        self.stage, self.axes, self.storage_classes = stage, facts.axes, facts.access.storage_classes
+        self.tangents = set(facts.joint.tangents)
         self.backward_nodes = set(stage.backward)
         self.trained = trained_values(facts.joint)
         self.late_sums = self._late_sums()
@@ -113,7 +109,7 @@ class _HomogeneityFinder:
                     yield node
 
     def is_outside(self, node: fx.Node) -> bool:
-        """Return whether a value has no rows and is computed, without a loop, from values that the forward graph saves."""
+        """Return whether a value has no rows, and depends only on values that exist before the backward loops."""
         operators = self._operators_between(node, None)
         inputs = {source for item in operators for source in item.all_input_nodes if source not in operators}
         return self._is_scalar(node) and all(map(self._is_scalar, operators)) and all(map(self._is_available, inputs))
@@ -179,17 +175,19 @@ class _HomogeneityFinder:
                 finished.add(node)
         return False
 
-    def are_independent(self, found: Iterable[Homogeneous]) -> bool:
+    def are_independent(self, homogeneous: Iterable[Homogeneous]) -> bool:
         """Return whether no scale, and no gradient outside loops, depends on values computed with a scale of ones."""
         outside_gradients = [node for node in self.stage.gradients if is_tensor(node) and self.is_outside(node)]
         unscaled = {
-            node for root in (*(item.scale for item in found), *outside_gradients) for node in self._operators_between(root, None)
+            node
+            for root in (*(pair.scale for pair in homogeneous), *outside_gradients)
+            for node in self._operators_between(root, None)
         }
-        return all(unscaled.isdisjoint(_scaled_values(item)) for item in found)
+        return all(unscaled.isdisjoint(_scaled_values(pair)) for pair in homogeneous)
 
 
 def _scaled_values(homogeneous: Homogeneous) -> set[fx.Node]:
-    """Return the values between a scale and its gradient that depend on the scale, without the scale."""
+    """Return the values between a scale and its gradient that depend on the scale, except the scale itself."""
     scaled: set[fx.Node] = {homogeneous.scale}
     todo = [homogeneous.scale]
     while todo:

@@ -57,8 +57,8 @@ def _find_spans(joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> Span
     exact_masks: set[fx.Node] = set()
     ordinary_scores: set[fx.Node] = set()
     for group in _groups([node for node in pairs if node not in recomputed_per_consumer], axes):
-        needed = (_needed_interval(node, masks, axes, access) for node in group)
-        intervals = [interval for interval in needed if interval is not None]
+        interval_of_each = (_needed_interval(node, masks, axes, access) for node in group)
+        intervals = [interval for interval in interval_of_each if interval is not None]
         if any(_leaves_loops(node, joint, access) for node in group):
             intervals.append(DeltaInterval(None, None))
         span = _smallest_span(intervals)
@@ -182,7 +182,7 @@ def _is_zero(fact: Fact) -> bool:
 
 
 def _needed_by_softmax(node: fx.Node, masks: Masks) -> DeltaInterval:
-    """Return the interval in which the result of a softmax is nonzero; for its backward, that of the forward."""
+    """Return the interval in which the result of a softmax is nonzero; for its backward, the forward's interval."""
     if node.target in (aten._softmax.default, aten._safe_softmax.default):
         return masks.of(node).support(_is_zero)
     if node.target is aten._softmax_backward_data.default:
@@ -212,7 +212,7 @@ def _mask_equals_span(node: fx.Node, masks: Masks, span: Span) -> bool:
 
 
 def _is_contiguous(bias: Pieces, hidden: Callable[[Fact], bool]) -> bool:
-    """Return whether there is no hidden interval of delta between two visible ones."""
+    """Return whether no interval of delta between two visible intervals is hidden."""
     visible = [not hidden(fact) for fact in bias.facts]
     first = visible.index(True) if True in visible else 0
     last = len(visible) - 1 - visible[::-1].index(True) if True in visible else 0

@@ -307,8 +307,8 @@ class Masks:
         key, because the score of that key is much larger.
         """
         first = tensor_operands(node)[0]
-        half = first.meta[VALUE].dtype == torch.float16
-        min_visible, max_hidden = (VISIBLE_SCORE_HALF, HIDDEN_SCORE_HALF) if half else (VISIBLE_SCORE, HIDDEN_SCORE)
+        is_float16 = first.meta[VALUE].dtype == torch.float16
+        min_visible, max_hidden = (VISIBLE_SCORE_HALF, HIDDEN_SCORE_HALF) if is_float16 else (VISIBLE_SCORE, HIDDEN_SCORE)
         products = scores_of(node, self.values) if node.target in FUSED else constant(0)
 
         def score(fact: Fact) -> Range:

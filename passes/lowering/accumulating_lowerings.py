@@ -45,7 +45,7 @@ def _add_outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...
 
 
 def sort_by_group(builder: BodyBuilder, group: fx.Node, groups: Any) -> tuple[fx.Node, fx.Node]:
-    """Emit the sort of the chunk's rows by group; all products with the same groups share one sort."""
+    """Emit the sort of the chunk's rows by group, once for all products with the same groups; return its two results."""
     key = ("sorted by group", group, groups)
     if key not in builder.lowered:
         pair = builder.graph.call_function(ARRANGE, (group, groups))

@@ -253,7 +253,7 @@ class BodyBuilder(BodyInputs):
         return carry_type(node.meta[VALUE].dtype) if is_mean else self.plan.sum_type(node)
 
     def emit_accumulation(self, node: fx.Node) -> BufferOutput:
-        """Add this chunk's part of a sum to an accumulator, in one call if an accumulating lowering computes both."""
+        """Emit the addition of this chunk's part of a sum to an accumulator; return the output. One call may compute and add."""
         dtype = node.meta[VALUE].dtype
         divisor = mean_divisor(producer_of(node), self.layout)
         index = self._new_accumulator(node, self.accumulation_dtype(node), zeroed=node.target in PARTIAL_WRITERS)
@@ -342,17 +342,17 @@ class BodyBuilder(BodyInputs):
         return spec, sources, returned
 
     def _compute_in_order(self, *roots: fx.Node) -> None:
-        """Emit the ancestors of `roots` in program order, without recursion, because bodies may have thousands of operators."""
-        needed: set[fx.Node] = set()
+        """Emit `roots` and their ancestors in program order. Not recursive: bodies may have thousands of operators."""
+        to_emit: set[fx.Node] = set()
         todo = list(roots)
         while todo:
             node = todo.pop()
-            if node in needed or node in self.lowered or self.outer(node) is not None:
+            if node in to_emit or node in self.lowered or self.outer(node) is not None:
                 continue
-            needed.add(node)
+            to_emit.add(node)
             if is_loop_value(node, self.layout) and not self.layout.is_recomputed_per_consumer(node):
                 todo.extend(access.operand for access in self.layout.operand_accesses(producer_of(node)))
-        for node in sorted(needed, key=self.order.__getitem__):
+        for node in sorted(to_emit, key=self.order.__getitem__):
             if is_loop_value(node, self.layout) and not self.layout.is_recomputed_per_consumer(node):
                 self.value(node)
 

@@ -112,7 +112,7 @@ class _ProgramBuilder:
     def _emit_assertions(self, outer: HostProgramBuilder, early: bool) -> None:
         """Emit the assertions of the user's code at the end of a host program, where all their operands exist.
 
-        With `early`, emit those whose operands are all in the forward graph, otherwise the others.
+        If `early`, emit the assertions whose operands are all in the forward graph; otherwise the others.
         """
         for node in self.joint.assertions:
             if self.joint.forward.issuperset(node.all_input_nodes) is early:

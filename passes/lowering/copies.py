@@ -71,15 +71,15 @@ def copy_to_host(graph: fx.Graph, values: Mapping[fx.Node, dict[str, Any]]) -> d
     copies: dict[fx.Node, fx.Node] = {}
     for value, meta in values.items():
         with graph.inserting_after(value):
-            started = graph.call_function(to_host, (value,))
+            start = graph.call_function(to_host, (value,))
         with graph.inserting_before(free_before[value]):
-            copies[value] = graph.call_function(free_after_copy, (started, value))
-        started.meta, copies[value].meta = dict(meta), dict(meta)
+            copies[value] = graph.call_function(free_after_copy, (start, value))
+        start.meta, copies[value].meta = dict(meta), dict(meta)
     return copies
 
 
 def fetch_in_time(graph: fx.Graph) -> None:
-    """Move each fetch of a complete backward graph to the run before that of its first user, in place.
+    """Move each fetch of a complete backward graph to the run before its first user's run, in place.
 
     If much later runs read the value as well, it is refetched for them.
     """
@@ -87,18 +87,18 @@ def fetch_in_time(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=wait_for_copy):
         groups += [(node, users) for users in _groups_of_users(node.users, runs)]
     for node, users in sorted(groups, key=lambda group: runs.run_index[group[1][0]]):
-        (fetched,) = node.all_input_nodes
+        (traced_start,) = node.all_input_nodes
         with graph.inserting_before(runs.first_node(max(runs.run_index[users[0]] - 1, 0))):
-            started = graph.call_function(from_host, fetched.args)
+            start = graph.call_function(from_host, traced_start.args)
         with graph.inserting_before(users[0]):
-            waited = graph.call_function(wait_for_copy, (started,))
-        started.meta, waited.meta = dict(fetched.meta), dict(node.meta)
+            wait = graph.call_function(wait_for_copy, (start,))
+        start.meta, wait.meta = dict(traced_start.meta), dict(node.meta)
         for user in users:
-            user.replace_input_with(node, waited)
+            user.replace_input_with(node, wait)
     for node in dict.fromkeys(node for node, _ in groups):
-        (fetched,) = node.all_input_nodes
+        (traced_start,) = node.all_input_nodes
         graph.erase_node(node)
-        graph.erase_node(fetched)
+        graph.erase_node(traced_start)
 
 
 def _groups_of_users(users: Iterable[fx.Node], runs: _Runs) -> Iterator[list[fx.Node]]:

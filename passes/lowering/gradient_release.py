@@ -37,11 +37,11 @@ from streamfx.torch_private import OpOverload, mutated_inputs
 
 
 class ReleaseSpec(NamedTuple):
-    """The arguments of a chain: inputs with gradients, memory of saved values, gradient indices of each segment (`places`)."""
+    """The arguments of a chain: inputs with gradients, memory of saved values, gradients that each segment completes."""
 
     sources: Sources
     saved: Saved
-    places: tuple[tuple[int, ...], ...]
+    gradient_indices: tuple[tuple[int, ...], ...]  # by segment
 
 
 def plan_chain(
@@ -55,15 +55,15 @@ def plan_chain(
 
 
 def _release_spec(joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int) -> ReleaseSpec:
-    """Return the release spec of the graph, without places if there is only one segment."""
+    """Return the release spec of the graph. If there is only one segment, it has no gradient indices."""
     sources = sources_of(joint, num_outputs, num_inputs)
     index_of_primal = {source.primal_index: index for index, source in sources.items()}
     saved = tuple(
         frozenset(index_of_primal[primal] for primal in inputs if primal in index_of_primal)
         for inputs in inputs_aliased_by_saved(forward, num_outputs)
     )
-    places = released_indices(release_segments(backward, saved)) if sources else ()
-    return ReleaseSpec(sources, saved, places if len(places) > 1 else ())
+    gradient_indices = released_indices(release_segments(backward, saved)) if sources else ()
+    return ReleaseSpec(sources, saved, gradient_indices if len(gradient_indices) > 1 else ())
 
 
 def run_in_segments(runner: HostProgramRunner, chain: GradientReleaseChain) -> Callable[[list[Any]], Any]:

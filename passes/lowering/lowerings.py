@@ -319,7 +319,7 @@ def _score_options(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> 
 def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tuple[Any, Any, Any]:
     """Return (mask, shift, window). If the mask is exactly a span, the window replaces it.
 
-    `shift` is the position of the chunk's first query minus that of its first key; `window` is (low, high) of the span.
+    `shift`: the position of the chunk's first query minus the position of its first key; `window`: (low, high) of the span.
     """
     layout = builder.layout
     span = layout.span(node)
@@ -333,7 +333,7 @@ def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -
 
 
 def _query_key_shift(builder: BodyBuilder, node: fx.Node) -> Any:
-    """Return the position of the chunk's first query minus that of its first key."""
+    """Return the position of the chunk's first query minus the position of its first key."""
     return builder.size_argument(_chunk_position(builder, node, M) - _chunk_position(builder, node, N))
 
 

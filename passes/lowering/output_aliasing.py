@@ -5,7 +5,7 @@ A step may write to its inputs after its forward graph: then the backward graph 
     y = x @ codebook;  codebook.mul_(0.9)      saved: clone(t(codebook))
 
 The caller may write to results: autograd accumulates the next gradient into the last one. Common subexpressions are
-merged, so two results may be views of one value although those of the trace were not.
+merged, so two results may be views of one value although the traced results were not.
 
     x + a(h) + b(h)      gradients of the biases: view(sum(d)), clone(view(sum(d)))
 """
@@ -50,7 +50,7 @@ def clone_shared_gradients(gradients: Sequence[Any]) -> list[Any]:
 def clone_shared_results(
     results: Sequence[Any], traced: Sequence[frozenset[str]], saved: Sequence[fx.Node], names: Mapping[fx.Node, str]
 ) -> list[Any]:
-    """Clone results that share memory with other results, inputs or saved values, and did not in the trace.
+    """Return the results, with clones of those that newly share memory with other results, inputs or saved values.
 
     `traced` has, for each result, the names of the values whose memory it shared in the trace; `names` maps this
     graph's values to their names in the trace.
@@ -79,6 +79,6 @@ def _outlives_graph(memory: fx.Node) -> bool:
 
 
 def _copy(node: fx.Node) -> fx.Node:
-    copied = node.graph.call_function(aten.clone.default, (node,))
-    copied.meta = dict(node.meta)
-    return copied
+    clone = node.graph.call_function(aten.clone.default, (node,))
+    clone.meta = dict(node.meta)
+    return clone

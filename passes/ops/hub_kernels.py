@@ -2,7 +2,7 @@
 operators.
 
 A kernel build registers its operators in its own namespace: `_flash_attn2_cuda_8f3c1d2` is a build of flash-attn2.
-Its flash_attn_interface.py is that of the flash-attn package, and defines the same operators (kernels-community,
+Its flash_attn_interface.py is a copy from the flash-attn package, and defines the same operators (kernels-community,
 version 4). A build whose operators take other arguments is not recognized.
 """
 
@@ -38,7 +38,7 @@ def operator_name(target: Any) -> str | None:
 
 
 def is_attention(target: Any) -> bool:
-    """Return whether an operator's namespace is that of an attention kernel, of which the user may select another one."""
+    """Return whether an operator's namespace belongs to an attention kernel; the user may select another kernel."""
     return isinstance(target, OpOverload) and ATTENTION_NAMESPACES.fullmatch(target.namespace) is not None
 
 

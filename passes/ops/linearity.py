@@ -2,7 +2,7 @@
 
 A row states that the operator is linear in some arguments jointly, while all others are held fixed and meet conditions.
 An argument that a row does not name must have its schema default; a call with any other value is not covered. The nodes
-in which a call is to be linear are *driven*. Of the jointly linear arguments, those that are not driven must be zero:
+in which a call must be linear are *driven*. Jointly linear arguments that are not driven must be zero:
 g + 0 is linear in g, and g + 1e-3 is not.
 
     add(self, other, alpha)          linear in (self, other) for any number alpha

@@ -256,7 +256,7 @@ class _BudgetSearch:
         return low
 
     def largest_below_efficient(self, candidate: Candidate, program: Program) -> int:
-        """Return the largest working set that fits, below that of efficient chunks."""
+        """Return the largest working set that fits, below the working set of efficient chunks."""
         low, high = self.working_sets(program)
         assert low is not None and high is not None
         while high > 2 * low:

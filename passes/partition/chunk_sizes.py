@@ -164,7 +164,7 @@ def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
 
 
 def _with_hints(size: Size, facts: Facts) -> Size:
-    """Return a size in which symbols that are no input sizes, such as loop counts, are replaced by typical values."""
+    """Return a size with typical values for symbols that are not input sizes, such as loop counts."""
     runtime_symbols = free_symbols([size]) - input_symbols(facts.joint)
     return (
         size

@@ -211,9 +211,9 @@ class _StageFinder:
 
     def first_sequence_sum(self) -> int | None:
         """Return the position of the first sum over the sequence on which an output depends; None if there is none."""
-        needed = ancestors(self.facts.joint.outputs)
+        ancestors_of_outputs = ancestors(self.facts.joint.outputs)
         for i, node in enumerate(self.forward):
-            if self.is_chunked(node) and StorageClass.SUM in self.access.storage_classes[node] and node in needed:
+            if self.is_chunked(node) and StorageClass.SUM in self.access.storage_classes[node] and node in ancestors_of_outputs:
                 return i
         return None
 
@@ -346,9 +346,9 @@ def move_elements_after_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def move_before_first_use(nodes: Sequence[fx.Node], tangents: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the nodes with those that depend on no tangent right before their first use.
+    """Return the nodes with each node that depends on no tangent right before its first use.
 
-    They depend on forward values only, perhaps of an early layer, but may be traced before all gradients.
+    Such a node depends on forward values only, perhaps of an early layer, but may be traced before all gradients.
     """
     dependent = set(tangents)
     for node in nodes:
@@ -367,7 +367,7 @@ def move_before_use(nodes: Sequence[fx.Node], moved: Collection[fx.Node]) -> lis
 
 
 def move_last_stage_first(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, int], last: int) -> list[fx.Node]:
-    """Return the backward operators with those of the last stage in front; `stage_of` maps forward values to stages.
+    """Return the backward operators, the last stage's operators first; `stage_of` maps forward values to stages.
 
     If a model is called twice, the trace has all layers of one call before the head of the other. Operators are moved
     after the last stage in three cases:

@@ -66,7 +66,7 @@ class Recurrences:
         families = [family for length in sorted(lengths) for family in _families_of_length(joint, rows, length, axes)]
         planned_nodes, replacements = set[fx.Node](), dict[fx.Node, fx.Node]()
         for plan in [plan for family in families for plan in family.plans(axes, families, planned_nodes)]:
-            if not any(half is not None and unrolled_name(half) in facts.fallbacks for half in (plan.forward, plan.backward)):
+            if not any(call is not None and unrolled_name(call) in facts.fallbacks for call in (plan.forward, plan.backward)):
                 reroll(plan, joint.graph, replacements)
 
 
@@ -77,7 +77,7 @@ def _families_of_length(joint: JointGraph, rows: RowAccesses, length: int, axes:
     """
     range_of = {node: row_interval_of(row, axes) for node, row in rows.reads.items() if row.length == length}
     ranges: list[RowInterval | None] = [*sorted({interval for interval in range_of.values() if interval is not None})] or [None]
-    index_of = {interval: number for number, interval in enumerate(ranges)}
+    index_of = {interval: i for i, interval in enumerate(ranges)}
     return [
         _Family(joint, rows, length, {node: index_of.get(interval, index) for node, interval in range_of.items()}, index)
         for index in index_of.values()
@@ -90,7 +90,7 @@ class _Family:
     def __init__(
         self, joint: JointGraph, rows: RowAccesses, length: int, interval_of: Mapping[fx.Node, int], interval: int
     ) -> None:
-        """Assign a step to each operator. `interval_of` has the interval of each row, `interval` is that of this family."""
+        """Assign a step to each operator. `interval_of` has each row's interval, `interval` is this family's interval."""
         self.joint, self.length, self.interval_of, self.interval = joint, length, interval_of, interval
         self.nodes = joint.nodes
         self.order = {node: i for i, node in enumerate(self.nodes)}

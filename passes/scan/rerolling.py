@@ -47,9 +47,9 @@ def _insert(call: RecurrenceCall, inside: frozenset[fx.Node], graph: fx.Graph, r
     return recurrence
 
 
-def unrolled_name(half: RecurrenceCall) -> str:
+def unrolled_name(call: RecurrenceCall) -> str:
     """Return the name of the first result of an unrolled loop, which identifies it before it is rerolled."""
-    return [*(concat.node for concat in half.concats), *half.single_row_results][0].name
+    return [*(concat.node for concat in call.concats), *call.single_row_results][0].name
 
 
 def _cycle_error(path: Sequence[fx.Node]) -> Exception:

@@ -74,13 +74,13 @@ class RecurrencePair:
 
     forward: RecurrenceCall | None
     backward: RecurrenceCall | None
-    inside: frozenset[fx.Node]  # the loop's operators, and those that concatenate its rows
+    inside: frozenset[fx.Node]  # the loop's operators, and the operators that concatenate its rows
 
 
 def plan_recurrence(pair: UnrolledLoop, axes: AxisFacts, nodes: list[fx.Node]) -> RecurrencePair:
     """Return the recurrence operators of an unrolled loop; raise `NoRecurrenceError` if it cannot run in chunks."""
-    for half in filter(None, (pair.forward, pair.backward)):
-        _check_order(frozenset(half), nodes[pair.order[half[0]] : pair.order[half[-1]] + 1])
+    for operators in filter(None, (pair.forward, pair.backward)):
+        _check_order(frozenset(operators), nodes[pair.order[operators[0]] : pair.order[operators[-1]] + 1])
     return _Planner(pair, axes).plan_recurrence()
 
 
@@ -163,12 +163,12 @@ class _Planner:
             seen.update(node.all_input_nodes)
         return False
 
-    def _check_size(self, half: RecurrenceCall | None, carry_size: int) -> None:
+    def _check_size(self, call: RecurrenceCall | None, carry_size: int) -> None:
         """Raise an error if the carry is larger than the rows, or grows from step to step."""
-        assert half is not None
-        if carry_size > sum(value.meta[VALUE].numel() for value in (*half.operands, *(concat.node for concat in half.concats))):
+        assert call is not None
+        if carry_size > sum(value.meta[VALUE].numel() for value in (*call.operands, *(concat.node for concat in call.concats))):
             raise NoRecurrenceError("the carry is larger than the rows")
-        sizes = [sum(slot.stop - slot.start for slot in slots) for slots in half.plan.steps.crossing]
+        sizes = [sum(slot.stop - slot.start for slot in slots) for slots in call.plan.steps.crossing]
         quarter = self.pair.length // 4
         if quarter > 1 and 2 * max(sizes[quarter], sizes[-1 - quarter]) > 3 * max(min(sizes[quarter], sizes[-1 - quarter]), 1):
             raise NoRecurrenceError("the carry grows from row to row")
@@ -307,7 +307,7 @@ class _Planner:
         return RecurrenceCall(plan, tuple(value for value, _ in operands), concats, single_row_results)
 
     def _reads_of(self, steps: Steps) -> Mapping[fx.Node, RowAccess]:
-        """Return the rows that the steps read: those of the backward graph if the steps run in reverse."""
+        """Return the rows that the steps read: the backward graph's rows if the steps run in reverse."""
         return self.pair.backward_reads if steps.reverse else self.pair.forward_reads
 
     def _operand(self, value: fx.Node, has_rows: bool) -> ValueId:

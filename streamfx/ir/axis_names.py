@@ -69,7 +69,7 @@ def _names(joint: JointGraph, axes: AxisFacts) -> dict[Atom, str]:
 
 
 def _batch(joint: JointGraph, axes: AxisFacts, members: set[Atom]) -> Atom | None:
-    """Find the batch: of the axes that no weight has, the one that most sequence values share."""
+    """Find the batch: the axis that no weight has and that most sequence values share."""
     counts: Counter[Atom] = Counter()
     weights: set[Atom] = set()
     for node in (*joint.sources, *joint.nodes):

@@ -3,7 +3,7 @@
 A plan is chosen by numbers: kept bytes and peak bytes. Every size grows with every length, and chunks never have more
 rows than in the simulation, so a plan that fits for some lengths fits for all shorter ones. So each plan comes with the
 longest lengths for which it is known to be valid, and the compiled graph gets a Dynamo guard: a longer call is recompiled
-and planned anew. A plan is computed for longer lengths than those of the call, if one exists, so that few are needed.
+and planned anew. A plan is computed for longer lengths than the call's, if one exists, so that few are needed.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
 
 
 def descendants(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return `roots` and those of `nodes` that depend on them through `nodes` only; `nodes` must be in graph order."""
+    """Return `roots`, and the members of `nodes` (in graph order) that depend on them through `nodes` only."""
     dependent = set(roots)
     for node in nodes:
         if any(source in dependent for source in node.all_input_nodes):

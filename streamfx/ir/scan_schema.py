@@ -60,7 +60,7 @@ class Stateful:
     @property
     def recomputed_per_chunk(self) -> dict[str, int]:
         """The saved results without rows, which each chunk recomputes: argument of the backward, index of the result."""
-        return {name: number for name, number in self.saved.items() if self.results[number] is None}
+        return {name: result_index for name, result_index in self.saved.items() if self.results[result_index] is None}
 
 
 class NotStatefulError(Exception):
@@ -132,7 +132,7 @@ def forward_plan(declared: Stateful, arguments: Mapping[str, Any], used_results:
             raise NotStatefulError(f"another {name} than {value}")
     overrides = {name: value for name, value in declared.always.items() if name in declared.argument_names}
     results = listed(declared.forward(**{**arguments, **overrides}))
-    last_states = {name: _require_tensor(results[number], f"result {number}") for name, number in declared.states.items()}
+    last_states = {name: _require_tensor(results[i], f"result {i}") for name, i in declared.states.items()}
     absent = _absent_states({name: (arguments.get(name), value) for name, value in last_states.items()})
     slots, carry_size = _slots([(name, declared.states[name], value) for name, value in last_states.items()])
     call = _StatefulCall(arguments, overrides, absent, declared.rows, results, declared.results, used_results)
@@ -151,24 +151,23 @@ def backward_plan(
     If saved results are recomputed, `arguments` includes the arguments of the forward call.
     """
     overrides = {name: value for name, value in declared.always.items() if name in declared.backward_argument_names}
-    cotangent_of_result = {number: name for name, number in declared.cotangents.items()}
-    last_states = {name: forward_results[number] for name, number in declared.states.items()}
-    cotangents = {cotangent_of_result[number]: forward_results[number] for number in declared.states.values()}
-    saved = {name: forward_results[number] for name, number in declared.saved.items()}
+    cotangent_of_result = {i: name for name, i in declared.cotangents.items()}
+    last_states = {name: forward_results[i] for name, i in declared.states.items()}
+    cotangents = {cotangent_of_result[i]: forward_results[i] for i in declared.states.values()}
+    saved = {name: forward_results[i] for name, i in declared.saved.items()}
     call_arguments = {**saved, **arguments, **overrides, **last_states, **cotangents}
     results = listed(declared.backward(**{name: call_arguments[name] for name in declared.backward_argument_names}))
     states = []
-    for name, number in declared.states.items():
+    for name, forward_index in declared.states.items():
         result_index = declared.gradients.index(name)
-        states.append(
-            (cotangent_of_result[number], result_index, _require_tensor(results[result_index], f"result {result_index}"))
-        )
+        gradient = _require_tensor(results[result_index], f"result {result_index}")
+        states.append((cotangent_of_result[forward_index], result_index, gradient))
         if shape_of(states[-1][2]) != shape_of(last_states[name]):
             raise NotStatefulError(f"a gradient of {name} that has another shape than {name}")
     absent = _absent_states({name: (arguments.get(name), value) for name, _, value in states})
     slots, carry_size = _slots(states)
     dims: dict[str, int | None] = {**declared.rows}
-    dims |= {name: declared.results[number] for name, number in {**declared.cotangents, **declared.saved}.items()}
+    dims |= {name: declared.results[i] for name, i in {**declared.cotangents, **declared.saved}.items()}
     gradient_dims = [declared.rows.get(name) if name is not None else None for name in declared.gradients]
     call = _StatefulCall(arguments, overrides, absent, dims, results, gradient_dims, used_results, forward_results)
     return call.plan(declared, slots, carry_size, forward), results
@@ -195,7 +194,7 @@ class _StatefulCall:
         rows = {name: dim for name, value in tensors.items() if (dim := _row_dim(self.dims.get(name), value)) is not None}
         if not rows:
             raise NotStatefulError("no operand with rows")
-        result_schemas = tuple(self._result_schema(number) for number in self.used_results)
+        result_schemas = tuple(map(self._result_schema, self.used_results))
         result_dims = {
             f"result {result.index}": (self.results[result.index], result.rows)
             for result in result_schemas
@@ -205,9 +204,7 @@ class _StatefulCall:
         is_forward = forward is None
         absent = self.absent if forward is None else self.absent | forward.absent
         recomputed_per_chunk = (
-            {}
-            if is_forward
-            else {name: (number, self.forward_results[number]) for name, number in declared.recomputed_per_chunk.items()}
+            {} if is_forward else {name: (i, self.forward_results[i]) for name, i in declared.recomputed_per_chunk.items()}
         )
         return StatefulPlan(
             name=declared.name if is_forward else f"{declared.name}_backward",
@@ -229,7 +226,7 @@ class _StatefulCall:
             ),
             block=self._block(declared.block),
             forward_plan=forward,
-            recomputed_per_chunk={name: number for name, (number, value) in recomputed_per_chunk.items() if 0 not in value.shape},
+            recomputed_per_chunk={name: i for name, (i, value) in recomputed_per_chunk.items() if 0 not in value.shape},
             empty_results={
                 name: (tuple(value.shape), value.dtype) for name, (_, value) in recomputed_per_chunk.items() if 0 in value.shape
             },
@@ -246,10 +243,10 @@ class _StatefulCall:
             raise NotStatefulError(f"blocks of {block}={rows} rows")
         return rows
 
-    def _result_schema(self, number: int) -> StatefulResult:
+    def _result_schema(self, result_index: int) -> StatefulResult:
         """Return the index, row dimension, and dtype of a result."""
-        value = _require_tensor(self.results[number], f"result {number}")
-        return StatefulResult(number, _row_dim(self.result_dims[number], value), value.dtype)
+        value = _require_tensor(self.results[result_index], f"result {result_index}")
+        return StatefulResult(result_index, _row_dim(self.result_dims[result_index], value), value.dtype)
 
 
 def listed(results: Any) -> list[Any]:
@@ -268,7 +265,7 @@ def _require_tensor(value: Any, label: str) -> Tensor:
 
 
 def _row_dim(dim: int | None, value: Any) -> int | None:
-    """Return a row dimension as a nonnegative index; None if the value has no rows or is no tensor."""
+    """Return a row dimension as a nonnegative index; None if the value has no rows or is not a tensor."""
     if dim is None or not isinstance(value, Tensor):
         return None
     if not -value.dim() <= dim < value.dim():
@@ -322,15 +319,15 @@ def _slots(states: Sequence[tuple[str, int, Tensor]]) -> tuple[tuple[StateSlot, 
     if len(unknown) > 1 or (unknown and len(states) > 1):
         raise NotStatefulError("a state with several dynamic sizes")
     if unknown:
-        ((argument, number, value),) = states
+        ((argument, result_index, value),) = states
         shape = tuple(size if isinstance(size, int) else -1 for size in shapes[0])
-        return (StateSlot(argument, number, 0, None, shape, value.dtype),), product((*shapes[0], value.dtype.itemsize))
+        return (StateSlot(argument, result_index, 0, None, shape, value.dtype),), product((*shapes[0], value.dtype.itemsize))
     slots: list[StateSlot] = []
     start = 0
-    for (argument, number, value), shape in zip(states, shapes, strict=True):
+    for (argument, result_index, value), shape in zip(states, shapes, strict=True):
         sizes = tuple(map(int, shape))
         stop = start + prod(sizes) * value.dtype.itemsize
-        slots.append(StateSlot(argument, number, start, stop, sizes, value.dtype))
+        slots.append(StateSlot(argument, result_index, start, stop, sizes, value.dtype))
         start = -(-stop // ALIGNED) * ALIGNED
     return tuple(slots), start
 

@@ -78,7 +78,7 @@ def full_axes(*letters: Letter) -> dict[Letter, Index]:
 class Signature:
     """The letters of one node.
 
-    `operands`: the letters of the tensor arguments, in call order; `results`: those of the outputs.
+    `operands`: the letters of the tensor arguments, in call order; `results`: the letters of the outputs.
     `index`: how the operator accesses letters that are neither kept nor contracted.
     `keys`: the letters over key positions, if the operator is an attention and knows them.
     `index_dependent`: the letters along which the result depends on the index of a row, as `tril` does.

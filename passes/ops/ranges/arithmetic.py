@@ -196,7 +196,9 @@ def _clamp_max(self: Range, max: Range) -> Range:
 
 def truth(is_always: bool, is_never: bool) -> Range:
     """Return the range of a condition that is always true, never true, or either."""
-    return Range(1, 1) if is_always else Range(0, 0) if is_never else Range(0, 1)
+    if is_always:
+        return Range(1, 1)
+    return Range(0, 0) if is_never else Range(0, 1)
 
 
 @elementwise(aten.lt.Tensor, aten.lt.Scalar)
@@ -309,7 +311,9 @@ def _bitwise_not(call: RangeCall, self: Range) -> Range:
 @elementwise(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
 def _where(condition: Range, self: Range, other: Range) -> Range:
     true = _as_boolean(condition)
-    return self if true.constant == 1 else other if true.constant == 0 else hull(self, other)
+    if true.constant == 1:
+        return self
+    return other if true.constant == 0 else hull(self, other)
 
 
 @elementwise(aten.masked_fill.Scalar, aten.masked_fill.Tensor)

@@ -256,7 +256,7 @@ def _is_numeric(item: Any) -> bool:
 
 
 def computation_dtype(node: fx.Node, arguments: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype that an operator converts its operands to: that of its result, or the common type of its operands."""
+    """Return the dtype to which an operator converts its operands: its result's, or the common type of the operands."""
     result = results_of(node)[0]
     assert result is not None
     if result.dtype != torch.bool:

@@ -44,7 +44,7 @@ def _delta_rule(suffix: str, context: tuple[str, ...]) -> Stateful:
         states={"h0": 1},
         cotangents={"do": 0, "dht": 1},
         gradients=(*ROWS, "h0"),
-        saved={name: number for number, name in enumerate(saved, 2)},
+        saved={name: result_index for result_index, name in enumerate(saved, 2)},
         always={"has_initial_state": True, "output_final_state": True},
         only={"is_varlen": False},
         block="chunk_size",

@@ -231,7 +231,9 @@ def slice_start(start: Any, length: Any) -> Size | None:
         return None
     number = number + length if from_end else number
     before_start = is_negative(number) if from_end else False
-    return None if before_start is None else 0 if before_start else size_of(number)
+    if before_start is None:
+        return None
+    return 0 if before_start else size_of(number)
 
 
 @rule(aten.slice.Tensor)
@@ -363,7 +365,7 @@ def reorder(call: RuleCall) -> Signature:
     """Permute rows along some dimensions, which are needed in full."""
     rank = len(call.shape)
     dims = call.arguments()["dims"]
-    moved = {dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else (dims,))} or set(range(rank))
+    full_dims = {dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else (dims,))} or set(range(rank))
     operand = _own_letters(rank)
-    result = tuple((rank + i,) if i in moved else operand[i] for i in range(rank))
-    return Signature((operand,), (result,), full_axes(*moved, *(rank + i for i in moved)))
+    result = tuple((rank + i,) if i in full_dims else operand[i] for i in range(rank))
+    return Signature((operand,), (result,), full_axes(*full_dims, *(rank + i for i in full_dims)))

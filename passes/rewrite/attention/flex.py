@@ -155,8 +155,8 @@ class _FlexCall:
             return "none"
         if not isinstance(result, fx.Node) or result.kwargs or len(score.users) != 1:
             return "other"
-        addends = result.args if result.target is aten.add.Tensor else result.args[:1] if result.target is aten.sub.Tensor else ()
-        if addends.count(score) != 1 or result.args.count(score) != 1:
+        is_addend = result.target is aten.add.Tensor or (result.target is aten.sub.Tensor and result.args[0] is score)
+        if not is_addend or result.args.count(score) != 1:
             return "other"
         addend = next(item for item in result.args if item is not score)
         dtype = self.query.meta[VALUE].dtype

@@ -41,7 +41,7 @@ MAX_GROUPS = 4  # more groups save little memory, because the shards of the othe
 class ExchangePath:
     """The operators (`steps`) between a rank's rows, which are sent, and all rows of some heads, in order.
 
-    `dims` has the dimension of heads of each step's operand, and `result_dim` that of the last result.
+    `dims` has the dimension of heads of each step's operand; `result_dim` is the dimension of heads of the last result.
     """
 
     steps: tuple[fx.Node, ...]
@@ -130,7 +130,7 @@ def _match_gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping
 
 
 def _can_split_heads(node: fx.Node) -> bool:
-    """Return whether the numbers of heads are static, keys and values have equally many, and there is no mask.
+    """Return whether the numbers of heads are static, keys and values have equally many, and no mask is given.
 
     Attention with a mask is not split into groups, because it runs in a loop over chunks.
     """

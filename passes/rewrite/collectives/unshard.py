@@ -151,7 +151,7 @@ def _keeps_elements(node: fx.Node) -> bool:
 
 
 def _is_only_result(end: fx.Node, subgraph: set[fx.Node]) -> bool:
-    """Return whether `end` is the only value of a subgraph with users outside it, and is no output of the graph."""
+    """Return whether `end` is the only value of a subgraph with users outside it, and is not an output of the graph."""
     is_output = any(user.op == "output" for user in end.users)
     return not is_output and all(user in subgraph for node in subgraph - {end} for user in node.users)
 
@@ -169,7 +169,9 @@ def _ancestors_within(node: fx.Node, within: Iterable[fx.Node]) -> set[fx.Node]:
 def _recompute_policy(nodes: Iterable[fx.Node]) -> bool | None:
     """Return whether the user's checkpoint policy saves (True) or recomputes (False) a gathered weight; None if it is not set."""
     hints = [node.meta[RECOMPUTE] for node in nodes if node.meta.get(RECOMPUTE) is not None]
-    return True if any(policy in SAVES for policy in hints) else False if any(policy in RECOMPUTES for policy in hints) else None
+    if any(policy in SAVES for policy in hints):
+        return True
+    return False if any(policy in RECOMPUTES for policy in hints) else None
 
 
 # -- reductions of gradients

@@ -51,7 +51,7 @@ def associative_scan_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mappin
         assert backward_users is not None
         gradients: Sequence[Any] = backward.args[0]  # type: ignore[assignment]
         present = [gradient for gradient in gradients if gradient is not None]
-        absent_gradients = frozenset(number for number, gradient in enumerate(gradients) if gradient is None)
+        absent_gradients = frozenset(i for i, gradient in enumerate(gradients) if gradient is None)
         plan = _plan(call, sorted(backward_users), present, absent_gradients)
         operands = (*present, *call.rows, *call.shared)
         result = writer.before(backward).insert_call(
