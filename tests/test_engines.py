@@ -145,7 +145,9 @@ def of_data(rank: int) -> dict[str, float]:
         "by accumulators": trained(Decoder, by_accumulators, rank),
         "SimpleFSDP": trained(Decoder, simple_fsdp, rank, micro=2),
         "SimpleFSDP, a tied weight": trained(tied, simple_fsdp, rank),
+        "SimpleFSDP, other lengths": trained(Decoder, simple_fsdp, rank, shorter=3),
         "FSDP2": trained(Nested, fsdp2, rank, micro=2),
+        "FSDP2, other lengths": trained(Nested, fsdp2, rank, shorter=3),
         "FSDP2, a tied weight": trained(nested, partial(fsdp2, reshard_after_forward=False), rank),
     }
 

@@ -67,11 +67,14 @@ def data_of(rank: int, length: int, vocabulary: int = 17) -> tuple[Tensor, Tenso
     return ids[:, :-1].clone(), ids[:, 1:].clone()
 
 
-def one_process(truth: nn.Module, length: int, world: int = 2, micro: int = 1) -> list[Tensor]:
-    """Gradients of the mean over the ranks' losses, each of which has another tangent; the losses of the last batch."""
+def one_process(truth: nn.Module, length: int, world: int = 2, micro: int = 1, shorter: int = 0) -> list[Tensor]:
+    """Gradients of the mean over the ranks' losses, each of which has another tangent; the losses of the last batch.
+
+    Each rank has `shorter` fewer rows than the one before it.
+    """
     truth.zero_grad()
     for part in range(micro):
-        losses = [truth(*data_of(world * part + other, length)) for other in range(world)]
+        losses = [truth(*data_of(world * part + other, length - shorter * other)) for other in range(world)]
         torch.stack([(other + 1) * loss / world for other, loss in enumerate(losses)]).sum().backward()
     return losses
 

@@ -148,21 +148,25 @@ def trained(
     micro: int = 1,
     groups: int | None = None,
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    shorter: int = 0,
 ) -> float:
-    """The largest error of a gradient in two steps of training, of `micro` batches each; groups of ranks have data in common."""
+    """The largest error of a gradient in two steps of training, of `micro` batches each; groups of ranks have data in common.
+
+    Each rank has `shorter` fewer rows than the one before it.
+    """
     model, truth = twins(make)
     run, world = engine(model), groups or dist.get_world_size()
     own, found = rank * world // dist.get_world_size(), list[float]()
     optimizers = [kind(each.parameters(), 0.5) for each in (run, truth)]
     for _ in range(2):
         run.zero_grad()
-        one_process(truth, LENGTH, world, micro)
+        one_process(truth, LENGTH, world, micro, shorter)
         for part in range(micro):
             is_last = part == micro - 1  # gradients of all batches are reduced with those of the last one
             if hasattr(run, "set_requires_gradient_sync"):
                 run.set_requires_gradient_sync(is_last)
             with run.no_sync() if hasattr(run, "no_sync") and not is_last else nullcontext():
-                (run(*data_of(world * part + own, LENGTH)) * (own + 1)).backward()
+                (run(*data_of(world * part + own, LENGTH - shorter * own)) * (own + 1)).backward()
         found.append(worst(model, truth))
         for optimizer in optimizers:
             optimizer.step()
