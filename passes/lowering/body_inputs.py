@@ -93,8 +93,10 @@ class BodyInputs:
         """Return the placeholder for the accessed rows of a value that exists between loops."""
         selections = tuple(RowSelection(dim.placement, dim.selector) for dim in dims if dim.role is not Role.WHOLE)
         self.require_symbols(selections)
-        suffix = "" if not selections else "_keys" if any(isinstance(s, Span) for _, s in selections) else "_rows"
-        return self.feed(f"{value.name}{suffix}", ChunkSlice(selections) if selections else Broadcast(), source)
+        if not selections:
+            return self.feed(value.name, Broadcast(), source)
+        suffix = "_keys" if any(isinstance(selector, Span) for _, selector in selections) else "_rows"
+        return self.feed(f"{value.name}{suffix}", ChunkSlice(selections), source)
 
     def buffer_rows(self, name: str, buffer: int, placement: Placement, selector: Selector) -> fx.Node:
         """Return the placeholder for the selected rows of one of the loop's buffers."""

@@ -64,7 +64,8 @@ def lower_recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
         raise FallbackError(node, INSIDE_BLOCKS.format(target=node.target, block=run.block))
     rows_before = _rows_before(builder, axis_rows, run.reverse)
     rows_after = _rows_before(builder, axis_rows, not run.reverse)
-    chunk, operands, forward = builder.size_argument(CHUNK), builder.operands(node), node.meta.get(FORWARD_OPERATOR, node)
+    chunk, operands = builder.size_argument(CHUNK), builder.operands(node)
+    forward = node.meta.get(FORWARD_OPERATOR, node)
     stored_states = builder.outer_states(forward) if forward is not None else None
     states = None if stored_states is None else builder.feed(f"{forward.name}_states", Broadcast(), stored_states)
     if node in layout.truncations:

@@ -58,12 +58,9 @@ class BudgetSearch:
         budget = self.options.memory_budget
         if budget is None or facts.program is None:
             return facts
-        current_lengths, held, device = (
-            Lengths.of_current_call(facts.joint.graph),
-            held_bytes(facts.program.forward.graph),
-            device_of(facts.joint.graph),
-        )
-        size = budget_bytes(budget, device, held, gradient_bytes(facts.joint.gradients))
+        current_lengths = Lengths.of_current_call(facts.joint.graph)
+        held = held_bytes(facts.program.forward.graph)
+        size = budget_bytes(budget, device_of(facts.joint.graph), held, gradient_bytes(facts.joint.gradients))
         for lengths in current_lengths.with_headroom() if current_lengths else (current_lengths,):
             search = _BudgetSearch(facts, self.options, self.rewrite, size, lengths)
             try:

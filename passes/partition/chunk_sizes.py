@@ -40,7 +40,8 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
     """Return the chunk size of each stage: the requested one, or an `AutoChunk`."""
     chunk_alignment = known(facts.axes.sequence).chunk_alignment
     stream_bytes = max((_row_bytes(stage.outputs, facts) for stage in facts.stages), key=numeric)
-    rates, held, num_boundaries = rates_of(device_of(facts.joint.graph)), model_bytes(facts), len(facts.stages)
+    held, num_boundaries = model_bytes(facts), len(facts.stages)
+    rates = rates_of(device_of(facts.joint.graph))
     efficient_rows = -(-rates.tokens * _length(facts) // tokens(facts))
 
     def size(stage: Stage, rows: int | str) -> ChunkSize:

@@ -39,13 +39,13 @@ def sink_operators(nodes: Sequence[fx.Node], starts: Sequence[int], bytes_of: Ca
             if not later:
                 continue
             target = min(later)
-            moved = _part_to_move(group, segment_index, segment_of, bytes_of)
-            inside = set(moved)
+            to_move = _part_to_move(group, segment_index, segment_of, bytes_of)
+            inside = set(to_move)
             segments[segment_index] = [node for node in segments[segment_index] if node not in inside]
             uses = (i for i, node in enumerate(segments[target]) if not inside.isdisjoint(node.all_input_nodes))
-            first = next(uses, 0)
-            segments[target][first:first] = moved
-            segment_of.update(dict.fromkeys(moved, target))
+            first_use = next(uses, 0)
+            segments[target][first_use:first_use] = to_move
+            segment_of.update(dict.fromkeys(to_move, target))
     return [node for segment in segments for node in segment]
 
 

@@ -30,7 +30,9 @@ class AxisNames:
     def dim(self, dim: Dim, role: Role = Role.ROWS) -> str:
         """Format a dimension as the name of its axis, as `(b t)` if it has several, or as `1`."""
         names = [self._name(atom, role) for atom in self.axes.table.resolve(dim)]
-        return names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "1"
+        if len(names) == 1:
+            return names[0]
+        return f"({' '.join(names)})" if names else "1"
 
     def _name(self, atom: Atom, role: Role) -> str:
         """Return the name of an axis factor; `t` becomes the letter of its role."""

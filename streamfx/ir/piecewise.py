@@ -88,7 +88,7 @@ def merge_equal_pieces(bounds: Sequence[int], facts: Sequence[Fact]) -> Pieces:
 def combine_pieces(function: Callable[..., Pieces], *operands: Pieces) -> Pieces:
     """Apply a function of facts to each interval on which all operands have one fact.
 
-    The function returns `Pieces`; those inside the interval are kept.
+    The function returns `Pieces`; its bounds inside the interval are kept.
     """
     operand_bounds = sorted({bound for operand in operands for bound in operand.bounds})
     bounds: list[int] = []

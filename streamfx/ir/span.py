@@ -13,6 +13,11 @@ class Span:
     high: int | None = None
 
     def __str__(self) -> str:
-        low = "0" if self.low is None else f"s{self.low:+d}" if self.low else "s"
-        high = "T" if self.high is None else f"e{self.high:+d}" if self.high else "e"
+        low = "0" if self.low is None else _shifted("s", self.low)
+        high = "T" if self.high is None else _shifted("e", self.high)
         return f"[{low}, {high})"
+
+
+def _shifted(bound: str, offset: int) -> str:
+    """Return the text of a bound plus an offset; an offset of zero is omitted."""
+    return f"{bound}{offset:+d}" if offset else bound

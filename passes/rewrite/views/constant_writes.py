@@ -151,8 +151,8 @@ def _find_rows(node: fx.Node) -> RowSlice | None:
         index = arguments["index"]
         is_static = isinstance(index, int) and (index >= 0 or end != END)
         return RowSlice(dim, index % end, index % end + 1) if is_static else None
-    start, stop = arguments["start"], arguments["end"]
-    start, stop = 0 if start is None else start, END if stop is None else stop
+    start = 0 if arguments["start"] is None else arguments["start"]
+    stop = END if arguments["end"] is None else arguments["end"]
     if not all(isinstance(bound, int) and (bound >= 0 or end != END) for bound in (start, stop)) or arguments["step"] != 1:
         return None
     first, stop_row, _ = slice(start, stop).indices(end)

@@ -90,9 +90,9 @@ def _find_memory_place(item: Any, results: Sequence[Any]) -> MemoryPlace | None:
         return None
     value, base_value = item.meta[VALUE], base.meta[VALUE]
     strides, offset = tuple(size_of(stride) for stride in value.stride()), size_of(value.storage_offset())
-    base_id = base.name if base.op == "placeholder" else results.index(base) if base in results else None
-    if base_id is None:
+    if base.op != "placeholder" and base not in results:
         return MemoryPlace(OtherMemory(base.name), offset, strides)
+    base_id = base.name if base.op == "placeholder" else results.index(base)
     base_offset = size_of(base_value.storage_offset()) * base_value.element_size() // value.element_size()
     return MemoryPlace(base_id, simplified(offset - base_offset), strides)
 
