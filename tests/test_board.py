@@ -37,7 +37,7 @@ def heard(store: HashStore, rank: int, world: int, graphs: list[tuple[str, int]]
         fails = kind != ALL and who % world == rank
         if fails:
             own.leave("failed")
-        found.append(None if fails or kind == FAILS_ALONE else own.exchanged(f"order {number}"))
+        found.append(None if fails or kind == FAILS_ALONE else own.exchange(f"order {number}"))
     return found
 
 
@@ -59,7 +59,7 @@ def test_a_timeout_names_the_missing_ranks() -> None:
     store = HashStore()
     board(store, 1, "other", 3).leave("failed")
     with within(0.3), pytest.raises(RanksMissingError, match="nothing from rank 1, 2 within"):
-        board(store, 0, "graph", 3).exchanged("an order")
+        board(store, 0, "graph", 3).exchange("an order")
 
 
 @within(20)
@@ -68,11 +68,11 @@ def test_a_failure_is_received_once() -> None:
     store = HashStore()
     first, second = (board(store, rank) for rank in range(2))
     first.leave("failed")
-    assert second.exchanged("an order") == ["failed", "an order"]
+    assert second.exchange("an order") == ["failed", "an order"]
     with ThreadPoolExecutor(1) as thread:
-        later = thread.submit(second.exchanged, "an order")
+        later = thread.submit(second.exchange, "an order")
         time.sleep(0.1)  # it looks before the first one has written
-        assert first.exchanged("an order") == later.result() == ["an order"] * 2
+        assert first.exchange("an order") == later.result() == ["an order"] * 2
 
 
 def test_agreements_are_known_by_subject() -> None:

@@ -161,7 +161,7 @@ def test_flash_attention_3_replaces_both_kernels(hopper: list[Any], monkeypatch:
     class Handle:
         def remove(self) -> None: ...
 
-    calls = noted(monkeypatch, cuda_attention, "_flash_block", lambda *given: (given[1].shape[2], given[2].shape[2]))
+    calls = noted(monkeypatch, cuda_attention, "_flash_tile", lambda *given: (given[1].shape[2], given[2].shape[2]))
     of_torch, tried = torch.nn.attention, len(flash_window.masks_correctly._outcomes)
     of_torch.register_flash_attention_impl("stand-in", register_fn=Handle)
     of_torch.activate_flash_attention_impl("stand-in")

@@ -151,7 +151,7 @@ def test_a_chunk_takes_one_call(width: int, half: bool, monkeypatch: pytest.Monk
 )
 def test_many_keys_take_several_calls(rows: int, keys: int, causal: Any, half: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where heads share keys, the kernel makes the gradients of all heads before it adds them up."""
-    calls = noted(monkeypatch, cuda_attention, "_flash_block", lambda *given: given[2].shape[2])
+    calls = noted(monkeypatch, cuda_attention, "_flash_tile", lambda *given: given[2].shape[2])
     heads = drawn(2, rows, keys)
     monkeypatch.setattr(cuda_attention, "MAX_EXPANDED_BYTES", 6 * 2 * heads[0][:, :, 0].nbytes)
     check(cuda_attention, heads, (None, causal, None), (None, causal, None))
@@ -172,7 +172,7 @@ def test_many_rows_take_several_calls(
     count: int, groups: int, causal: Any, rows: int, keys: int, half: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel sums the queries' gradient in single precision, and makes that of keys for all heads: those of a block alone."""
-    calls = noted(monkeypatch, cuda_attention, "_flash_block", lambda *given: (*given[1].shape[1:3], given[2].shape[2]))
+    calls = noted(monkeypatch, cuda_attention, "_flash_tile", lambda *given: (*given[1].shape[1:3], given[2].shape[2]))
     monkeypatch.setattr(cuda_attention, "MAX_ACCUMULATOR_BYTES", 2 * (count // groups) * 8 * (1 + HEAD) * 4)
     check(cuda_attention, drawn(2, rows, keys, count, groups), (None, causal, None), (None, causal, None))
     assert len(calls) > 1 and all(own == count // groups and size <= 8 and seen <= 16 for own, size, seen in calls)

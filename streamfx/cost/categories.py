@@ -30,10 +30,10 @@ OTHER = "other"
 
 @dataclass(frozen=True)
 class LoopTerms:
-    """The terms of a loop's buffers, of its concatenated results, and of all other values of its chunks."""
+    """The categories of a loop's buffers, of its concatenated results, and of all other values of its chunks."""
 
     buffers: tuple[str, ...]
-    stacked: tuple[str, ...]
+    concatenated: tuple[str, ...]
     chunk: str
 
 
@@ -56,15 +56,15 @@ def terms_of(
         if isinstance(loop, Loop):
             is_loss = not is_backward and bool(loop.spec.labels) and loop.spec.labels[0] in loss
             is_gradient = (is_backward and loop.spec.reverse) or is_loss
-            stacked = _concat_terms(loop.spec, call, module, STREAM_GRADIENT if is_gradient else STAGE_INPUTS, between)
-            terms[call.target] = LoopTerms(_buffer_terms(loop.spec), stacked, LOSS if is_loss else CHUNK)
+            concatenated = _concat_terms(loop.spec, call, module, STREAM_GRADIENT if is_gradient else STAGE_INPUTS, between)
+            terms[call.target] = LoopTerms(_buffer_terms(loop.spec), concatenated, LOSS if is_loss else CHUNK)
     return terms
 
 
 def _buffer_terms(spec: LoopSpec) -> tuple[str, ...]:
     """Return the category of each buffer: gradients or states if read as a whole, else keys, or their gradients if a sum."""
     read_whole = {feed.buffer for feed in spec.feeds if isinstance(feed, BufferPart) and not feed.selections}
-    returned = {item.buffer for item in spec.yields if isinstance(item, BufferOutput)}
+    returned = {output.buffer for output in spec.yields if isinstance(output, BufferOutput)}
     return tuple(
         (GRADIENTS if i in returned and buffer.is_sum else STATES)
         if i in read_whole
@@ -80,7 +80,7 @@ def _concat_terms(
 ) -> tuple[str, ...]:
     """Return the category of each concatenated result of a loop: keys, exchanged rows, or else `default_term`."""
     results = {user.args[1]: user for user in call.users if user.target is operator.getitem}
-    result_indices = [i for i, item in enumerate(spec.yields) if isinstance(item, ConcatOutput)]
+    result_indices = [i for i, output in enumerate(spec.yields) if isinstance(output, ConcatOutput)]
     return tuple(_concat_term(results.get(i), module, between) or default_term for i in result_indices)
 
 

@@ -131,8 +131,8 @@ def _bytes_of(values: Any) -> int:
     """Return the bytes of all tensors in nested values, at the sizes of the trace."""
     total = 0
     for value in tensors_in(values):
-        count = value.element_size()
+        num_bytes = value.element_size()
         for size in value.shape:
-            count *= size_hint(size)
-        total += count
+            num_bytes *= size_hint(size)
+        total += num_bytes
     return total

@@ -64,7 +64,7 @@ class Curve:
         return Curve(tuple(point.shifted(work, terms) for point in self.points), loops, self.work.plus(work), backward_start)
 
     def concatenated(self, other: Curve) -> Curve:
-        """Append a curve whose work is counted from the same start."""
+        """Return this curve followed by a later one, whose work is counted from the same start."""
         backward_start = other.backward_start if self.backward_start is None else self.backward_start
         return Curve((*self.points, *other.points), (*self.loops, *other.loops), other.work, backward_start)
 
@@ -114,10 +114,10 @@ def shortened(points: Sequence[Point], max_points: int = MAX_POINTS) -> tuple[Po
 
 def extreme_indices(totals: Sequence[int], max_points: int) -> list[int]:
     """Return at most `max_points` indices: both ends, and the highest and the lowest of each group of neighbors."""
-    count = len(totals)
-    if count <= max_points:
-        return list(range(count))
-    size = -(-2 * count // (max_points - 2))
-    groups = (range(first, min(first + size, count)) for first in range(0, count, size))
+    num_points = len(totals)
+    if num_points <= max_points:
+        return list(range(num_points))
+    size = -(-2 * num_points // (max_points - 2))
+    groups = (range(start, min(start + size, num_points)) for start in range(0, num_points, size))
     extremes = (pick(group, key=totals.__getitem__) for group in groups for pick in (max, min))
-    return sorted({0, *extremes, count - 1})
+    return sorted({0, *extremes, num_points - 1})

@@ -60,25 +60,25 @@ class EagerStep:
     @property
     def cost(self) -> Cost:
         """The cost of the step, without parameter gradients."""
-        forward, final_half = self.forward, self.backward or self.forward
+        forward, last_pass = self.forward, self.backward or self.forward
         forward_work = forward.work
         return Cost(
             forward_peak=forward.peak,
             backward_peak=0 if self.backward is None else self.backward.peak,
             held=forward.points[-1].total if forward.points else 0,
-            work=final_half.work,
+            work=last_pass.work,
             layer_flops=self.layer_flops,
             layer_attention=self.layer_attention,
             forward_traffic=forward_work.traffic_by_kind,
-            backward_traffic=final_half.work.minus(forward_work).traffic_by_kind,
+            backward_traffic=last_pass.work.minus(forward_work).traffic_by_kind,
             forward_curve=_curve_of(forward, NO_WORK),
             backward_curve=Curve() if self.backward is None else _curve_of(self.backward, forward_work),
         )
 
 
-def _curve_of(half: EagerPass, begin: Work) -> Curve:
+def _curve_of(eager_pass: EagerPass, begin: Work) -> Curve:
     """Return the curve of a pass, with work counted from `begin`."""
-    return Curve(shortened(half.points), (), half.work).shifted(NO_WORK.minus(begin))
+    return Curve(shortened(eager_pass.points), (), eager_pass.work).shifted(NO_WORK.minus(begin))
 
 
 def eager_step(
@@ -147,7 +147,7 @@ def eager_cost_of_graph(module: fx.GraphModule) -> Cost:
 
 
 def _leaf_like(node: fx.Node) -> Any:
-    """Create an input like the one that Dynamo saw."""
+    """Create an input with the metadata of the input that Dynamo traced."""
     value = node.meta[EXAMPLE_VALUE]
     like = tensor_like(value)
     return like.requires_grad_(value.requires_grad) if isinstance(value, Tensor) else like

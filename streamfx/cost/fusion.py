@@ -39,7 +39,7 @@ class FusedMemory:
     size: int
     sources: tuple[tuple[FusedMemory, int], ...] = ()  # with the bytes read of each
     is_pending: bool = False
-    is_held: bool = True
+    is_referenced: bool = True
 
 
 class Fusion:
@@ -49,8 +49,8 @@ class Fusion:
         """Start without values; `_values` has the memory of each storage, by its address."""
         self._values: dict[int, FusedMemory] = {}  # by storage
 
-    def follow(self, func: Any, operands: Any, out: Any) -> tuple[int, int]:
-        """Return the bytes moved and kernels launched to compute the pending values that an operator reads.
+    def run_operator(self, func: Any, operands: Any, out: Any) -> tuple[int, int]:
+        """Track an operator; return the bytes moved, and kernels launched, to compute the pending values that it reads.
 
         The caller counts the operator's own bytes.
         """
@@ -75,7 +75,7 @@ class Fusion:
 
     def _mark_freed(self, key: int) -> None:
         """Forget a freed storage: no kernel has to write its value."""
-        self._values.pop(key).is_held = False
+        self._values.pop(key).is_referenced = False
 
     def _compute(self, pending: Sequence[FusedMemory]) -> tuple[int, int]:
         """Compute these pending values in one kernel; return (bytes moved, kernels launched)."""
@@ -90,7 +90,7 @@ class Fusion:
                 elif source not in computed:
                     computed.add(source)
                     todo.append(source)
-        written_values = [value for value in computed if value.is_held]
+        written_values = [value for value in computed if value.is_referenced]
         for value in written_values:
             value.is_pending, value.sources = False, ()
         return sum(bytes_read.values()) + sum(value.size for value in written_values), 1

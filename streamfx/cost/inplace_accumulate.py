@@ -15,15 +15,15 @@ ACCUMULATING_OPERATORS = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, 
 
 
 def find_total(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the total to which an operator adds a product; None if it adds no product, or overwrites the total (`is_first`)."""
+    """Return the total to which an operator adds a product; None for other operators, and if it overwrites the total."""
     is_first = func is ADD_PRODUCT and args[-1]
     return kwargs.get("out", args[0]) if func in ACCUMULATING_OPERATORS and not is_first else None
 
 
 def bytes_of_total(func: Any, args: Sequence[Any], total: Tensor) -> int:
-    """Return the bytes read and written of the total. For a grouped product, only nonempty groups count.
+    """Return the bytes of the total that an operator reads and writes.
 
-    There are no more nonempty groups than rows.
+    If a grouped product adds group by group, only groups with rows count: at most as many as there are rows.
     """
     if func is not grouped_mm.ADD_ARRANGED_OUTER:
         return 2 * total.nbytes
@@ -31,5 +31,5 @@ def bytes_of_total(func: Any, args: Sequence[Any], total: Tensor) -> int:
     if grouped_mm.has_kernel(x, y) and not grouped_mm.adds_by_group(total, x, y):
         addend_bytes = total.numel() * x.element_size()  # written, filled with zeros for empty groups, and added
         return 2 * total.nbytes + 4 * addend_bytes
-    groups = max(len(ends), 1)
-    return 2 * total.nbytes * min(len(order), groups) // groups
+    num_groups = max(len(ends), 1)
+    return 2 * total.nbytes * min(len(order), num_groups) // num_groups

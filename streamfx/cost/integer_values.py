@@ -16,9 +16,8 @@ from streamfx.cost.nested_tensors import tensors_in
 from streamfx.torch_private import FakeTensor, TorchDispatchMode, real_values
 
 MAX_ELEMENTS = 1 << 22  # elements of a value that is computed
-EQUIVALENT_OPERATORS = {
-    torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default
-}  # the same result, which fake tensors cache
+# operators with the same result, which fake tensors cache
+EQUIVALENT_OPERATORS = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
 DATA_DEPENDENT_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -31,7 +30,7 @@ class RealIntegers(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Use real tensors if the operands are known integers and its results small integers, else on fake ones."""
+        """Run an operator: on real tensors if its operands and results are small integers, otherwise on fake tensors."""
         kwargs = kwargs or {}
         operands = list(tensors_in((args, kwargs)))
         if not all(map(_is_known, operands)):
@@ -53,5 +52,5 @@ def _is_known(tensor: Tensor) -> bool:
 
 
 def _is_small_integer(tensor: Tensor) -> bool:
-    """Return whether a tensor has integers or bools, at most `MAX_ELEMENTS`."""
+    """Return whether a tensor has at most `MAX_ELEMENTS` elements, which are integers or bools."""
     return not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= MAX_ELEMENTS

@@ -49,8 +49,8 @@ class LoopCost:
 class Cost:
     """The cost of a step through one graph; bytes do not include parameters and inputs.
 
-    forward_peak: peak bytes of the forward graph; backward_peak: of the backward graph, including all saved values. held:
-    bytes of the results and saved values after the forward. layer_flops, layer_attention: forward FLOPs of the layers,
+    forward_peak, backward_peak: peak bytes of both graphs; the backward peak includes all saved values. held: bytes of the
+    results and saved values after the forward. layer_flops, layer_attention: forward FLOPs of the layers,
     and their attention FLOPs, if a call counts them. forward_terms, backward_terms: the bytes of both peaks by category
     (see `categories.py`). gradients: bytes of parameter gradients, for calls in eager mode. forward_traffic, backward_traffic:
     traffic of each graph to other ranks, by kind. forward_curve, backward_curve: the live bytes over time, if recorded.
@@ -159,7 +159,7 @@ def cost_of(
 
 
 def _backward_arguments(backward: fx.GraphModule, saved: list[Any]) -> list[Any]:
-    """Return the saved values, with numbers moved first as the backward graph takes them, and tangents."""
+    """Return the inputs of the backward graph: saved values, with numbers first, and new tangents. `saved` is emptied."""
     placeholders = backward.graph.find_nodes(op="placeholder")
     arguments = sorted(saved, key=lambda value: not isinstance(value, (int, float)))
     saved.clear()
@@ -167,7 +167,7 @@ def _backward_arguments(backward: fx.GraphModule, saved: list[Any]) -> list[Any]
 
 
 def _nonzero(terms: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of each category that has any, the largest first."""
+    """Return the nonzero bytes by category, the largest first."""
     return {name: size for name, size in sorted(terms.items(), key=lambda item: -item[1]) if size}
 
 
@@ -190,23 +190,26 @@ def with_sampled_loops(
 
 
 def tensor_like(value: Any) -> Any:
-    """Create a tensor like the one that a traced value represents, with symbolic sizes at their traced values."""
+    """Create a tensor with the metadata of a traced tensor, with symbolic sizes at their traced values.
+
+    Return the traced value of a symbolic integer, and other values unchanged.
+    """
     if not isinstance(value, Tensor):
         return size_hint(value) if isinstance(value, torch.SymInt) else value
-    size, stride = ([size_hint(item) for item in items] for items in (value.shape, value.stride()))
+    size, stride = ([size_hint(symbolic) for symbolic in dims] for dims in (value.shape, value.stride()))
     tensor = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
     tensor = torch.ops.aten._conj(tensor) if value.is_conj() else tensor
     return torch.ops.aten._neg_view(tensor) if value.is_neg() else tensor
 
 
 def bytes_like(value: Any) -> int:
-    """Return the bytes of the tensor that a traced value represents."""
+    """Return the bytes of a traced tensor, at the traced sizes; 0 for other values."""
     if not isinstance(value, Tensor):
         return 0
-    count = 1
+    numel = 1
     for size in value.shape:
-        count *= size_hint(size)
-    return count * value.element_size()
+        numel *= size_hint(size)
+    return numel * value.element_size()
 
 
 def bytes_of_values(nodes: Iterable[fx.Node]) -> int:
@@ -224,4 +227,4 @@ def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
 
 def _loop_cost(loop: SampledLoop) -> LoopCost:
     """Return the cost of one sampled loop, with its rows per chunk limited to the sequence."""
-    return LoopCost(loop.work, min(loop.rows, loop.length), total_traffic(loop.work.traffic_by_kind.values()), loop.count)
+    return LoopCost(loop.work, min(loop.rows, loop.length), total_traffic(loop.work.traffic_by_kind.values()), loop.num_chunks)

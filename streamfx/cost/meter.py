@@ -52,10 +52,8 @@ CLONES_MEMORY = {  # copies all memory of the first operand; the results that a 
     for name in ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter", "copy")
 }
 READS_DEVICE = torch.ops.prim.device.default
-HOST_COPIES = (
-    to_host,
-    from_host,
-)  # they run in parallel with the device's work: `tools/planner/overlap.py` computes the time they add
+# copies run in parallel with the device's work: `tools/planner/overlap.py` computes the time that they add
+HOST_COPIES = (to_host, from_host)
 
 
 class Meter(TorchDispatchMode):
@@ -64,8 +62,8 @@ class Meter(TorchDispatchMode):
     `live` and `peak` are the current and peak bytes of storages. `work` holds all counters. `flops` are the FLOPs of
     products and attention; `attention_flops` of fused attention; `masked_flops` of fused attention without a causal flag,
     where a mask may hide some; `moved` are the bytes that operators without FLOPs read and write. Bytes count under the
-    name in `term` at their allocation; `peak_terms` has the terms of the peak. A `recorder` gets a point whenever bytes
-    are allocation_size or freed.
+    name in `term` at their allocation; `peak_terms` has the bytes of the peak by category. A `recorder` gets a point whenever
+    bytes are allocated or freed.
     """
 
     supports_higher_order_operators = True
@@ -108,7 +106,7 @@ class Meter(TorchDispatchMode):
         return peak
 
     def add_peak(self, rise: Delta) -> None:
-        """Count bytes that were allocated, and freed again, above the live bytes: they may raise the peak."""
+        """Count bytes that were allocated above the live bytes, and have been freed: they may raise the peak."""
         self._record_point(rise.terms)
         self._record_point()
         if self.live + rise.peak > self.peak:
@@ -116,7 +114,7 @@ class Meter(TorchDispatchMode):
             self.peak_terms = {name: self.live_terms[name] + rise.terms.get(name, 0) for name in {*self.live_terms, *rise.terms}}
 
     def take_curve(self, begin: Work) -> Curve:
-        """Return the curve recorded since `begin`; empty without a recorder."""
+        """Return the curve recorded since the work `begin`, and restart the recorder; an empty curve without a recorder."""
         return Curve() if self.recorder is None else self.recorder.take_curve(begin, self.work)
 
     @contextmanager
@@ -185,7 +183,7 @@ class Meter(TorchDispatchMode):
         return run
 
     def rename(self, tensor: Tensor, term: str) -> None:
-        """Count a tensor's memory under another term from now on."""
+        """Count a live tensor's memory under another category from now on."""
         key = tensor.untyped_storage()._cdata
         if key in self._sizes:
             size, old_term = self._sizes[key]
@@ -195,7 +193,7 @@ class Meter(TorchDispatchMode):
             self._record_point()
 
     def with_term(self, term: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that its bytes count under a term."""
+        """Wrap a function so that the storages that it allocates count under a category."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             """Run the function with `term` as the category of new storages."""
@@ -217,15 +215,15 @@ class Meter(TorchDispatchMode):
         if getattr(func, "is_view", False) or getattr(func, "overloadpacket", None) in ALLOCATIONS:
             return
         work = _work_of(func, args, kwargs, out)
-        moved, kernels = self._fusion.follow(func, (args, kwargs), out)
+        fused_bytes, num_kernels = self._fusion.run_operator(func, (args, kwargs), out)
         if not is_fusible(func):
-            moved, kernels = moved + work.moved, kernels + work.launches
-        self.work = self.work.plus(work._replace(fused=moved, kernels=kernels))
+            fused_bytes, num_kernels = fused_bytes + work.moved, num_kernels + work.launches
+        self.work = self.work.plus(work._replace(fused=fused_bytes, kernels=num_kernels))
 
     def flush(self) -> None:
         """Count the bytes that fused kernels write for values that are still referenced."""
-        moved, kernels = self._fusion.flush()
-        self.work = self.work._replace(fused=self.work.fused + moved, kernels=self.work.kernels + kernels)
+        fused_bytes, num_kernels = self._fusion.flush()
+        self.work = self.work._replace(fused=self.work.fused + fused_bytes, kernels=self.work.kernels + num_kernels)
 
     def _size_of(self, tensor: Tensor) -> int:
         """Return the bytes of the memory in which a tensor lies; 0 if its elements overlap."""
@@ -288,7 +286,7 @@ def _layout_of(value: Any) -> Any:
 
 @lru_cache(maxsize=1024)
 def _cached_workspace(target: OpOverload, arguments: tuple[tuple[str, Any], ...], kind: DeviceKind) -> int:
-    """Run the operators that `target` calls on fake tensors; return their peak bytes minus the bytes of its results."""
+    """Run the operators that `target` calls on fake tensors; return their peak bytes minus the bytes of the results."""
     with FakeTensorMode():
         fake_arguments = {name: value.allocate() if isinstance(value, _TensorLayout) else value for name, value in arguments}
         results = sum(allocation_size(storage.nbytes(), device) for _, storage, device in _storages(target(**fake_arguments)))
@@ -309,15 +307,15 @@ def _work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
         return Work(
             flops, 0, flops, 1, masked_flops=0 if is_masked_by_flag else flops, **by_kernel(func.name(), arguments, flops)
         )
-    moved = _bytes_moved(func, args, kwargs, out)
+    bytes_moved = _bytes_moved(func, args, kwargs, out)
     if (sent := traffic_of_call(func, args, kwargs, out)) is not None:
         bytes_field = dict(zip(KINDS, ("gathered", "reduced", "exchanged"), strict=True))[sent.kind]
         calls, sent_bytes, far_bytes = sent.traffic
-        return Work(moved=moved, launches=1, **{sent.kind: calls, bytes_field: sent_bytes, f"{bytes_field}_far": far_bytes})
+        return Work(moved=bytes_moved, launches=1, **{sent.kind: calls, bytes_field: sent_bytes, f"{bytes_field}_far": far_bytes})
     if not flops:
-        return Work(0, moved, 0, 1)
+        return Work(0, bytes_moved, 0, 1)
     if (total := find_total(func, args, kwargs)) is None:
-        return Work(flops, 0, 0, 1, moved)
+        return Work(flops, 0, 0, 1, bytes_moved)
     bytes_read = sum(value.nbytes for value in tensors_in((args, kwargs)) if value is not total)
     total_bytes = bytes_of_total(func, args, total)
     return Work(flops, 0, 0, 1, bytes_read + total_bytes, total_bytes)

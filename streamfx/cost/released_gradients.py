@@ -23,9 +23,9 @@ from streamfx.runtime.outer import code_call_of, mask_cache_of
 
 @dataclass(frozen=True)
 class ReleasedGradients:
-    """The segments of a backward graph, the first that releases gradients, and the gradients to release.
+    """The segments of a backward graph, the index of the first that releases gradients, and the gradients to release.
 
-    `taken` maps the index of a gradient among the results to the index of its input.
+    `input_of_gradient` maps the index of a gradient among the results to the index of its input.
     """
 
     segments: Sequence[ReleaseSegment]
@@ -36,7 +36,7 @@ class ReleasedGradients:
 def run_in_segments(
     backward: fx.GraphModule, arguments: list[Any], released: ReleasedGradients, inputs: Sequence[Any], meter: Meter
 ) -> None:
-    """Run a backward graph, or a copy with the same names, in segments; gradients that are not taken stay in memory.
+    """Run a backward graph, or a copy with the same names, in segments; gradients that are not released stay in memory.
 
     `inputs` are the inputs of the forward graph.
     """
@@ -50,7 +50,7 @@ def run_in_segments(
 
 
 def _release(results: dict[int, Any], released: ReleasedGradients, inputs: Sequence[Any], meter: Meter) -> None:
-    """Release gradients one by one: autograd copies a gradient whose layout differs from its input's."""
+    """Remove gradients from `results` one by one; if its layout differs from its input's, autograd copies a gradient."""
     for index in sorted(released.input_of_gradient.keys() & results.keys()):
         gradient, input_value = results.pop(index), inputs[released.input_of_gradient[index]]
         if isinstance(input_value, Tensor) and gradient.shape == input_value.shape and not needs_no_copy(gradient, input_value):
@@ -58,7 +58,7 @@ def _release(results: dict[int, Any], released: ReleasedGradients, inputs: Seque
 
 
 def _segments_of(backward: fx.GraphModule, released: ReleasedGradients) -> SegmentGenerator:
-    """Return the segments of a backward graph as callables; nodes of the release plan are looked up by name."""
+    """Return the generator function that runs the segments of a backward graph; the plan's nodes are looked up by name."""
     nodes_by_name = {node.name: node for node in backward.graph.nodes}
 
     def in_graph(segment: ReleaseSegment) -> ReleaseSegment:

@@ -18,7 +18,10 @@ from streamfx.cost.work import NO_WORK, Work
 
 @dataclass(frozen=True)
 class Repeat:
-    """A repetition of layers: of `count`, all after the first `front` repeat with a `period`; the first `kept` were run."""
+    """A repetition of layers. A model has `count` layers; of these, the first `kept` layers were run.
+
+    The first `front` layers are different; the layers after them repeat every `period` layers.
+    """
 
     front: int
     period: int
@@ -37,38 +40,36 @@ def step_of_all(step_of_few: EagerStep, repeat: Repeat) -> EagerStep | None:
     The FLOPs of the layers alone are unknown.
     """
     front, period = repeat.front, repeat.period
-    marks_of_halves = [_layer_marks(step_of_few.forward, range(repeat.kept), [front, front + period, front + 2 * period])]
-    halves = [step_of_few.forward]
+    marks_by_pass = [_layer_marks(step_of_few.forward, range(repeat.kept), [front, front + period, front + 2 * period])]
+    passes = [step_of_few.forward]
     if step_of_few.backward is not None:
         ends = [front + 2 * period - 1, front + period - 1, front - 1]
-        marks_of_halves.append(_layer_marks(step_of_few.backward, range(repeat.kept)[::-1], ends))
-        halves.append(step_of_few.backward)
+        marks_by_pass.append(_layer_marks(step_of_few.backward, range(repeat.kept)[::-1], ends))
+        passes.append(step_of_few.backward)
     results: list[EagerPass] = []
     shift = Point(NO_WORK, {})
-    for half, marks in zip(halves, marks_of_halves, strict=True):
-        if marks is None or not _repeats(half, marks):
+    for eager_pass, marks in zip(passes, marks_by_pass, strict=True):
+        if marks is None or not _repeats(eager_pass, marks):
             return None
-        result, shift = _with_copies(half, marks, shift, repeat.copies)
+        result, shift = _with_copies(eager_pass, marks, shift, repeat.copies)
         results.append(result)
     return EagerStep(results[0], results[1] if len(results) > 1 else None)
 
 
-def _layer_marks(half: EagerPass, order: range, layers: list[int]) -> list[WorkMark] | None:
-    """Return the marks of some layers; None unless all layers have exactly one mark, in order."""
-    marks = [(layer, mark) for layer, mark in half.marks if layer in order]
+def _layer_marks(eager_pass: EagerPass, order: range, layers: list[int]) -> list[WorkMark] | None:
+    """Return the marks of `layers`; None unless each layer in `order` has exactly one mark, in this order."""
+    marks = [(layer, mark) for layer, mark in eager_pass.marks if layer in order]
     if [layer for layer, _ in marks] != list(order):
         return None
     return [dict(marks)[layer] for layer in layers]
 
 
-def _repeats(half: EagerPass, marks: list[WorkMark]) -> bool:
+def _repeats(eager_pass: EagerPass, marks: list[WorkMark]) -> bool:
     """Return whether the segment between the first two marks equals the segment between the last two."""
     first, second, third = marks
-    first_segment, second_segment = (
-        half.points[first.num_points : second.num_points],
-        half.points[second.num_points : third.num_points],
-    )
-    start, middle, end = (_state_at(half, mark) for mark in marks)
+    first_segment = eager_pass.points[first.num_points : second.num_points]
+    second_segment = eager_pass.points[second.num_points : third.num_points]
+    start, middle, end = (_state_at(eager_pass, mark) for mark in marks)
     if len(first_segment) != len(second_segment) or _change_between(start, middle) != _change_between(middle, end):
         return False
     return all(
@@ -76,9 +77,9 @@ def _repeats(half: EagerPass, marks: list[WorkMark]) -> bool:
     )
 
 
-def _state_at(half: EagerPass, mark: WorkMark) -> Point:
-    """Return the state at a mark."""
-    terms = half.points[mark.num_points - 1].terms if mark.num_points else {}
+def _state_at(eager_pass: EagerPass, mark: WorkMark) -> Point:
+    """Return the work and the live bytes at a mark."""
+    terms = eager_pass.points[mark.num_points - 1].terms if mark.num_points else {}
     return Point(mark.work, terms)
 
 
@@ -89,15 +90,18 @@ def _change_between(start: Point, end: Point) -> tuple[Work, Mapping[str, int]]:
     return end.work.minus(start.work), {name: change for name, change in changes.items() if change}
 
 
-def _with_copies(half: EagerPass, marks: list[WorkMark], shift_at_start: Point, copies: int) -> tuple[EagerPass, Point]:
-    """Repeat a segment in a half that is shifted by `shift_at_start`; return (the half, its shift at the end)."""
+def _with_copies(eager_pass: EagerPass, marks: list[WorkMark], shift_at_start: Point, num_copies: int) -> tuple[EagerPass, Point]:
+    """Repeat the segment between the first two marks `num_copies` times.
+
+    The pass is shifted by `shift_at_start`. Return (the new pass, the shift at its end).
+    """
     first, second, _ = marks
-    period_change = Point(*_change_between(_state_at(half, first), _state_at(half, second)))
-    segment = half.points[first.num_points : second.num_points]
-    points = [point.shifted(shift_at_start.work, shift_at_start.terms) for point in half.points[: second.num_points]]
+    period_change = Point(*_change_between(_state_at(eager_pass, first), _state_at(eager_pass, second)))
+    segment = eager_pass.points[first.num_points : second.num_points]
+    points = [point.shifted(shift_at_start.work, shift_at_start.terms) for point in eager_pass.points[: second.num_points]]
     shift = shift_at_start
-    for _ in range(copies):
+    for _ in range(num_copies):
         shift = shift.shifted(period_change.work, period_change.terms)
         points += [point.shifted(shift.work, shift.terms) for point in segment]
-    points += [point.shifted(shift.work, shift.terms) for point in half.points[second.num_points :]]
-    return EagerPass(tuple(points), half.work.plus(shift.work)), shift
+    points += [point.shifted(shift.work, shift.terms) for point in eager_pass.points[second.num_points :]]
+    return EagerPass(tuple(points), eager_pass.work.plus(shift.work)), shift

@@ -19,7 +19,7 @@ POINTS_PER_GROUP = 12
 
 @dataclass(frozen=True)
 class SampledChunk:
-    """A chunk that ran: its index, its own work, and its points relative to the start of the loop."""
+    """A chunk that ran: its index, its work, and its points relative to the start of the loop."""
 
     chunk_index: int
     work: Work
@@ -32,13 +32,13 @@ class SampledChunk:
 
 
 def curve_of_chunks(
-    points_before: Sequence[Point], sampled: Sequence[SampledChunk], count: int, work_of: Callable[[range], Work]
+    points_before: Sequence[Point], sampled: Sequence[SampledChunk], num_chunks: int, work_of: Callable[[range], Work]
 ) -> Curve:
-    """Return the curve of a loop with `count` chunks.
+    """Return the curve of a loop with `num_chunks` chunks, from the points of the sampled ones.
 
     `points_before` was recorded before the chunks; `work_of` returns the work of a range of chunks.
     """
-    groups = chunk_groups(count)
+    groups = chunk_groups(num_chunks)
     points, work_done = list(points_before), Work()
     for group in groups:
         chunk, work = _representative(group, sampled), work_of(group)
@@ -47,17 +47,17 @@ def curve_of_chunks(
     return Curve(tuple(points), (), work_done)
 
 
-def chunk_groups(count: int) -> list[range]:
+def chunk_groups(num_chunks: int) -> list[range]:
     """Return chunk indices in groups of about equal size; the first and the last chunk are separate."""
-    if count <= MAX_GROUPS:
-        return [range(chunk_index, chunk_index + 1) for chunk_index in range(count)]
-    inner_chunks, inner_groups = count - 2, MAX_GROUPS - 2
+    if num_chunks <= MAX_GROUPS:
+        return [range(chunk_index, chunk_index + 1) for chunk_index in range(num_chunks)]
+    inner_chunks, inner_groups = num_chunks - 2, MAX_GROUPS - 2
     bounds = [1 + inner_chunks * group // inner_groups for group in range(inner_groups + 1)]
-    return [range(1), *(range(*pair) for pair in pairwise(bounds)), range(count - 1, count)]
+    return [range(1), *(range(*pair) for pair in pairwise(bounds)), range(num_chunks - 1, num_chunks)]
 
 
 def _representative(group: range, sampled: Sequence[SampledChunk]) -> SampledChunk:
-    """Return the chunk that represents a group: of those that ran in it, the one with the highest peak, else the nearest."""
+    """Return the sampled chunk that represents a group: in the group, the chunk with the highest peak, or else the nearest."""
     in_group = [chunk for chunk in sampled if chunk.chunk_index in group]
     if in_group:
         return max(in_group, key=lambda chunk: chunk.peak)

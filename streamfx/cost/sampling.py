@@ -41,7 +41,7 @@ Chunk = tuple[int, int]
 
 @dataclass(frozen=True)
 class LoopRun:
-    """The cost of a loop: its memory, the work of all chunks, and its curve, each relative to the state before the loop."""
+    """The cost of a loop: its memory, the work of all chunks, and its curve, all relative to the state before the loop."""
 
     rise: Delta
     work: Work
@@ -58,7 +58,8 @@ class SampledLoop(Loop):
         """Wrap a loop; `known` caches costs by signature and argument shapes, `terms` has its categories."""
         super().__init__(spec)
         self.meter, self.terms, self.known = meter, terms, known
-        self.work, self.rows, self.count, self.length = Work(), 0, 0, 0
+        self.work = Work()
+        self.rows = self.num_chunks = self.length = 0
         self._segments: list[range] = []
         self._costs: dict[int, Work] = {}
         self._sampled_indices: Iterator[int] = iter(())
@@ -69,7 +70,7 @@ class SampledLoop(Loop):
         """Return the (start, stop) rows of the chunks to run: none if the cost is cached, else a sample of each segment."""
         self.rows, self.length = self.rows_per_chunk(length, env), length
         all_chunks = Chunks(length, self.rows, self.spec.reverse)
-        self.count = len(all_chunks)
+        self.num_chunks = len(all_chunks)
         if self._is_cached:
             return []
         self._segments = segments_of(all_chunks, self._clipping_rows(env))
@@ -98,7 +99,9 @@ class SampledLoop(Loop):
         run = self.known[key]
         self.meter.work, self.work = work_before.plus(run.work), self.work.plus(run.work)
         if self.meter.recorder is not None:
-            interval = LoopInterval(self.spec.name, work_before, self.meter.work, self.count, min(self.count, MAX_GROUPS))
+            interval = LoopInterval(
+                self.spec.name, work_before, self.meter.work, self.num_chunks, min(self.num_chunks, MAX_GROUPS)
+            )
             self.meter.recorder.add(replace(run.curve.shifted(work_before, terms_before), loops=(interval,)))
             self.meter.recorder.record(self.meter.work, self.meter.live_terms)
         return results
@@ -112,14 +115,14 @@ class SampledLoop(Loop):
             SampledChunk(chunk_index, self._costs[chunk_index], relative[start:stop])
             for (chunk_index, start), stop in zip(self._chunk_starts, ends, strict=True)
         ]
-        return curve_of_chunks(relative[: self._chunk_starts[0][1]], sampled, self.count, self._work_of)
+        return curve_of_chunks(relative[: self._chunk_starts[0][1]], sampled, self.num_chunks, self._work_of)
 
     def _work_of_all(self) -> Work:
         """Return the work of all chunks."""
         return Work(*(sum(total_over(segment, costs) for segment in self._segments) for costs in self._costs_by_kind()))
 
     def _work_of(self, chunks: range) -> Work:
-        """Return the work of some consecutive chunks."""
+        """Return the work of the chunks with these consecutive indices."""
         overlaps = [(segment, range(max(segment[0], chunks[0]), min(segment[-1], chunks[-1]) + 1)) for segment in self._segments]
         kinds = self._costs_by_kind()
         return Work(
@@ -132,7 +135,8 @@ class SampledLoop(Loop):
 
     def _run_metered(self, *feeds: Any) -> Sequence[Any]:
         """Run the loop body on the next sampled chunk, and store its work by chunk index."""
-        work_before, chunk_index = self.meter.work, next(self._sampled_indices)
+        work_before = self.meter.work
+        chunk_index = next(self._sampled_indices)
         if self.meter.recorder is not None:
             self._chunk_starts.append((chunk_index, len(self.meter.recorder.points)))
         with self._named(self.terms.chunk):
@@ -152,33 +156,33 @@ class SampledLoop(Loop):
         finally:
             self.meter.term = outer_term
 
-    def _term(self, item: Buffer | ConcatOutput) -> str:
-        """Return the term of the memory of a buffer or of a result."""
-        stacked = [candidate for candidate in self.spec.yields if isinstance(candidate, ConcatOutput)]
-        terms = zip((*self.spec.buffers, *stacked), (*self.terms.buffers, *self.terms.stacked), strict=True)
-        return next(term for candidate, term in terms if candidate is item)
+    def _term(self, memory: Buffer | ConcatOutput) -> str:
+        """Return the category of a buffer, or of a concatenated result."""
+        concat_outputs = [output for output in self.spec.yields if isinstance(output, ConcatOutput)]
+        terms = zip((*self.spec.buffers, *concat_outputs), (*self.terms.buffers, *self.terms.concatenated), strict=True)
+        return next(term for candidate, term in terms if candidate is memory)
 
-    def _adopt(self, item: ConcatOutput, result: Tensor) -> Tensor:
-        """Count the memory of a result that the loop body returned under the category of `item`."""
-        self.meter.rename(result, self._term(item))
+    def _adopt(self, output: ConcatOutput, result: Tensor) -> Tensor:
+        """Return a result of the loop body without a copy, with its memory counted under the category of `output`."""
+        self.meter.rename(result, self._term(output))
         return result
 
-    def _result(self, item: ConcatOutput, tensors: Sequence[Any], env: Env) -> Tensor:
-        """Return a result. Memory that it reuses counts under the result's term from now on."""
-        result = super()._result(item, tensors, env)
-        if item.reuse is not None:
-            self.meter.rename(result, self._term(item))
+    def _result(self, output: ConcatOutput, tensors: Sequence[Any], env: Env) -> Tensor:
+        """Return the tensor for a result. Memory that it reuses counts under the result's category from now on."""
+        result = super()._result(output, tensors, env)
+        if output.reuse is not None:
+            self.meter.rename(result, self._term(output))
         return result
 
-    def _new_buffer(self, item: Buffer | ConcatOutput, env: Env, zeroed: bool) -> Tensor:
+    def _new_buffer(self, memory: Buffer | ConcatOutput, env: Env, zeroed: bool) -> Tensor:
         """Allocate a buffer or a result under its category."""
-        with self._named(self._term(item)):
-            return super()._new_buffer(item, env, zeroed)
+        with self._named(self._term(memory)):
+            return super()._new_buffer(memory, env, zeroed)
 
-    def _finish_buffer(self, item: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
+    def _finish_buffer(self, output: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
         """Return the result of a buffer, with copies counted under the buffer's category."""
-        with self._named(self.terms.buffers[item.buffer]):
-            return super()._finish_buffer(item, buffers, env)
+        with self._named(self.terms.buffers[output.buffer]):
+            return super()._finish_buffer(output, buffers, env)
 
     def _clipping_rows(self, env: Env) -> set[int]:
         """Return the chunk bounds at which the slice of any operand starts or stops being clipped."""

@@ -59,11 +59,11 @@ class Work(NamedTuple):
     def without_hidden(self, hidden: int) -> Work:
         """Return the work without `hidden` attention FLOPs, on pairs that masks hide, taken from each kernel in proportion."""
 
-        def shown(count: int) -> int:
-            """Return the part of a kernel's FLOPs that masks do not hide."""
-            return count - hidden * count // self.attention_flops if hidden else count
+        def visible(flops: int) -> int:
+            """Return the FLOPs of a kernel that masks do not hide."""
+            return flops - hidden * flops // self.attention_flops if hidden else flops
 
-        kernels = {name: shown(getattr(self, name)) for name in ATTENTION}
+        kernels = {name: visible(getattr(self, name)) for name in ATTENTION}
         return self._replace(flops=self.flops - hidden, attention_flops=self.attention_flops - hidden, **kernels)
 
     def plus(self, other: Work) -> Work:

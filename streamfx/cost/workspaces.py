@@ -1,4 +1,4 @@
-"""Workspaces of CUDA kernels: temporary memory besides their results; and how the allocator rounds sizes.
+"""Workspaces of CUDA kernels: temporary memory in addition to their results, and how the allocator rounds sizes.
 
 Sources are under aten/src/ATen/native/transformers/cuda of PyTorch 2.13. The workspace of our own operators is the memory
 they allocate before their result. For an operator that calls others, the meter traces these calls (`meter.py`), with
@@ -26,7 +26,7 @@ Arguments = Mapping[str, Any]
 
 
 def allocation_size(size: int, device: torch.device) -> int:
-    """Return the device memory that an allocation of `size` bytes takes."""
+    """Return the device memory that an allocation of `size` bytes occupies."""
     return size if device_kind(device).type == "cpu" else -(-size // ALLOCATION_BLOCK) * ALLOCATION_BLOCK
 
 

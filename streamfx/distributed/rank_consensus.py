@@ -1,6 +1,6 @@
 """Ensure that all ranks of a group run the same chunks: they compare plans before they run.
 
-If a loop reduces rows over ranks, the collective of each chunk must match that of the same chunk on the other ranks. The chunks
+If a loop reduces rows over ranks, the collective of a chunk must match the collective of that chunk on other ranks. The chunks
 depend on shapes, buffer contents, options and budgets. No rank knows these of other ranks: their shards may be smaller, their
 devices different. So each rank publishes the collectives that it is about to run, with their chunks and order, and reads the
 texts of the others. If they differ, all ranks reduce rows between loops and compare again; if they still differ, the graph runs
@@ -59,9 +59,7 @@ def run_with_consensus(
 ) -> Facts:
     """Run the passes, and return their facts; if rows are reduced over ranks, facts on which these ranks agree.
 
-    On an error, notify the other ranks and raise.
-
-    `request` identifies the options and the weights of this rank.
+    On an error, notify the other ranks and raise. `request` identifies the options and the weights of this rank.
     """
     channel = _Channel(capture, exchange or exchange_texts, request)
     try:
@@ -84,7 +82,7 @@ class _RankFailedError(Exception):
 
 
 def _rank_error(error: Exception) -> Exception:
-    """Return the error to raise on this rank: about the other ranks if they are missing or have changed, else unchanged."""
+    """Return the error to raise on this rank: about the other ranks if they are missing or have changed, else `error` itself."""
     if isinstance(error, RankChangedError):
         return order_differs_between_lengths(str(error))
     return nothing_from_others(error) if isinstance(error, RanksMissingError) else error
@@ -102,13 +100,16 @@ class _Channel:
     request: str
 
     def read(self, text: str, group: str, agreement_key: str | None = None) -> list[str]:
-        """Return the texts that all ranks write. If `agreement_key` is set, ranks agree on the text once."""
+        """Write a text, and return the texts of all ranks; raise an error if a rank reports that it failed.
+
+        If `agreement_key` is set, ranks agree on the text once.
+        """
         subject = describe_traced_order(self.graph, group)
         about = None if agreement_key is None else f"{self.request}\n{agreement_key}\n{subject}"
         texts = self.exchange(text, group, subject=subject, about=about)
-        failed = next((item for item in texts if item.startswith(FAILED)), None)
-        if failed is not None:
-            raise _RankFailedError(failed.removeprefix(FAILED))
+        failure_text = next((rank_text for rank_text in texts if rank_text.startswith(FAILED)), None)
+        if failure_text is not None:
+            raise _RankFailedError(failure_text.removeprefix(FAILED))
         return texts
 
     def leave(self, failure: str) -> None:
@@ -155,9 +156,9 @@ def _raise_unless_same(texts: Sequence[str]) -> None:
 def _facts_with_equal_row_reductions(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel) -> Facts:
     """Return facts whose row reductions match on all participating ranks: in loops, else between loops, else unchunked."""
     facts = run(capture)
-    rows = rows_over_ranks(facts)
-    groups = find_group_names(rows)
-    if not rows or (len(groups) == 1 and is_same_on_all_ranks(facts, groups[0], channel)):
+    reductions = rows_over_ranks(facts)
+    groups = find_group_names(reductions)
+    if not reductions or (len(groups) == 1 and is_same_on_all_ranks(facts, groups[0], channel)):
         return facts
     facts = run(lambda: replace(capture(), separate_reductions=OTHER_CHUNKS if len(groups) == 1 else SEVERAL_GROUPS))
     if len(groups) != 1 or is_same_on_all_ranks(facts, groups[0], channel):

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, first: Tensor | None) -> tuple[Tensor, Tensor]:
     """Convolve x [b d t] with weight [d w]; return the output, and the state [b d (w - 1)] after x.
 
-    `first` is the state before x; if None, x begins the sequence.
+    `first`: the state before x; None if x begins the sequence.
     """
     with_state = x if first is None else torch.cat((first, x), 2)
     out, width = torch.empty_like(with_state), weight.shape[1] - 1
@@ -28,25 +28,25 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, first: T
 def backward(
     dy: Tensor, dlast: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, first: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return the gradients of x, weight, bias and the state.
+    """Return the gradients of x, weight, bias and the state before x, from those of the output and of the state after x.
 
     Gradients of parameters have the dtype in which the package accumulates.
     """
     width = weight.shape[1] - 1
     state = x.new_zeros(*x.shape[:2], width) if first is None else first
     with_state, dout = torch.cat((state, x), 2), pad(dy, [width, 0])
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    dseen, dweight = torch.empty_like(with_state), torch.zeros_like(weight, dtype=wide)
-    dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-    _package()._causal_conv1d_bwd_cpp(with_state, weight, bias, dout, None, None, None, dseen, dweight, dbias, None, silu)
+    accumulation_dtype = torch.promote_types(weight.dtype, torch.float32)
+    dwith_state, dweight = torch.empty_like(with_state), torch.zeros_like(weight, dtype=accumulation_dtype)
+    dbias = None if bias is None else torch.zeros_like(bias, dtype=accumulation_dtype)
+    _package()._causal_conv1d_bwd_cpp(with_state, weight, bias, dout, None, None, None, dwith_state, dweight, dbias, None, silu)
     if dlast is not None:
-        dseen[..., x.shape[2] :] += dlast
-    return dseen[..., width:].clone(), dweight, dbias, dseen[..., :width].clone()
+        dwith_state[..., x.shape[2] :] += dlast
+    return dwith_state[..., width:].clone(), dweight, dbias, dwith_state[..., :width].clone()
 
 
 def _package() -> Any:
     """Return the namespace of the operators that the package registers on import.
 
-    A caller has already imported the package.
+    The caller has already imported the package.
     """
     return torch.ops.DaoAILab

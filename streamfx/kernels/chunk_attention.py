@@ -1,8 +1,8 @@
 """Attention of a chunk's queries over their visible keys.
 
 If a kernel aligns its causal mask, or its window, at the last query and the last key (bottom right), a chunk in the
-middle of the sequence takes one call. Other kernels align it at the first ones (top left). For these the chunk takes
-two calls: one for the past, which all its queries see in full, and one for the square diagonal; the results are
+middle of the sequence takes one call. Other kernels align it at the first query and key (top left). With these kernels, a chunk
+takes two calls: one for the past, which all its queries see in full, and one for the square diagonal; the results are
 merged by log-sum-exp. The backward also calls the kernel twice, with the merged output and log-sum-exp, as ring
 attention does. A window that no kernel supports becomes a bias.
 
@@ -56,8 +56,8 @@ def forward(
     """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
     `mask` is added to the scores. With a `window` (low, high), query i sees keys i + first + low .. i + first + high,
-    where None is unbounded; otherwise all keys. `finite_hides` means that scores are small compared with the large
-    negative values of the mask, so that these hide a key as minus infinity does.
+    where None is unbounded; otherwise all keys. `finite_hides`: scores are small compared with the large negative
+    values of the mask, so that such values hide a key as minus infinity does.
     """
     tiles, bias, bottom_right, is_estimate = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
     if _is_single_call(tiles, query, key):
@@ -93,13 +93,13 @@ def backward(
     tiles, bias, bottom_right, is_estimate = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
     if _is_single_call(tiles, query, key):
         # real runs with several tiles also have the gradients of all keys; they are counted while the tile runs
-        full_gradients = [torch.empty_like(item) for item in (query, key, value)] if is_estimate else []
+        full_gradients = [torch.empty_like(operand) for operand in (query, key, value)] if is_estimate else []
         gradients = _backward(tiles[0], gradient, query, key, value, out, lse, bias, bottom_right, scale)
         del full_gradients
         return gradients
     dq, dk, dv = torch.full_like(query, -0.0), torch.zeros_like(key), torch.zeros_like(value)  # -0 + x == x, also for x = -0
     for tile in tiles:
-        tile_gradient, tile_query, tile_out, tile_lse = (_rows_of_tile(tile, item) for item in (gradient, query, out, lse))
+        tile_gradient, tile_query, tile_out, tile_lse = (_rows_of_tile(tile, operand) for operand in (gradient, query, out, lse))
         keys, values, tile_bias = _keys_of_tile(tile, key), _keys_of_tile(tile, value), _bias_of(tile, bias)
         totals = _rows_of_tile(tile, dq), _keys_of_tile(tile, dk), _keys_of_tile(tile, dv)
         for key_range, call in _calls(tile, tile_gradient, tile_query, keys, values, tile_out, tile_lse, tile_bias, None, scale):
@@ -114,7 +114,7 @@ def _add_to(totals: Gradients, key_range: slice, gradients: Gradients) -> None:
     totals[2][:, :, key_range].add_(gradients[2])
 
 
-# -- one call, or one for the past and one for the diagonal
+# -- the calls of one tile: one call, or the past and the diagonal
 
 
 def _forward(
@@ -126,7 +126,7 @@ def _forward(
     bottom_right: BottomRightCausal | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of a tile: one call, or one for the past and one for the diagonal."""
+    """Return the output and the log-sum-exp of a tile, by one call, or by a call for the past and a call for the diagonal."""
     kind = tile.kind
     if tile.documents is not None:
         return sdpa.forward(query, key, value, None, tile.documents, scale)
@@ -143,7 +143,7 @@ def _forward(
 
 
 def _backward(*arguments: Any) -> Gradients:
-    """Run all calls of a tile and combine their gradients."""
+    """Run all calls of a tile; return (dq, dk, dv): the sum of their dq, and dk and dv of all keys."""
     gradients = [call() for _, call in _calls(*arguments)]
     if len(gradients) == 1:
         return gradients[0]
@@ -166,7 +166,7 @@ def _calls(
     """Return the kernel calls that compute the gradients, each with the slice of keys that it reads."""
 
     def call(key_range: slice, mask: Bias, causal: Any) -> tuple[slice, Callable[[], Gradients]]:
-        """Return the slice of keys, and a function that runs the backward kernel on it."""
+        """Return the slice of keys, and a function that runs the backward kernel on these keys."""
         keys, values = (key, value) if key_range == all_keys else (key[:, :, key_range], value[:, :, key_range])
         return key_range, lambda: sdpa.backward(gradient, query, keys, values, out, lse, mask(), causal, scale)
 
@@ -225,10 +225,7 @@ def _visible_keys(
 
 
 def _bottom_right(rows: int, keys: int, first: int | None, window: Window | None) -> BottomRightCausal | None:
-    """Return the window as a bottom-right mask: if it ends at each query's own key, and the last query's is the last key.
-
-    None otherwise.
-    """
+    """Return the window as a bottom-right mask; None unless it ends at each query's own key, and the last query's is the last."""
     if window is None or first is None or first < 0 or keys - first != rows or window[1] != 0:
         return None
     low = window[0]
@@ -236,7 +233,7 @@ def _bottom_right(rows: int, keys: int, first: int | None, window: Window | None
 
 
 def _is_single_call(tiles: Sequence[MaskTile], query: Tensor, key: Tensor) -> bool:
-    """Return whether a single tile covers all queries, keys and sequences, so that one call suffices."""
+    """Return whether a single tile covers all queries, keys and batch items, so that one call suffices."""
     if len(tiles) != 1:
         return False
     full = (0, query.shape[2]), (0, key.shape[2]), (0, query.shape[0])
@@ -244,12 +241,12 @@ def _is_single_call(tiles: Sequence[MaskTile], query: Tensor, key: Tensor) -> bo
 
 
 def _rows_of_tile(tile: MaskTile, tensor: Tensor) -> Tensor:
-    """Return the slice of a tensor [b h m ..] with the tile's sequences and query positions."""
+    """Return the slice of a tensor [b h m ..] with the tile's batch items and query positions."""
     return tensor[slice(*tile.batch), :, slice(*tile.rows)]
 
 
 def _keys_of_tile(tile: MaskTile, tensor: Tensor) -> Tensor:
-    """Return the slice of a tensor [b g n ..] with the tile's sequences and key positions."""
+    """Return the slice of a tensor [b g n ..] with the tile's batch items and key positions."""
     return tensor[slice(*tile.batch), :, slice(*tile.keys)]
 
 
@@ -268,7 +265,7 @@ def _bias_of(tile: MaskTile, bias: Bias) -> Bias:
 
 
 def _with_window(query: Tensor, key: Tensor, mask: Tensor | None, first: int | None, window: Window | None) -> Tensor | None:
-    """Combine the mask and the window into one additive mask."""
+    """Return one additive mask for the mask and the window; None if there are neither."""
     if first is None or window is None or window == (None, None):
         return mask
     low, high = window

@@ -1,4 +1,4 @@
-"""The fused attention kernels of CUDA, called within the constraints that each of them has.
+"""The fused attention kernels of CUDA, called within the constraints of each kernel.
 
 cuDNN runs the call if it is the fastest (`cuda_cudnn.py`). Otherwise flash attention does, and memory-efficient
 attention runs single precision and biases. Kernels check few of their assumptions, so a comment at each call says
@@ -24,7 +24,7 @@ TYPES = {torch.float32, torch.float16, torch.bfloat16}  # gemm_kernel_utils.h: D
 BIAS_ALIGNMENT = 16  # elements: attention.cpp: pad_bias
 MAX_EXPANDED_BYTES = 1 << 30  # bytes: limit for the gradients of keys and values, expanded to all query heads
 MAX_ACCUMULATOR_BYTES = 1 << 29  # bytes: limit for the accumulator of the queries' gradients
-LSE_ALIGNMENT = 32  # rows: kernel_forward.h: kAlignLSE; the backward reads this many at once
+LSE_ALIGNMENT = 32  # rows: kernel_forward.h: kAlignLSE; the backward reads this many rows at once
 
 
 def forward(
@@ -37,7 +37,7 @@ def forward(
     if is_flash(query, key, value, bias, causal, scale):
         result = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, bool(causal), False, scale=scale)
         return result[0], result[1]
-    key, value = (for_all_heads(item, query) for item in (key, value))  # attention.cu: requires equal head counts
+    key, value = (for_all_heads(heads, query) for heads in (key, value))  # attention.cu: requires equal head counts
     bias = _padded_bias(bias, query, key)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, bool(causal), scale=scale)
     return out, lse[:, :, : query.shape[2]]
@@ -54,11 +54,11 @@ def backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
+    """Return (dq, dk, dv): the gradients of queries, keys and values."""
     query, key, value, scale = to_kernel_layout(query, key, value, scale)
     gradient, out = results_to_kernel_layout(gradient, out, query)
     if cuda_cudnn.supports(query, key, value, bias, causal, scale):
-        return gradients(cuda_cudnn.backward, (gradient, query, key, value, out, lse), causal, scale, sizes)
+        return gradients(cuda_cudnn.backward, (gradient, query, key, value, out, lse), causal, scale, max_tile)
     if is_flash(query, key, value, bias, causal, scale):
         return _flash_backward(gradient, query, key, value, out, lse, causal, scale)
     return _efficient_backward(gradient, query, key, value, out, lse, bias, causal, scale)
@@ -72,7 +72,7 @@ def has_kernels(query: Tensor) -> bool:
 def is_flash(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> bool:
     """Return whether flash attention supports this call, by the rules of `sdp_utils.cpp: use_flash_attention`."""
     if causal is True and query.shape[2] != key.shape[2]:
-        return False  # mask.h: aligns at the last query and key; all other kernels align at the first
+        return False  # mask.h: aligned at the last query and key; all other kernels align it at the first
     return bias is None and flash_supports(query, value, scale)
 
 
@@ -83,7 +83,7 @@ def flash_supports(query: Tensor, value: Tensor, scale: float | None) -> bool:
     """
     if query.dtype not in FLASH_TYPES or (scale is not None and scale <= 0):
         return False  # softmax.h: the maximum is taken before scores are scaled
-    width, value_width = (item.shape[-1] + -item.shape[-1] % layouts.ALIGNMENT for item in (query, value))
+    width, value_width = (heads.shape[-1] + -heads.shape[-1] % layouts.ALIGNMENT for heads in (query, value))
     return width == value_width <= flash_width(query.device)
 
 
@@ -102,12 +102,12 @@ def to_kernel_layout(
 ) -> tuple[Tensor, Tensor, Tensor, float | None]:
     """Pad heads to the width that the kernels load (sdp_utils.cpp: minimum_gemm_alignment), and align their addresses.
 
-    Return (query, key, value, scale). Zero columns do not change the scores, but they change the default scale, which
-    depends on the width; so the scale is fixed before.
+    Return (query, key, value, scale). Zero columns do not change the scores, but they change the default scale,
+    because it depends on the width; so padded heads get the scale of their original width.
     """
     if query.shape[-1] % layouts.ALIGNMENT:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-    query, key, value = (layouts.align(layouts.padded_last(item, layouts.ALIGNMENT)) for item in (query, key, value))
+    query, key, value = (layouts.align(layouts.padded_last(operand, layouts.ALIGNMENT)) for operand in (query, key, value))
     return query, key, value, scale
 
 
@@ -116,7 +116,7 @@ def results_to_kernel_layout(gradient: Tensor, out: Tensor, query: Tensor) -> tu
 
     attention_backward.cu makes gradients contiguous, but misreads them if their dtype differs from the query's.
     """
-    gradient, out = (layouts.padded_last(item.to(query.dtype), layouts.ALIGNMENT) for item in (gradient, out))
+    gradient, out = (layouts.padded_last(heads.to(query.dtype), layouts.ALIGNMENT) for heads in (gradient, out))
     return layouts.align(gradient), out
 
 
@@ -130,12 +130,12 @@ def _flash_backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients by flash attention, in blocks if its workspace would be large."""
+    """Return (dq, dk, dv) by flash attention, in tiles if its workspace would be large."""
     out, lse = layouts.align(out), lse.contiguous()  # flash_api.cpp: set_params_fprop reads its pointer and ignores its strides
-    return gradients(_flash_block, (gradient, query, key, value, out, lse), causal, scale, sizes)
+    return gradients(_flash_tile, (gradient, query, key, value, out, lse), causal, scale, max_tile)
 
 
-def _flash_block(
+def _flash_tile(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -145,7 +145,7 @@ def _flash_block(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run flash attention's backward on one block of rows and keys."""
+    """Run flash attention's backward on one tile of rows and keys; return (dq, dk, dv)."""
     ends = (None, None, query.shape[2], key.shape[2])
     return aten._scaled_dot_product_flash_attention_backward(
         gradient, query, key, value, out, lse, *ends, 0.0, bool(causal), *no_dropout(query.device), scale=scale
@@ -157,8 +157,8 @@ def no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)
 
 
-def sizes(query: Tensor, key: Tensor) -> TileSizes:
-    """Return the limits on rows and keys of one backward call."""
+def max_tile(query: Tensor, key: Tensor) -> TileSizes:
+    """Return the maximum number of rows, and of keys, of one backward call."""
     rows, keys = _rows_at_once(query), keys_at_once(query, key)
     return TileSizes(rows, keys if query.shape[2] <= rows else min(keys, rows))
 
@@ -183,7 +183,7 @@ def keys_at_once(query: Tensor, key: Tensor) -> int:
 
 
 def _in_tiles(size: int) -> int:
-    """Round a number of rows down to full kernel tiles, unless it is less than one."""
+    """Round a number of rows down to full kernel tiles, unless it is less than one tile."""
     return size // cuda_cudnn.TILE_ROWS * cuda_cudnn.TILE_ROWS or size
 
 
@@ -198,9 +198,9 @@ def _efficient_backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients by memory-efficient attention, with keys and values repeated for all heads."""
+    """Return (dq, dk, dv) by memory-efficient attention, with keys and values repeated for all heads."""
     groups = key.shape[1]
-    key, value = (for_all_heads(item, query) for item in (key, value))
+    key, value = (for_all_heads(heads, query) for heads in (key, value))
     bias, lse = _padded_bias(bias, query, key), padded_lse(lse)
     out = layouts.rows_contiguous(out)  # kernel_backward.h: o_strideM() is heads * width, whatever the strides are
     seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))

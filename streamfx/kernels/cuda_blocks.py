@@ -57,7 +57,7 @@ def gradients(
         return _sum_over_tiles(kernel, operands, tiles, scale)
     results = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for group in range(groups):
-        group_operands: Operands = tuple(item.chunk(groups, 1)[group] for item in operands)  # type: ignore[assignment]
+        group_operands: Operands = tuple(operand.chunk(groups, 1)[group] for operand in operands)  # type: ignore[assignment]
         group_gradients = _sum_over_tiles(
             kernel,
             group_operands,
@@ -71,19 +71,19 @@ def gradients(
 
 
 def _sum_over_tiles(kernel: Kernel, operands: Operands, tiles: Sequence[KernelTile], scale: float | None) -> Gradients:
-    """Run the kernel on each tile, and sum the gradients.
+    """Run the kernel on each tile; return the sums of the gradients (dq, dk, dv).
 
-    If tiles are ordered by rows, the gradients of one slice of rows are complete before the next slice starts, but the
-    accumulators of all keys are alive to the end; if ordered by keys, the reverse. The order with the smaller
-    long-lived accumulators is chosen.
+    In the order of rows, the gradients of one slice of rows are complete before the next slice starts, but the
+    accumulators of all keys are alive to the end; in the order of keys, the reverse. The order is chosen in which the
+    accumulators that are alive to the end are smaller.
     """
     gradient, query, key, value, out, lse = operands
     by_rows = key.numel() + value.numel() < query.numel()
     tiles = sorted(tiles, key=lambda tile: (tile.rows if by_rows else tile.keys).start)
     dq = _SliceAccumulators(query, [tile.rows for tile in tiles])
-    dk, dv = (_SliceAccumulators(item, [tile.keys for tile in tiles]) for item in (key, value))
+    dk, dv = (_SliceAccumulators(heads, [tile.keys for tile in tiles]) for heads in (key, value))
     for rows, keys, causal in tiles:
-        row_operands = (item[:, :, rows] for item in (gradient, query))
+        row_operands = (operand[:, :, rows] for operand in (gradient, query))
         tile_gradients = kernel(
             *row_operands, key[:, :, keys], value[:, :, keys], out[:, :, rows], lse[:, :, rows].contiguous(), causal, scale
         )
@@ -102,16 +102,16 @@ class _SliceAccumulators:
     def __init__(self, like: Tensor, slices: Iterable[slice]) -> None:
         """Allocate the gradient, and count the contributions to each slice: one per tile."""
         self.result = torch.empty_like(like)
-        self.remaining = Counter(item.start for item in slices)
-        self.sums: dict[int, Tensor] = {}
+        self.num_remaining = Counter(contributed.start for contributed in slices)  # by the start of a slice
+        self.sums: dict[int, Tensor] = {}  # by the start of a slice
 
     def add(self, target: slice, contribution: Tensor) -> None:
         """Add a contribution to a slice; after the last one, write the sum to the result."""
-        self.remaining[target.start] -= 1
+        self.num_remaining[target.start] -= 1
         total = self.sums.pop(target.start, None)
         if total is not None:
             contribution = total.add_(contribution)
-        if not self.remaining[target.start]:
+        if not self.num_remaining[target.start]:
             self.result[:, :, target].copy_(contribution)
         else:
             self.sums[target.start] = contribution.to(torch.promote_types(contribution.dtype, torch.float32))
@@ -120,7 +120,8 @@ class _SliceAccumulators:
 def _tiles(query: Tensor, key: Tensor, causal: Causal, max_tile: TileSizes) -> list[KernelTile]:
     """Return tiles that cover each visible (row, key) pair once.
 
-    The keys of the chunk's own rows are divided as the rows are; the keys before them (the past) separately.
+    The keys of the chunk's own rows are divided at the same positions as the rows. The keys before them (the past) are
+    divided separately.
     """
     rows, keys = query.shape[2], key.shape[2]
     past = keys - rows if causal else keys  # keys that all rows see
@@ -138,6 +139,6 @@ def _tiles(query: Tensor, key: Tensor, causal: Causal, max_tile: TileSizes) -> l
     return tiles
 
 
-def _slices(count: int, size: int) -> list[slice]:
-    """Divide `count` positions into slices of at most `size`."""
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+def _slices(length: int, max_size: int) -> list[slice]:
+    """Divide positions 0 to `length` into slices of at most `max_size`."""
+    return [slice(start, min(start + max_size, length)) for start in range(0, length, max_size)]

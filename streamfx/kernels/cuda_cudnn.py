@@ -3,14 +3,14 @@
     queries see all keys      causal=False      the past of a chunk
     square causal mask        causal=True       its diagonal, or a full sequence
 
-cuDNN aligns a causal mask at the first query and key, so a chunk with a past takes two calls, and `attention.py`
+cuDNN aligns a causal mask at the first query and key, so a chunk with a past takes two calls, and `chunk_attention.py`
 merges their results. This module never passes a mask to cuDNN: since PyTorch 2.11 a masked backward may return NaN
 (pytorch#196678).
 
 Source: aten/src/ATen/native/cudnn/MHA.cpp. Its cache of backward plans is keyed only by the sizes and strides of
 queries, keys and values, while a plan also fixes the strides of the output, of its gradient and of the log-sum-exp.
 Therefore `backward` always gives these three the same layout, and a call never gets a plan that was built for another
-one.
+layout.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def supports_past_and_diagonal(query: Tensor, key: Tensor, value: Tensor, scale:
 
 
 def _is_preferred(device: torch.device) -> bool:
-    """Return whether PyTorch itself would choose cuDNN first: not if the user disabled it or activated FlashAttention-3.
+    """Return whether PyTorch would choose cuDNN first: False if the user disabled it, or activated FlashAttention-3.
 
     sdp_utils.cpp: check_prefer_cudnn_attention, check_runtime_disabled_cudnn, check_cudnn_deterministic.
     """
@@ -91,7 +91,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, causal: Causal, scale: fl
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
+    """Return (dq, dk, dv): the gradients of queries, keys and values."""
     gradient, out, lse = _packed(gradient), _packed(out), lse.contiguous().unsqueeze(-1)
     seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
     ends = (None, None, query.shape[2], key.shape[2])
@@ -107,7 +107,7 @@ def _packed(tensor: Tensor) -> Tensor:
 
 
 def _with_unique_stride(query: Tensor) -> Tensor:
-    """Give the queries of a single sequence a batch stride that no dense tensor has.
+    """Return the queries; for a batch of one item, with a batch stride that no dense tensor has.
 
     The stride of a dimension of size 1 is never used, but it is part of the key of cuDNN's plan cache. A plan that
     the user's own calls built for an output in another layout therefore never matches ours.

@@ -1,6 +1,6 @@
 """Matrix products of half-precision operands that accumulate into a float32 total on CUDA, in place if PyTorch can.
 
-A separate float32 product that is then added takes as much memory as the total, and three times the memory traffic.
+A separate float32 product that is then added needs as much memory as the total, and three times the memory traffic.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> 
     if adds_in_place(left.device, left.dtype):
         _add_in_place(total, left, right, is_first)
         return
-    make = torch.mm if left.dim() == 2 else torch.bmm
-    (total.copy_ if is_first else total.add_)(make(left, right, out_dtype=total.dtype))
+    multiply = torch.mm if left.dim() == 2 else torch.bmm
+    product = multiply(left, right, out_dtype=total.dtype)
+    (total.copy_ if is_first else total.add_)(product)
 
 
 def _add_in_place(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:

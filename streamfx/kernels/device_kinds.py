@@ -30,7 +30,7 @@ class DeviceKind:
 
 
 CUDNN_CAPABILITIES = {(9, 0), (10, 0), (10, 3)}
-CUDNN_VERSION = 91501  # the first version that is right for lengths not divisible by 128 (pytorch#169849)
+CUDNN_VERSION = 91501  # the first version with correct results for lengths not divisible by 128 (pytorch#169849)
 
 
 _planned_kind: ContextVar[DeviceKind | None] = ContextVar("planned_device_kind", default=None)
@@ -56,7 +56,7 @@ def _kind_of_real_device(device: torch.device) -> DeviceKind:
 
 @contextmanager
 def pretend_device(kind: DeviceKind) -> Iterator[None]:
-    """Inside this context, treat CPU tensors as if they were on a device of another kind."""
+    """Context manager: `device_kind` returns `kind` for CPU tensors."""
     token = _planned_kind.set(kind)
     try:
         yield

@@ -49,7 +49,7 @@ def masks_correctly(device: torch.device, dtype: torch.dtype, width: int, has_wi
 
 def forward(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
     """Return the output [b h m e] and log-sum-exp [b h m] of aligned operands with equal head counts."""
-    by_rows = (item.transpose(1, 2) for item in (query, key, value))
+    by_rows = (operand.transpose(1, 2) for operand in (query, key, value))
     ends = (None, None, None, None)
     options = {"scale": scale, **_window(left, key)}
     out, lse, *_ = aten._efficient_attention_forward(*by_rows, None, *ends, 0.0, CAUSAL_FROM_BOTTOM_RIGHT, True, **options)
@@ -59,18 +59,18 @@ def forward(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float |
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, left: int, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
+    """Return (dq, dk, dv)."""
     out, lse = layouts.rows_contiguous(out), cuda_attention.padded_lse(lse)  # kernel_backward.h: o_strideM()
-    gradient, query, key, value, out = (item.transpose(1, 2) for item in (gradient, query, key, value, out))
+    gradient, query, key, value, out = (operand.transpose(1, 2) for operand in (gradient, query, key, value, out))
     seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
     ends, options = (None, None, query.shape[1], key.shape[1]), {"scale": scale, **_window(left, key.transpose(1, 2))}
     results = aten._efficient_attention_backward(
         gradient, query, key, value, None, out, *ends, lse, 0.0, seed, offset, CAUSAL_FROM_BOTTOM_RIGHT, False, **options
     )
-    dq, dk, dv = (item.transpose(1, 2) for item in results[:3])
+    dq, dk, dv = (result.transpose(1, 2) for result in results[:3])
     return dq, dk, dv
 
 
 def _window(left: int, key: Tensor) -> dict[str, Any]:
-    """Return the kernel's window option. Kernels count the query's own key; a window over all keys is no window."""
+    """Return the kernel's window option. Kernels count the query's own key. A window over all keys needs no option."""
     return {"window_size": left + 1} if left + 1 < key.shape[2] else {}

@@ -6,7 +6,7 @@ a bias.
 PyTorch's sources under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_fwd and mha_bwd take
 `window_size_left` and `window_size_right`, and mask.h aligns them at the last query and key. Each device's kernels are
 tested once on known values. If they raise an error or differ, a bias replaces the window. Operands that flash attention
-does not support go to `efficient_bottom_right.py`, also without a window.
+does not support go to `efficient_bottom_right.py`, even without a window.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _library.define(
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and log-sum-exp [b h m], as `cuda_attention.forward` does, also for windows."""
+    """Return the output [b h m e] and the log-sum-exp [b h m].
+
+    Windows take one call without `bias`; any other mask goes to `cuda_attention.forward`.
+    """
     left = _left(causal, query, key, value, scale)
     if left is None:
         return cuda_attention.forward(query, key, value, bias, causal, scale)
@@ -50,7 +53,10 @@ def backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
+    """Return (dq, dk, dv).
+
+    Windows take one call, which ignores `bias`; any other mask goes to `cuda_attention.backward`.
+    """
     left = _left(causal, query, key, value, scale)
     if left is None:
         return cuda_attention.backward(gradient, query, key, value, out, lse, bias, causal, scale)
@@ -73,7 +79,7 @@ def supports_bottom_right(
 
 
 def _left(causal: Causal, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> int | None:
-    """Return how many keys before its own a query sees; None if the mask is no window.
+    """Return how many keys before its own a query sees; None if the mask is not a window.
 
     If flash attention does not support the operands, a bottom-right causal mask counts as a window over all keys.
     """
@@ -87,16 +93,16 @@ def _left(causal: Causal, query: Tensor, key: Tensor, value: Tensor, scale: floa
 def _to_kernel_layout(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """Align the operands, and expand keys to all heads if flash attention does not support the operands."""
+    """Return aligned operands and the scale; keys and values for all heads, unless flash attention supports the operands."""
     query, key, value, scale = cuda_attention.to_kernel_layout(query, key, value, scale)
     if not cuda_attention.flash_supports(query, value, scale):
-        key, value = (plain_attention.for_all_heads(item, query) for item in (key, value))
+        key, value = (plain_attention.for_all_heads(heads, query) for heads in (key, value))
     return query, key, value, scale
 
 
 @torch.library.impl(_library, "attention_window", "CompositeExplicitAutograd")
 def _forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Run attention in a window: the operator's implementation, with a bias if the device's kernels are wrong."""
+    """Implement `streamfx::attention_window`: with a bias instead of a window if the device's kernels are wrong."""
     if not cuda_attention.flash_supports(query, value, scale):
         return efficient_bottom_right.forward(query, key, value, left, scale)
     if masks_correctly(query.device, query.dtype, query.shape[3]):
@@ -117,7 +123,7 @@ def _backward(
     left: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward of attention in a window: the operator's implementation."""
+    """Implement `streamfx::attention_window_backward`; return (dq, dk, dv)."""
     if not cuda_attention.flash_supports(query, value, scale):
         return efficient_bottom_right.backward(grad_out, query, key, value, out, logsumexp, left, scale)
     if masks_correctly(query.device, query.dtype, query.shape[3]):
@@ -138,8 +144,8 @@ def masks_correctly(device: torch.device, dtype: torch.dtype, width: int) -> boo
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Run flash attention with a window of `left` keys before a query's own."""
-    by_rows = (item.transpose(1, 2) for item in (query, key, value))
+    """Run flash attention with a window of `left` keys before a query's own key; return the output and the log-sum-exp."""
+    by_rows = (operand.transpose(1, 2) for operand in (query, key, value))
     ends = (None, None, query.shape[2], key.shape[2])
     window = {"window_size_left": left, "window_size_right": 0}
     out, lse, *_ = aten._flash_attention_forward(*by_rows, *ends, 0.0, False, False, scale=scale, **window)
@@ -149,14 +155,14 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | 
 def _flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, left: int, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward of flash attention with a window."""
+    """Run the backward of flash attention with a window; return (dq, dk, dv)."""
     out, lse = layouts.align(out), lse.contiguous()  # flash_api.cpp: set_params_fprop reads its pointer and ignores its strides
-    by_rows = (item.transpose(1, 2) for item in (gradient, query, key, value, out))
+    by_rows = (operand.transpose(1, 2) for operand in (gradient, query, key, value, out))
     ends = (None, None, query.shape[2], key.shape[2])
     window = {"window_size_left": left, "window_size_right": 0}
     states = cuda_attention.no_dropout(query.device)
     results = aten._flash_attention_backward(*by_rows, lse, *ends, 0.0, False, *states, scale=scale, **window)
-    dq, dk, dv = (item.transpose(1, 2) for item in results)
+    dq, dk, dv = (result.transpose(1, 2) for result in results)
     return dq, dk, dv
 
 
@@ -173,7 +179,7 @@ def _fake_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *, left: int, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return uninitialized gradients with the layout of the real ones."""
-    dq, dk, dv = (torch.empty_like(item.transpose(1, 2)).transpose(1, 2) for item in (query, key, value))
+    dq, dk, dv = (torch.empty_like(operand.transpose(1, 2)).transpose(1, 2) for operand in (query, key, value))
     return dq, dk, dv
 
 

@@ -8,8 +8,8 @@ chunk, the rows are sorted by group once (`arrange`) for all products that share
 
 The sizes of groups are known only on the device. On a CPU, and on CUDA devices without a better kernel, a loop runs
 over the groups; on CUDA the host then waits for the device. PyTorch's grouped product does not wait, but it allocates
-a gradient for all groups, which is then added. `triton_grouped_mm.py` accumulates in place, only into the groups that
-have rows.
+a gradient for all groups, which is then added to the total. `triton_grouped_mm.py` accumulates in place, only into the
+groups that have rows.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def arranged_mm(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-    """x [s k], weight [e k n] -> [s n]"""
+    """Return [s n]: each row of x [s k] times its group's weight [k n] of weight [e k n], given the order of `arrange`."""
     if not has_kernel(x, weight) and multiplies_by_group(x, weight):
         return _triton().multiply(x, weight, order, ends)  # type: ignore[no-any-return]
     rows = x[order]
@@ -68,7 +68,7 @@ def arranged_mm(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tenso
 
 
 def arranged_outer(x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-    """x [s k], y [s n] -> [e k n]"""
+    """Return [e k n]: for each group, the sum of the outer products of its rows of x [s k] and y [s n]."""
     if has_kernel(x, y):
         result = torch.nn.functional.grouped_mm(x[order].t(), y[order], offs=ends)
         is_empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
@@ -104,8 +104,8 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
     if kind.type != "cuda" or kind.capability < GROUPED_CAPABILITY or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
         return False
     is_dense = sorted(weight.stride()[-2:]) in ([1, weight.shape[-1]], [1, weight.shape[-2]])
-    aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (x.shape[-1], *weight.shape[-2:]))
-    return is_dense and aligned
+    is_aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (x.shape[-1], *weight.shape[-2:]))
+    return is_dense and is_aligned
 
 
 def adds_by_group(total: Tensor, x: Tensor, y: Tensor) -> bool:

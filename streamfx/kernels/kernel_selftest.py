@@ -1,4 +1,4 @@
-"""Test kernels that may be wrong on some devices once, on known values, before a training step uses them.
+"""Test kernels that may be wrong on some devices: once, on known values, before a training step uses them.
 
     @selftest("attention in a window")
     def masks_correctly(device, dtype, width): return matches_reference(...)
@@ -88,11 +88,11 @@ def matches_reference(forward: Forward, backward: Backward, causal: Causal, size
     query, key, value, gradient = (_random(sizes, shape, seed) for seed, shape in enumerate(heads))
     results = forward(query, key, value)
     outputs = (*results, *backward(gradient, query, key, value, *results))
-    return all(map(_is_close, outputs, _reference(causal, *(item.double() for item in (query, key, value, gradient)))))
+    return all(map(_is_close, outputs, _reference(causal, *(operand.double() for operand in (query, key, value, gradient)))))
 
 
 def _reference(causal: Causal, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-    """Return the outputs and gradients of plain operators."""
+    """Return the output, the log-sum-exp and the gradients (dq, dk, dv) of plain operators."""
     results = plain_attention.forward(query, key, value, None, causal, None)
     return (*results, *plain_attention.backward(gradient, query, key, value, *results, None, causal, None))
 
@@ -163,7 +163,7 @@ def _decode(item: Any) -> Any:
 
 
 def _run_test(question: Question, device: torch.device) -> Outcome:
-    """Run a test in this process."""
+    """Run a test in this process, and return its outcome."""
     module, name = question["check"].split(":")
     try:
         check = getattr(importlib.import_module(module), name).check
@@ -201,14 +201,14 @@ class Child:
     def answer(self, question: Question) -> Outcome:
         """Return the child's answer, or an outcome that says how the child ended.
 
-        If the child had exited because it was idle, a new one is asked.
+        If the child had exited because it was idle, a new child answers.
         """
         was_running = self._process is not None
         outcome, has_ended = self._answer(question)
         return self._answer(question)[0] if was_running and has_ended else outcome
 
     def _answer(self, question: Question) -> tuple[Outcome, bool]:
-        """Return the outcome, and whether the child had exited normally."""
+        """Return the outcome, and whether the child exited normally instead of an answer (it was idle)."""
         try:
             process = self._running_process()
             assert process.stdin is not None
@@ -291,7 +291,7 @@ _CHILD = Child()
 
 
 def main() -> None:
-    """Answer questions from standard input, one per line, until none comes for a while."""
+    """Answer questions from standard input, one per line, until `IDLE_SECONDS` pass without a question."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not mix with the answers
     while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from streamfx.torch_private import FakeTensor
 
-ALIGNMENT = 8  # elements: a kernel reads this many at once, 16 bytes of a half dtype
+ALIGNMENT = 8  # elements: a kernel reads this many elements at once, 16 bytes of a half dtype
 
 
 def dense_last(tensor: Tensor) -> Tensor:
@@ -24,8 +24,8 @@ def align(tensor: Tensor) -> Tensor:
 def is_aligned(tensor: Tensor) -> bool:
     """Return whether the last stride is 1, and the address and all other strides are multiples of the alignment."""
     *outer, last = tensor.stride()
-    starts_aligned = _address(tensor) % (ALIGNMENT * tensor.element_size()) == 0
-    return starts_aligned and last == 1 and not any(stride % ALIGNMENT for stride in outer)
+    is_start_aligned = _address(tensor) % (ALIGNMENT * tensor.element_size()) == 0
+    return is_start_aligned and last == 1 and not any(stride % ALIGNMENT for stride in outer)
 
 
 def _address(tensor: Tensor) -> int:
@@ -45,6 +45,6 @@ def rows_contiguous(tensor: Tensor) -> Tensor:
 
 
 def padded_last(tensor: Tensor, multiple: int) -> Tensor:
-    """Pad the last dimension with zeros to a multiple."""
+    """Return the tensor with the last dimension padded with zeros to a multiple of `multiple`."""
     missing = -tensor.shape[-1] % multiple
     return F.pad(tensor, (0, missing)) if missing else tensor

@@ -10,7 +10,7 @@ continues to use; other steps, in this thread or in others, have their own cache
 
 # NOTE [One evaluation for all chunks]
 The host waits for the device when it reads values of a mask. So the first chunk evaluates the masks of all chunks of its
-loop. Each mask is reduced to three integers per row, and those of all chunks are copied to the host together.
+loop. Each mask is reduced to three integers per row, and the integers of all chunks are copied to the host together.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class MaskCache:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._intervals
 
-    def keep(self, key: Hashable, seen: VisibleIntervals, inputs: Sequence[Any]) -> None:
+    def keep(self, key: Hashable, intervals: VisibleIntervals, inputs: Sequence[Any]) -> None:
         """Cache a result, and keep the storages of its inputs alive.
 
         The tensors themselves are not kept: one may be a view of a tensor to which this cache is attached.
         """
-        self._intervals[key] = seen, [item.untyped_storage() for item in inputs if isinstance(item, Tensor)]
+        self._intervals[key] = intervals, [value.untyped_storage() for value in inputs if isinstance(value, Tensor)]
 
     def tiles(self, key: Hashable, batch: int, rows: int, keys: int, packs_documents: bool) -> tuple[MaskTile, ...] | None:
         """Return the tiles for a batch size and numbers of rows and keys, or None if the mask has not been evaluated."""
@@ -62,7 +62,7 @@ _upcoming: ContextVar[Callable[[Any], Iterable[Inputs]] | None] = ContextVar("st
 
 @contextmanager
 def upcoming_inputs(inputs: Callable[[Any], Iterable[Inputs]]) -> Iterator[None]:
-    """While a loop runs, provide the inputs of each of its mask programs for all of its chunks."""
+    """Context manager for the run of a loop: `inputs(program)` yields the inputs of a mask program for all chunks."""
     token = _upcoming.set(inputs)
     try:
         yield
@@ -72,7 +72,7 @@ def upcoming_inputs(inputs: Callable[[Any], Iterable[Inputs]]) -> Iterator[None]
 
 @contextmanager
 def use_mask_cache(cache: MaskCache) -> Iterator[MaskCache]:
-    """Inside this context, in which the forward or backward graph of a step runs, mask programs use `cache`."""
+    """Context manager for the run of a forward or backward graph: mask programs use `cache`."""
     token = _mask_cache.set(cache)
     try:
         yield cache
@@ -114,7 +114,7 @@ class MaskProgram(nn.Module):
         return mask.cache.tiles(key, batch, rows, keys, packs_documents)
 
     def _evaluate_all(self, mask: Mask, key: Hashable, finite_hides: bool) -> None:
-        """Evaluate the masks of all chunks of the loop at once: see NOTE [One evaluation for all chunks]."""
+        """Evaluate the masks of all chunks of the loop, and cache the results: see NOTE [One evaluation for all chunks]."""
         upcoming = _upcoming.get() or (lambda _: ())
         evaluated: dict[Hashable, tuple[Inputs, Tensor, int]] = {}
         for inputs in (mask.inputs, *upcoming(self)):
@@ -125,10 +125,10 @@ class MaskProgram(nn.Module):
                     evaluated[identity] = inputs, visible_intervals(dense[:, 0], finite_hides), dense.shape[3]
         if not evaluated:
             return
-        row_numbers = torch.cat([row_numbers.flatten() for _, row_numbers, _ in evaluated.values()]).cpu()
-        values_by_mask = row_numbers.split([row_numbers.numel() for _, row_numbers, _ in evaluated.values()])
-        for (identity, (inputs, row_numbers, keys)), values in zip(evaluated.items(), values_by_mask, strict=True):
-            mask.cache.keep(identity, VisibleIntervals(values.view(row_numbers.shape), keys), inputs)
+        on_host = torch.cat([intervals.flatten() for _, intervals, _ in evaluated.values()]).cpu()
+        values_by_mask = on_host.split([intervals.numel() for _, intervals, _ in evaluated.values()])
+        for (identity, (inputs, intervals, keys)), values in zip(evaluated.items(), values_by_mask, strict=True):
+            mask.cache.keep(identity, VisibleIntervals(values.view(intervals.shape), keys), inputs)
 
     def dense(self, inputs: Inputs) -> Tensor:
         """Return the mask [b h m n]; any of the sizes may be 1."""
@@ -141,9 +141,9 @@ class MaskProgram(nn.Module):
 
         None if an input is fake or has no version counter.
         """
-        if any(isinstance(item, Tensor) and (isinstance(item, FakeTensor) or item.is_inference()) for item in inputs):
+        if any(isinstance(value, Tensor) and (isinstance(value, FakeTensor) or value.is_inference()) for value in inputs):
             return None
-        identities = tuple([_identity(item, literal) for item, literal in zip(inputs, self.literals, strict=True)])
+        identities = tuple([_identity(value, literal) for value, literal in zip(inputs, self.literals, strict=True)])
         return id(self), finite_hides, identities
 
 
@@ -174,9 +174,9 @@ class Mask:
         return tiles
 
 
-def _identity(item: Any, literal: Hashable | None) -> Hashable:
+def _identity(value: Any, literal: Hashable | None) -> Hashable:
     """Return the identity of an input: its memory and version, or the literal from which it is computed, and its layout."""
-    if not isinstance(item, Tensor):
-        return item
-    memory = (item.data_ptr(), item._version) if literal is None else (literal, item.storage_offset())
-    return *memory, item.dtype, tuple(item.shape), item.stride(), item.device
+    if not isinstance(value, Tensor):
+        return value
+    memory = (value.data_ptr(), value._version) if literal is None else (literal, value.storage_offset())
+    return *memory, value.dtype, tuple(value.shape), value.stride(), value.device

@@ -36,7 +36,7 @@ class TileKind(Enum):
 
 @dataclass(frozen=True)
 class MaskTile:
-    """Rows [first, stop) of the queries with their visible keys [first, stop), in sequences [first, stop) of the batch."""
+    """Rows [first, stop) of the queries with their visible keys [first, stop), of the batch items [first, stop)."""
 
     kind: TileKind
     rows: tuple[int, int]
@@ -45,7 +45,7 @@ class MaskTile:
     documents: Varlen | None = None  # counted from the first row and key of the tile
 
     @property
-    def count(self) -> int:
+    def num_rows(self) -> int:
         return self.rows[1] - self.rows[0]
 
 
@@ -62,7 +62,7 @@ class VisibleIntervals:
 
 
 def tiles_of_mask(mask: Tensor, batch: int, finite_hides: bool = True, packs_documents: bool = False) -> tuple[MaskTile, ...]:
-    """Decompose a mask [b m n] that is added to the scores of all heads; b is `batch` or 1."""
+    """Return the tiles of a mask [b m n] that is added to the scores of all heads; b is `batch` or 1."""
     return tiles_of_intervals(
         VisibleIntervals(visible_intervals(mask, finite_hides), mask.shape[2]),
         batch,
@@ -73,40 +73,43 @@ def tiles_of_mask(mask: Tensor, batch: int, finite_hides: bool = True, packs_doc
 
 
 def tiles_of_intervals(seen: VisibleIntervals, batch: int, rows: int, keys: int, packs_documents: bool) -> tuple[MaskTile, ...]:
-    """Return the tiles for a number of rows and keys; with `packs_documents`, consecutive documents form one tile."""
-    tiles_by_sequence = [
-        tuple(_tiles_of_sequence(intervals if len(intervals) == rows else intervals * rows, packs_documents))
+    """Return the tiles for a batch size and numbers of rows and keys; adjacent batch items with equal tiles share them.
+
+    With `packs_documents`, consecutive documents form one tile.
+    """
+    tiles_by_item = [
+        tuple(_tiles_of_item(intervals if len(intervals) == rows else intervals * rows, packs_documents))
         for intervals in _intervals(seen, keys)
     ]
-    if len(tiles_by_sequence) == 1:
-        return tuple(replace(tile, batch=(0, batch)) for tile in tiles_by_sequence[0])
+    if len(tiles_by_item) == 1:
+        return tuple(replace(tile, batch=(0, batch)) for tile in tiles_by_item[0])
     tiles: list[MaskTile] = []
-    for sequence_tiles, group in groupby(range(len(tiles_by_sequence)), key=tiles_by_sequence.__getitem__):
-        sequences = list(group)
-        tiles.extend(replace(tile, batch=(sequences[0], sequences[-1] + 1)) for tile in sequence_tiles)
+    for item_tiles, group in groupby(range(len(tiles_by_item)), key=tiles_by_item.__getitem__):
+        batch_items = list(group)
+        tiles.extend(replace(tile, batch=(batch_items[0], batch_items[-1] + 1)) for tile in item_tiles)
     return tuple(tiles)
 
 
 def visible_intervals(mask: Tensor, finite_hides: bool) -> Tensor:
     """Return the integers [b m 3] of `VisibleIntervals` for a mask [b m n], on the mask's device.
 
-    A row that sees nothing keeps all keys and its mask. Minus infinity always hides a key. Large negative values hide it
-    only if scores are known to be small (`finite_hides`).
+    The interval of a row that sees nothing contains all keys, and the row keeps its mask. Minus infinity always hides a
+    key. Large negative values hide it only if scores are known to be small (`finite_hides`).
     """
     least_visible, most_hiding = INFINITE if not finite_hides else FINITE_HALF if mask.dtype == torch.float16 else FINITE
     hidden = mask <= most_hiding
     is_plain = ((mask == 0) | hidden).all(-1)
     visible = ~hidden
-    count = visible.sum(-1)
+    num_visible = visible.sum(-1)
     first = visible.byte().argmax(-1)
     stop = mask.shape[-1] - visible.flip(-1).byte().argmax(-1)
     any_visible = (mask >= least_visible).any(-1)  # otherwise hidden keys may have weight: all scores of the row are very low
     first, stop = first * any_visible, torch.where(any_visible, stop, mask.shape[-1])
-    return torch.stack((first, stop, (is_plain & any_visible & (count == stop - first)).long()), -1).int()
+    return torch.stack((first, stop, (is_plain & any_visible & (num_visible == stop - first)).long()), -1).int()
 
 
 def _intervals(seen: VisibleIntervals, keys: int) -> list[list[RowInterval]]:
-    """Return the row intervals of each sequence: [first, stop) of its visible keys, and whether all inside are visible."""
+    """Return, for each batch item, the interval of visible keys of each row."""
     is_broadcast = seen.keys != keys  # the mask is broadcast along keys
     return [
         [RowInterval(first, keys if is_broadcast else stop, bool(sees_all)) for first, stop, sees_all in rows]
@@ -114,8 +117,8 @@ def _intervals(seen: VisibleIntervals, keys: int) -> list[list[RowInterval]]:
     ]
 
 
-def _tiles_of_sequence(rows: Sequence[RowInterval], packs_documents: bool) -> Iterator[MaskTile]:
-    """Yield the tiles of one sequence: adjacent short tiles are merged into one with a mask."""
+def _tiles_of_item(rows: Sequence[RowInterval], packs_documents: bool) -> Iterator[MaskTile]:
+    """Yield the tiles of one batch item; adjacent short tiles are merged into one tile with a mask."""
     runs = list(_packed(rows) if packs_documents else _runs(rows, 0, len(rows)))
     for is_short, group in groupby(runs, key=_is_short):
         group_runs = list(group)
@@ -128,8 +131,8 @@ def _tiles_of_sequence(rows: Sequence[RowInterval], packs_documents: bool) -> It
 
 
 def _is_short(tile: MaskTile) -> bool:
-    """Return whether a tile is masked, or too short to be worth a call of its own."""
-    return tile.kind is TileKind.MIXED or (tile.kind is not TileKind.PACKED and tile.count < MIN_TILE_ROWS)
+    """Return whether a tile has a mask, or too few rows to be worth a separate call."""
+    return tile.kind is TileKind.MIXED or (tile.kind is not TileKind.PACKED and tile.num_rows < MIN_TILE_ROWS)
 
 
 def _packed(rows: Sequence[RowInterval]) -> Iterator[MaskTile]:
@@ -143,7 +146,7 @@ def _packed(rows: Sequence[RowInterval]) -> Iterator[MaskTile]:
 
 
 def _runs(rows: Sequence[RowInterval], start: int, end: int) -> Iterator[MaskTile]:
-    """Yield maximal runs of rows [start, end) that see one interval in full, or causally; each row with a mask is a run."""
+    """Yield maximal runs of rows [start, end) that see one interval, in full or causally; each row with a mask is one run."""
     while start < end:
         row, stop = rows[start], start + 1
         is_causal = stop < end and rows[stop].stop == row.stop + 1

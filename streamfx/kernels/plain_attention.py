@@ -46,7 +46,7 @@ def forward(
     The output of a row without visible keys is 0. Half dtypes are computed in float32.
     """
     dtype, (query, key, value) = query.dtype, _to_float32(query, key, value)
-    key, value = (for_all_heads(item, query) for item in (key, value))
+    key, value = (for_all_heads(heads, query) for heads in (key, value))
     scores = _scores(query, key, bias, causal, scale)
     lse = scores.logsumexp(-1)
     return (_weights(scores, lse) @ value).to(dtype), lse
@@ -63,20 +63,20 @@ def backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
+    """Return (dq, dk, dv): the gradients of queries, keys and values."""
     dtype, (gradient, query, key, value, out) = query.dtype, _to_float32(gradient, query, key, value, out)
-    keys, values = (for_all_heads(item, query) for item in (key, value))
+    keys, values = (for_all_heads(heads, query) for heads in (key, value))
     weights = _weights(_scores(query, keys, bias, causal, scale), lse)
-    inner = weights * (gradient @ values.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)) * _scale(query, scale)
-    dk, dv = inner.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient
-    gradients = inner @ keys, for_groups(dk, key.shape[1]), for_groups(dv, value.shape[1])
-    dq, dk, dv = (item.to(dtype) for item in gradients)
+    dscores = weights * (gradient @ values.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)) * _scale(query, scale)
+    dk, dv = dscores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient
+    gradients = dscores @ keys, for_groups(dk, key.shape[1]), for_groups(dv, value.shape[1])
+    dq, dk, dv = (result.to(dtype) for result in gradients)
     return dq, dk, dv
 
 
-def _to_float32(*items: Tensor) -> list[Tensor]:
-    """Convert half dtypes to float32."""
-    return [item.to(torch.promote_types(item.dtype, torch.float32)) for item in items]
+def _to_float32(*values: Tensor) -> list[Tensor]:
+    """Return the values in float32 if they have half dtypes, and otherwise unchanged."""
+    return [value.to(torch.promote_types(value.dtype, torch.float32)) for value in values]
 
 
 def causal_bias(query: Tensor, key: Tensor, causal: Causal) -> Tensor:
@@ -103,12 +103,12 @@ def _document_bias(query: Tensor, documents: Varlen) -> Tensor:
 
 
 def for_all_heads(heads: Tensor, query: Tensor) -> Tensor:
-    """Repeat keys or values [b g n d] for the h heads of the queries."""
+    """Return keys or values [b g n d], repeated for the h heads of the queries."""
     return heads if heads.shape[1] == query.shape[1] else heads.repeat_interleave(query.shape[1] // heads.shape[1], 1)
 
 
 def for_groups(gradient: Tensor, groups: int) -> Tensor:
-    """Sum the gradient of all query heads [b h n d] over the heads that share keys: [b g n d]."""
+    """Return the gradient of all query heads [b h n d], summed over the heads that share keys: [b g n d]."""
     return gradient if gradient.shape[1] == groups else gradient.unflatten(1, (groups, -1)).sum(2)
 
 

@@ -43,9 +43,9 @@ class Kernels(NamedTuple):
 def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Result:
     """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
-    If `causal` is True, query i sees keys 0 .. i, whatever the number of keys. With BOTTOM_RIGHT, which not all kernels
-    support, the last query sees all keys and each query before it one fewer; with `BottomRightCausal(left)` each
-    query also sees at most `left` keys before its own. With `Varlen` documents are separate.
+    If `causal` is True, query i sees keys 0 .. i, for any number of keys. With BOTTOM_RIGHT, which not all kernels
+    support, the last query sees all keys and each query before it one key fewer; with `BottomRightCausal(left)`
+    each query also sees at most `left` keys before its own key. With `Varlen`, documents are separate.
     """
     if not math.prod(query.shape[:3]) or not key.shape[2]:  # kernels divide by these sizes
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
@@ -67,7 +67,7 @@ def backward(
     causal: Causal,
     scale: float | None,
 ) -> Gradients:
-    """Return the gradients of queries, keys and values."""
+    """Return (dq, dk, dv): the gradients of queries, keys and values."""
     if not math.prod(query.shape[:3]) or not key.shape[2]:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     if bias is not None:  # if it hides all keys of a row, all probabilities of the row are 0: exp(x - inf)
@@ -110,7 +110,7 @@ def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
 def _bias_and_causal(
     query: Tensor, key: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor | None, Causal]:
-    """Return the bias with four dimensions, and the causal mask that is left to the kernel.
+    """Return the bias with four dimensions, and the causal mask that the kernel applies.
 
     Kernels apply minus infinity before they scale, which is wrong if the scale is not positive. Then the mask becomes
     a bias.
@@ -127,7 +127,7 @@ def _bias_and_causal(
 
 
 def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Result:
-    """Run the CPU's flash attention."""
+    """Run the CPU's flash attention; return the output and the log-sum-exp."""
     query, key, value, scale = _for_cpu(query, key, value, scale)
     return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
 
@@ -143,16 +143,16 @@ def _cpu_backward(
     causal: Causal,
     scale: float | None,
 ) -> Gradients:
-    """Run the backward of the CPU's flash attention."""
+    """Run the backward of the CPU's flash attention; return (dq, dk, dv)."""
     query, key, value, scale = _for_cpu(query, key, value, scale)
-    gradient, out = (layouts.dense_last(layouts.padded_last(item, query.shape[3])) for item in (gradient, out))
+    gradient, out = (layouts.dense_last(layouts.padded_last(heads, query.shape[3])) for heads in (gradient, out))
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
 
 
 def _for_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """Pad heads to a common width with a dense last dimension.
+    """Return (query, key, value, scale) with heads padded to a common width, with a dense last dimension.
 
     aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: cpu_flash_attention takes no stride of the last dimension; all
     operands have one width (attention.cpp: _scaled_dot_product_flash_attention_cpu).
@@ -160,7 +160,7 @@ def _for_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> 
     width = max(query.shape[3], value.shape[3])
     if query.shape[3] < width and scale is None:
         scale = query.shape[3] ** -0.5
-    query, key, value = (layouts.dense_last(layouts.padded_last(item, width)) for item in (query, key, value))
+    query, key, value = (layouts.dense_last(layouts.padded_last(heads, width)) for heads in (query, key, value))
     return query, key, value, scale
 
 
@@ -202,7 +202,7 @@ def _attention(
     is_causal: Causal = False,
     scale: float | None = None,
 ) -> Result:
-    """Run attention: the operator's implementation."""
+    """Implement `streamfx::attention`; return the output and the log-sum-exp."""
     return forward(query, key, value, attn_mask, is_causal, scale)
 
 
@@ -219,7 +219,7 @@ def _attention_backward(
     is_causal: Causal = False,
     scale: float | None = None,
 ) -> Gradients:
-    """Run the backward of attention: the operator's implementation."""
+    """Implement `streamfx::attention_backward`; return (dq, dk, dv)."""
     return backward(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)
 
 
@@ -233,7 +233,7 @@ def _fake_attention(
     is_causal: Causal = False,
     scale: float | None = None,
 ) -> Result:
-    """Return uninitialized results, with the layout of the real ones: heads last but one in memory."""
+    """Return uninitialized results, with the layout of the real ones: memory in the order [b m h e]."""
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows = query.transpose(1, 2)
     out = rows.new_empty(*rows.shape[:-1], value.shape[-1]).transpose(1, 2)
@@ -254,7 +254,7 @@ def _fake_attention_backward(
     scale: float | None = None,
 ) -> Gradients:
     """Return uninitialized gradients, with the layout of the real ones."""
-    dq, dk, dv = (torch.empty_like(item.transpose(1, 2)).transpose(1, 2) for item in (query, key, value))
+    dq, dk, dv = (torch.empty_like(operand.transpose(1, 2)).transpose(1, 2) for operand in (query, key, value))
     return dq, dk, dv
 
 

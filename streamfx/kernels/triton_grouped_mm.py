@@ -101,7 +101,7 @@ def add_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) 
 
 
 def multiply(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-    """x [s k], weight [e k n] -> [s n]"""
+    """Return [s n]: each row of x [s k] times its group's weight [k n] of weight [e k n]; zero for rows of no group."""
     groups, depth, width = weight.shape
     out = x.new_zeros(len(order), width)
     if not out.numel() or not groups:
@@ -124,7 +124,7 @@ HEIGHT, WIDTH = TILE + 8, 24
 
 
 def add_outer_is_correct(device: torch.device, dtype: torch.dtype, total_type: torch.dtype) -> bool:
-    """Test sums for groups with no row, one row, and more rows than one iteration takes; rows of no group must not contribute."""
+    """Return whether sums are right: for groups with no row, one row, and many rows; rows of no group must not contribute."""
     order, ends, rows_of_groups = _rows()
     x, y, expected = _integers(len(order), HEIGHT), _integers(len(order), WIDTH), _integers(len(GROUP_SIZES), HEIGHT, WIDTH)
     x[order[-1]] = y[order[-2]] = torch.nan
@@ -136,13 +136,10 @@ def add_outer_is_correct(device: torch.device, dtype: torch.dtype, total_type: t
 
 
 def multiply_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
-    """Test products for contiguous and transposed weights; weights of groups without rows must not be read."""
+    """Return whether products are right, for contiguous and transposed weights; weights of empty groups must not be read."""
     order, ends, rows_of_groups = _rows()
-    x, weight, expected = (
-        _integers(len(order), HEIGHT),
-        _integers(len(GROUP_SIZES), HEIGHT, WIDTH),
-        torch.zeros(len(order), WIDTH).double(),
-    )
+    x, weight = _integers(len(order), HEIGHT), _integers(len(GROUP_SIZES), HEIGHT, WIDTH)
+    expected = torch.zeros(len(order), WIDTH).double()
     x[order[-1]] = weight[0] = weight[3] = torch.nan
     for matrix, rows in zip(weight, rows_of_groups, strict=True):
         expected[rows] = x[rows] @ matrix

@@ -29,13 +29,13 @@ class DocumentInterval(NamedTuple):
 
 
 def documents_in(rows: Sequence[RowInterval], min_rows: int) -> Iterator[DocumentInterval]:
-    """Yield the intervals of several documents, or of one with a window, in order.
+    """Yield, in order, the intervals that contain several documents, or one document with a window.
 
-    Each has at least `min_rows` rows, or all rows.
+    Each interval has at least `min_rows` rows, or all rows.
     """
     start = 0
     while start < len(rows):
-        longest = max((_longest(rows, start, causal) for causal in (True, False)), key=lambda item: item.rows[1])
+        longest = max((_longest(rows, start, causal) for causal in (True, False)), key=lambda interval: interval.rows[1])
         stop, documents = longest.rows[1], longest.documents
         is_long = stop - start >= min_rows or stop - start == len(rows)
         if rows[start].is_solid and is_long and (len(documents.rows) > 2 or documents.left is not None):
@@ -44,7 +44,7 @@ def documents_in(rows: Sequence[RowInterval], min_rows: int) -> Iterator[Documen
 
 
 def _longest(rows: Sequence[RowInterval], start: int, causal: bool) -> DocumentInterval:
-    """Return the longest interval of documents from `start` on, all causal or all not.
+    """Return the longest interval of documents that starts at row `start`: all causal, or (not `causal`) none.
 
     Causal documents have a window if both ends of the visible interval move by one key from one row to the next.
     """
@@ -65,7 +65,7 @@ def _longest(rows: Sequence[RowInterval], start: int, causal: bool) -> DocumentI
 
 
 def _interval(rows: Sequence[RowInterval], ends: Sequence[int], causal: bool, left: int | None) -> DocumentInterval:
-    """Return consecutive documents whose rows begin at all but the last of `ends`, with their keys."""
+    """Return the interval of consecutive documents: document i has the rows from `ends[i]` to `ends[i + 1]`."""
     first, stop = rows[ends[0]].first, rows[ends[-1] - 1].stop
     keys = (*(rows[end].first - first for end in ends[:-1]), stop - first)
     documents = Varlen(tuple(end - ends[0] for end in ends), keys, causal, left)

@@ -59,7 +59,10 @@ def mix_channels(rows: Tensor, weight: Tensor, bias: Tensor | None, *options: An
 
 
 def mixing_gradient(gradient: Tensor, rows: Tensor, weight: Tensor, *options: Any) -> tuple[Any, Any, Any]:
-    """Return the contribution of the chunk's rows to the gradient of its weight."""
+    """Return the gradients (of rows, weight, bias) that the mask at the end of `options` requests; others are None.
+
+    The weight's gradient is the contribution of the chunk's rows, which may be zero rows.
+    """
     if 0 in rows.shape[2:]:
         return None, torch.zeros_like(weight), None
     gradients: tuple[Any, Any, Any] = aten.convolution_backward(gradient, rows, weight, *options)

@@ -53,35 +53,38 @@ class Recurrence(ABC):
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows, first to last, and update the carry; if `states` is given, save the previous carry there."""
+        """Run the chunk's rows, first to last, and update the carry; return the chunk's results.
+
+        If `states` is given, save the previous carry there, at index `chunk`.
+        """
 
     @abstractmethod
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows, last to first, and update the carry.
+        """Run the chunk's rows, last to first, and update the carry; return the chunk's results.
 
-        `states` are the states of the forward graph, if it has any.
+        `states`: the carries that the forward loop saved, if it saves any.
         """
 
     @abstractmethod
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Recompute the chunk's rows, first to last, from the state with which the chunk began."""
+        """Recompute the chunk's rows, first to last, from the carry that was saved when the chunk began."""
 
     def can_reuse_kept(self, forward: Recurrence) -> bool:
         """Return whether `forward.resume_kept` computes all values that `retreat_from` needs."""
         return False
 
     def resume_kept(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Any, ...]:
-        """Run `resume` and append the values of all steps to the results.
+        """Run `resume`; return its results, followed by the values of all steps.
 
         No result shares memory with one of these values.
         """
-        raise NotImplementedError("nothing goes on from its steps")
+        raise NotImplementedError("no recurrence reuses the values of its steps")
 
     def retreat_from(self, before: int, after: int, carry: Tensor, kept: Env, *operands: Tensor) -> tuple[Tensor, ...]:
         """Run `retreat` from the values of the forward steps in the same chunk, instead of recomputing them."""
-        raise NotImplementedError("it goes on from no other's steps")
+        raise NotImplementedError("it reuses no values of another recurrence")
 
 
 class UnrolledRecurrence(Recurrence):
@@ -97,7 +100,7 @@ class UnrolledRecurrence(Recurrence):
         self.__module__ = __name__
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Run all rows: first the forward steps if the plan recomputes them (`again`), then its own steps."""
+        """Run all rows: first the forward steps if the plan recomputes them (`recomputed`), then its own steps."""
         env, rows = self._environment(operands)
         length = self.plan.length
         if self.plan.recomputed is not None:
@@ -116,7 +119,7 @@ class UnrolledRecurrence(Recurrence):
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Recompute the chunk's forward steps, then run the cotangents' steps."""
+        """Recompute the chunk's forward steps, then run the steps of the cotangents; return the chunk's results."""
         env, rows = self._environment(operands)
         first = self.plan.length - before - self._num_rows(rows)
         if self.plan.recomputed is not None:
@@ -134,14 +137,14 @@ class UnrolledRecurrence(Recurrence):
         return collect_results(self.plan.steps, env, before, stop, operands[0])
 
     def resume_kept(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Any, ...]:
-        """Run `resume` keeping all steps' values, and append them (as `env`) to the results."""
+        """Run `resume`, and keep the values of all steps; return the results, followed by these values (as one `env`)."""
         env, rows = self._environment(operands)
         stop = before + self._num_rows(rows)
         restore_carry(self.plan.steps, env, before, states[chunk])
         run_steps(self.plan.steps, env, rows, before, stop, keeps=True)
         values = collect_results(self.plan.steps, env, before, stop, operands[0])
-        num_joins = len(self.plan.steps.concat_results)
-        return (*values[:num_joins], *(final.clone() for final in values[num_joins:]), env)
+        num_concat = len(self.plan.steps.concat_results)
+        return (*values[:num_concat], *(final.clone() for final in values[num_concat:]), env)
 
     def retreat_from(self, before: int, after: int, carry: Tensor, kept: Env, *operands: Tensor) -> tuple[Tensor, ...]:
         """Run the cotangents' steps on the values that `resume_kept` of the forward recurrence has kept."""
@@ -166,21 +169,21 @@ class UnrolledRecurrence(Recurrence):
         return values
 
     def _environment(self, operands: tuple[Tensor, ...]) -> tuple[Env, dict[ValueId, Tensor]]:
-        """Return the values of operands without rows by step value, and the operands with rows by operand number."""
+        """Return the operands without rows, keyed by value, and the operands with rows, keyed by operand index."""
         operand_of = dict(zip(self.plan.operands, operands, strict=True))
-        env = {value: operand_of[number] for number, value in self.plan.shared.items()}
-        return env, {number: operand_of[number] for number in self.plan.rows}
+        env = {value: operand_of[index] for index, value in self.plan.shared.items()}
+        return env, {index: operand_of[index] for index in self.plan.rows}
 
     def _num_rows(self, rows: Mapping[ValueId, Tensor]) -> int:
         """Return the number of rows of the chunk."""
-        number, dim = next(iter(self.plan.rows.items()))
-        return rows[number].shape[dim]
+        operand_index, dim = next(iter(self.plan.rows.items()))
+        return rows[operand_index].shape[dim]
 
 
 def run_steps(steps: Steps, env: Env, rows: Mapping[ValueId, Tensor], first: int, stop: int, keeps: bool = False) -> None:
-    """Run steps [first, stop). Drop each value after its last use, unless the backward graph's steps need it (`keeps`)."""
+    """Run steps [first, stop), and add their values to `env`. Unless `keeps`, drop each value after its last use."""
 
-    def resolved(item: Any) -> Any:
+    def resolve(item: Any) -> Any:
         """Return the value of a step value; other arguments unchanged."""
         return env[item.value_id] if isinstance(item, StepValue) else item
 
@@ -189,33 +192,36 @@ def run_steps(steps: Steps, env: Env, rows: Mapping[ValueId, Tensor], first: int
             if isinstance(item, RowRead):
                 env[item.result_id] = rows[item.operand].select(item.dim, item.step - first)
             else:
-                args, kwargs = pytree.tree_map(resolved, (item.args, dict(item.kwargs)))
+                args, kwargs = pytree.tree_map(resolve, (item.args, dict(item.kwargs)))
                 env[item.result_id] = item.target(*args, **kwargs)
         if steps.dead_after and not keeps:
-            for number in steps.dead_after[step]:
-                env.pop(number, None)
+            for value_id in steps.dead_after[step]:
+                env.pop(value_id, None)
 
 
 def collect_results(steps: Steps, env: Env, first: int, stop: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Return rows [first, stop) of the stacked results, and the final results of single steps."""
+    """Return rows [first, stop) of the concatenated results, followed by the results of single steps.
+
+    If a single step is in another chunk, its result is an additive identity.
+    """
     values: list[Tensor] = []
-    for join in steps.concat_results:
-        rows = [env[number] for number in join.values[first:stop]]
-        empty = like.new_empty((*join.shape[: join.dim], 0, *join.shape[join.dim + 1 :]), dtype=join.dtype)
-        values.append(torch.stack(rows, join.dim) if rows else empty)
-    for final in steps.single_step_results:
-        is_in_chunk = first <= final.step < stop
-        values.append(env[final.value] if is_in_chunk else additive_identity(final.shape, final.dtype, like.device))
+    for concat in steps.concat_results:
+        rows = [env[value_id] for value_id in concat.values[first:stop]]
+        empty = like.new_empty((*concat.shape[: concat.dim], 0, *concat.shape[concat.dim + 1 :]), dtype=concat.dtype)
+        values.append(torch.stack(rows, concat.dim) if rows else empty)
+    for result in steps.single_step_results:
+        is_in_chunk = first <= result.step < stop
+        values.append(env[result.value] if is_in_chunk else additive_identity(result.shape, result.dtype, like.device))
     return tuple(values)
 
 
 def restore_carry(steps: Steps, env: Env, boundary: int, carry: Tensor) -> None:
-    """Copy the values that cross a boundary between two steps out of the carry."""
+    """Copy the values that cross a boundary between two steps from the carry into `env`."""
     for slot in steps.crossing[boundary]:
         env[slot.value] = carry[slot.start : slot.stop].to(slot.dtype, copy=True).view(slot.shape)
 
 
 def store_carry(steps: Steps, env: Env, boundary: int, carry: Tensor) -> None:
-    """Copy the values that cross a boundary between two steps into the carry."""
+    """Copy the values that cross a boundary between two steps from `env` into the carry."""
     for slot in steps.crossing[boundary]:
         carry[slot.start : slot.stop].copy_(env[slot.value].reshape(-1))

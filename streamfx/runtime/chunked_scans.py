@@ -53,7 +53,7 @@ def advance(
     states: Tensor | None,
     index: int,
 ) -> Tensor:
-    """Return the chunk's rows of a scan, and update the carry; save the old carry in `states`.
+    """Return the chunk's rows of a scan, and update the carry; if `states` is given, save the old carry at `index`.
 
     `rows_before` is the number of rows before the chunk in the scan's direction.
     """
@@ -72,15 +72,15 @@ def resume(
     return _scanned(kind, reverse, rows, dim, states[index], rows_before).to(dtype)
 
 
-def _scanned(kind: str, reverse: bool, rows: Tensor, dim: int, carry: Tensor, before: int) -> Tensor:
-    """Scan the rows, starting from the carry.
+def _scanned(kind: str, reverse: bool, rows: Tensor, dim: int, carry: Tensor, rows_before: int) -> Tensor:
+    """Scan the rows, starting from the carry if there are rows before them.
 
     The carry is combined with the first row before the scan, not with all rows after it. This keeps eager's order: for
     example, a product over the chunk alone could overflow although the carry is zero.
     """
-    is_joined = before > 0 and rows.shape[dim] > 0
-    rows = rows.to(carry.dtype, copy=is_joined)
-    if is_joined:
-        first = rows.narrow(dim, rows.shape[dim] - 1 if reverse else 0, 1)
-        first.copy_(COMBINE[kind](carry, first))
+    has_carry = rows_before > 0 and rows.shape[dim] > 0
+    rows = rows.to(carry.dtype, copy=has_carry)
+    if has_carry:
+        first_row = rows.narrow(dim, rows.shape[dim] - 1 if reverse else 0, 1)
+        first_row.copy_(COMBINE[kind](carry, first_row))
     return reverse_scan(kind)(rows, dim) if reverse else SCANS[kind](rows, dim)

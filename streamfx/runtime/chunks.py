@@ -66,14 +66,14 @@ def chunk_slices(tensor: Tensor, dim: int, inner: int, blocks: Sequence[Block]) 
 
     The views of a block are created by one call, which takes a third of the time of separate calls.
     """
-    for start, rows, count, is_reversed in blocks:
-        if count == 1:
+    for start, rows, num_chunks, is_reversed in blocks:
+        if num_chunks == 1:
             yield tensor.narrow(dim, start * inner, rows * inner)
             continue
         shape, strides = tensor.shape, tensor.stride()
         step, offset = strides[dim] * inner, tensor.storage_offset()
         views = tensor.as_strided(
-            (*shape[:dim], count, rows * inner, *shape[dim + 1 :]),
+            (*shape[:dim], num_chunks, rows * inner, *shape[dim + 1 :]),
             (*strides[:dim], rows * step, *strides[dim:]),
             offset + start * step,
         ).unbind(dim)

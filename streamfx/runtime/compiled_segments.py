@@ -77,7 +77,7 @@ class Segment:
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
-        """Wrap a subgraph of a loop body; `_first_numbers` has the sizes of the first call."""
+        """Wrap a subgraph of a loop body; `_first_numbers` has the sizes and strides of the first call."""
         self.module = module
         self.structure = structure(module.graph)
         self.tally: Tally | None = None  # of all segments of the same program
@@ -135,12 +135,12 @@ class Segment:
 
 
 def compile_segment(module: fx.GraphModule, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode:
-    """Compile a subgraph for a family of sizes, or for those of the family for which Inductor's guards hold.
+    """Compile a subgraph for a family of sizes, or for the sizes of the family for which Inductor's guards hold.
 
     If Inductor cannot compile the subgraph, it runs eagerly.
 
     Raises:
-        InductorMemoryError: memory ran out, also after the allocator returned its cached memory to the driver.
+        InductorMemoryError: memory ran out, even after the allocator returned its cached memory to the driver.
     """
     graph = graph_for(module, family, inputs)
     try:

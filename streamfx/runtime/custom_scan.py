@@ -47,7 +47,8 @@ class _Stateful(Recurrence):
 
         Only the chunk with the last row returns final states as results.
         """
-        plan, count = self.plan, num_rows(self.plan, operands)
+        plan = self.plan
+        count = num_rows(plan, operands)
         states_before = {slot.argument: states[slot.argument] for slot in plan.slots}
         outputs: Sequence[Any] | Mapping[int, Any]
         if count:
@@ -62,13 +63,17 @@ class _Stateful(Recurrence):
         return tuple(self._result(result, outputs, final_states, has_last) for result in plan.results)
 
     def _result(
-        self, item: StatefulResult, outputs: Sequence[Any] | Mapping[int, Any], final_states: Mapping[int, Tensor], has_last: bool
+        self,
+        result: StatefulResult,
+        outputs: Sequence[Any] | Mapping[int, Any],
+        final_states: Mapping[int, Tensor],
+        has_last: bool,
     ) -> Tensor:
         """Return one result. Only the chunk with the last row returns the final state; others return an additive identity."""
-        if item.index not in final_states:
-            return outputs[item.index]
-        state = final_states[item.index]
-        return state.to(item.dtype) if has_last else additive_identity(state.shape, item.dtype, state.device)
+        if result.index not in final_states:
+            return outputs[result.index]
+        state = final_states[result.index]
+        return state.to(result.dtype) if has_last else additive_identity(state.shape, result.dtype, state.device)
 
 
 class Forward(_Stateful):
@@ -79,7 +84,10 @@ class Forward(_Stateful):
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows from the states in the carry (or the initial states), saved in `states` first."""
+        """Run the chunk's rows from the states in the carry (the first chunk: from the initial states); return its results.
+
+        If `states` is given, save the states there first.
+        """
         values = dict(zip(self.plan.operands, operands, strict=True))
         states_before = initial_states(self.plan, values, carry) if before == 0 else states_from_carry(self.plan, carry)
         if states is not None:
@@ -87,7 +95,7 @@ class Forward(_Stateful):
         return self._run_chunk(before, after, chunk, carry, states_before, values)
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Run the chunk's rows again from the states in `states`."""
+        """Recompute the chunk's rows from the states that were saved when the chunk began."""
         values = dict(zip(self.plan.operands, operands, strict=True))
         return self._run_chunk(before, after, chunk, None, states_from_carry(self.plan, states[chunk]), values)
 
@@ -141,7 +149,7 @@ class Backward(_Stateful):
 
 
 def call_operator(plan: StatefulPlan, values: Mapping[str, Any], count: int | None = None) -> Sequence[Any]:
-    """Call the operator on arguments with the order of dimensions in memory that they had in the trace.
+    """Call the operator, with the arguments laid out in memory as in the trace; return its results as a sequence.
 
     `count` is the number of rows of a chunk, or None for the original call over all rows.
     """
@@ -156,7 +164,7 @@ def call_operator(plan: StatefulPlan, values: Mapping[str, Any], count: int | No
 
 
 def with_dimension_order(value: Any, order: tuple[int, ...] | None) -> Any:
-    """Make a tensor dense in this order of dimensions, at an address that kernels accept; return other values unchanged."""
+    """Return a tensor that is dense in this order of dimensions, at an aligned address; other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     order = order or tuple(range(value.dim()))
@@ -174,7 +182,7 @@ def empty_saved(plan: StatefulPlan, values: Mapping[str, Any]) -> Arguments:
 
 
 def results_of_no_rows(plan: StatefulPlan, values: Mapping[str, Any]) -> dict[int, Tensor]:
-    """Return results for no rows, without calling a kernel; sums over rows are zero."""
+    """Return the results of an operator on zero rows, without calling a kernel; sums over rows are zero."""
     example = next(value for value in values.values() if isinstance(value, Tensor))
     outputs, empty = meta_results_of_block(plan, values), {}
     for result in plan.results:
@@ -188,14 +196,14 @@ def results_of_no_rows(plan: StatefulPlan, values: Mapping[str, Any]) -> dict[in
 def meta_results_of_block(plan: StatefulPlan, values: Mapping[str, Any]) -> Sequence[Any]:
     """Return the operator's results on a block of rows, on the meta device. Few operators accept zero rows, even there."""
 
-    def like(name: str, value: Any) -> Any:
+    def meta_like(name: str, value: Any) -> Any:
         """Return a meta tensor with one block of rows in place of the value's rows."""
         if not isinstance(value, Tensor):
             return value
         shape = [plan.block if dim == plan.rows.get(name) else size for dim, size in enumerate(value.shape)]
         return value.new_empty(shape, device="meta")
 
-    meta_values = {name: like(name, value) for name, value in values.items()}
+    meta_values = {name: meta_like(name, value) for name, value in values.items()}
     if plan.forward_plan is not None and plan.recomputed_per_chunk:
         outputs = meta_results_of_block(plan.forward_plan, values)
         meta_values |= {name: outputs[index] for name, index in plan.recomputed_per_chunk.items()}
@@ -213,7 +221,7 @@ def num_rows(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
 
 
 def initial_states(plan: StatefulPlan, operands: Mapping[str, Any], carry: Tensor) -> Arguments:
-    """Return the states before the first row: those among the operands; absent ones are the zeros of the initial carry."""
+    """Return the states before the first row: operands, or, if absent, the zeros of the initial carry."""
     initial = states_from_carry(plan, carry)
     return {name: zeros if name in plan.absent else operands[name].to(zeros.dtype) for name, zeros in initial.items()}
 

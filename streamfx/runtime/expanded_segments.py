@@ -52,7 +52,7 @@ class SegmentBoundary:
 def generate_segments(
     title: str, inputs: Sequence[fx.Node], segments: Sequence[tuple[ReleaseSegment, Sequence[CodeCall]]]
 ) -> SegmentGenerator:
-    """Generate the source of a generator function that runs the segments of a graph, given the calls of each; compile it."""
+    """Generate and compile a generator function that runs the segments of a graph, given the calls of each segment."""
     steps: list[list[CodeStep]] = [
         [SegmentBoundary(segment.reads), *calls, SegmentBoundary(tuple(segment.gradients.values()))]
         for segment, calls in segments

@@ -34,7 +34,7 @@ NOT_ON_DISK = "offload writes to %s, which is in memory itself (%s): no memory i
 
 
 def copy_to_file(value: Tensor) -> Tensor:
-    """Copy a value to an unlinked, memory-mapped file."""
+    """Copy a value to an unlinked, memory-mapped file; return the mapped tensor."""
     if not value.numel():
         return value.clone()
     with _new_file(value.nbytes) as path:
@@ -46,7 +46,7 @@ def copy_to_file(value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _new_file(size: int) -> Iterator[Path]:
-    """Create a file with `size` bytes reserved, and unlink it on exit."""
+    """Context manager: create a file with `size` bytes reserved, yield its path, and unlink it on exit."""
     folder = "the folder for temporary files"
     try:
         folder = tempfile.gettempdir()

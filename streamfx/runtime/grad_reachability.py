@@ -1,7 +1,7 @@
-"""Find the leaves of an associative scan that get a gradient: those on which a result with a gradient depends.
+"""Find the leaves of an associative scan that get a gradient: the leaves on which a result with a gradient depends.
 
 As in autograd, unreached leaves get None, not zeros: an optimizer decays a weight whose gradient is zeros, and skips
-one that has none.
+a weight that has none.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ class Reach:
         )
 
 
-def reach_of(graph: fx.Graph, function: Callable[..., Sequence[Tensor]], shared: int) -> Reach:
+def reach_of(graph: fx.Graph, function: Callable[..., Sequence[Tensor]], num_shared: int) -> Reach:
     """Return the dependencies of a function of two rows.
 
     If it does not run on the meta device, each result depends on all leaves.
     """
     inputs = [node.meta[VALUE] for node in graph.find_nodes(op="placeholder")]
-    leaves = (len(inputs) - shared) // 2
+    num_leaves = (len(inputs) - num_shared) // 2
     try:
         dependencies = _dependencies(function, inputs)
     except Exception:  # operators raise various exceptions on the meta device
-        dependencies = [frozenset(range(len(inputs)))] * leaves
-    ranges = [range(leaves), range(leaves, 2 * leaves), range(2 * leaves, len(inputs))]
+        dependencies = [frozenset(range(len(inputs)))] * num_leaves
+    ranges = [range(num_leaves), range(num_leaves, 2 * num_leaves), range(2 * num_leaves, len(inputs))]
     by_range = [
-        tuple(frozenset(index - indices.start for index in of_result if index in indices) for of_result in dependencies)
+        tuple(frozenset(index - indices.start for index in result_inputs if index in indices) for result_inputs in dependencies)
         for indices in ranges
     ]
     return Reach(*by_range)

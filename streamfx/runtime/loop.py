@@ -29,7 +29,7 @@ class Loop(nn.Module):
     """Runs a `LoopSpec`: called with the values of its symbols and its tensors, it returns a tuple of its results."""
 
     def __init__(self, spec: LoopSpec) -> None:
-        """Wrap a loop; its code and its size functions are generated on first use."""
+        """Wrap a loop specification; its code and its size functions are generated on first use."""
         super().__init__()
         self.spec = spec
         self.body = spec.body
@@ -59,21 +59,22 @@ class Loop(nn.Module):
     def _run(self, arguments: Sequence[Any], env: Env, length: int, step: int) -> tuple[Any, ...]:
         """Allocate buffers and results, run the generated code over the chunks, and return results, then buffers."""
         spec, tensors = self.spec, arguments[len(self.spec.symbols) :]
-        env["chunks"] = chunks = max(1, -(-length // step))
+        env["chunks"] = num_chunks = max(1, -(-length // step))
         env["step"] = step
         buffers = [self._new_buffer(buffer, env, buffer.zeroed) for buffer in spec.buffers]
         bounds = self.chunks(length, env)
         run = self.runner(bounds)
-        concat_outputs = [item for item in spec.yields if isinstance(item, ConcatOutput)]
-        is_single = chunks == 1 and len(bounds) == 1
+        concat_outputs = [output for output in spec.yields if isinstance(output, ConcatOutput)]
+        is_single = num_chunks == 1 and len(bounds) == 1
         make_result = partial(self._result_of_single_chunk, [*tensors, *buffers]) if is_single else self._result
-        results: list[Any] = [make_result(item, tensors, env) for item in concat_outputs]
+        results: list[Any] = [make_result(output, tensors, env) for output in concat_outputs]
         if len(bounds):
             code, masks = self._code(is_single)
-            loop_arguments = bounds, step, chunks, env, tensors, buffers, results
+            loop_arguments = bounds, step, num_chunks, env, tensors, buffers, results
             with upcoming_inputs(lambda program: _upcoming_inputs(masks, program, loop_arguments)) if masks else nullcontext():
                 code(run, *loop_arguments)
-        buffer_results = (self._finish_buffer(item, buffers, env) for item in spec.yields if isinstance(item, BufferOutput))
+        buffer_outputs = [output for output in spec.yields if isinstance(output, BufferOutput)]
+        buffer_results = [self._finish_buffer(output, buffers, env) for output in buffer_outputs]
         return (*results, *buffer_results)
 
     def _code(self, is_single: bool) -> tuple[Run, Masks]:
@@ -104,7 +105,7 @@ class Loop(nn.Module):
         return chunk.rows(length, self.size(chunk.row_bytes, env), self.size(chunk.stream_bytes, env))
 
     def size(self, size: Size, env: Env) -> int:
-        """Return a size as a number, for these values of the symbols."""
+        """Return the value of a size, for these values of the symbols."""
         if isinstance(size, int):
             return size
         function = self._sizes.get(size)
@@ -112,57 +113,59 @@ class Loop(nn.Module):
             function = self._sizes[size] = compiled_size(size)
         return function(env)
 
-    def _new_buffer(self, item: Buffer | ConcatOutput, env: Env, zeroed: bool) -> Tensor:
-        """Allocate a buffer or a result, with zeros if `zeroed`; a loop of one chunk may use another dtype."""
-        sizes = [self.size(size, env) for size in item.shape]
+    def _new_buffer(self, memory: Buffer | ConcatOutput, env: Env, zeroed: bool) -> Tensor:
+        """Allocate and return a buffer or a result, with zeros if `zeroed`; a loop of one chunk may use another dtype."""
+        sizes = [self.size(size, env) for size in memory.shape]
         allocate = torch.zeros if zeroed else torch.empty
-        is_only_chunk = isinstance(item, Buffer) and item.single_chunk_dtype is not None and env["chunks"] == 1
-        return allocate(sizes, dtype=item.single_chunk_dtype if is_only_chunk else item.dtype, device=item.device)  # type: ignore[union-attr]
+        dtype = memory.dtype
+        if isinstance(memory, Buffer) and memory.single_chunk_dtype is not None and env["chunks"] == 1:
+            dtype = memory.single_chunk_dtype
+        return allocate(sizes, dtype=dtype, device=memory.device)  # type: ignore[union-attr]
 
     # -- results
 
-    def _result(self, item: ConcatOutput, tensors: Sequence[Any], env: Env) -> Tensor:
+    def _result(self, output: ConcatOutput, tensors: Sequence[Any], env: Env) -> Tensor:
         """Return the tensor for a concatenated result: an input that it may overwrite, or new memory."""
-        if item.reuse is not None:
-            reused: Tensor = tensors[item.reuse]
+        if output.reuse is not None:
+            reused: Tensor = tensors[output.reuse]
             return reused
-        return self._new_buffer(item, env, zeroed=False)
+        return self._new_buffer(output, env, zeroed=False)
 
     def _result_of_single_chunk(
-        self, taken_tensors: list[Any], item: ConcatOutput, tensors: Sequence[Any], env: Env
+        self, used_tensors: list[Any], output: ConcatOutput, tensors: Sequence[Any], env: Env
     ) -> Callable[..., tuple[Tensor, bool]]:
         """Return a function of a single chunk's rows that returns (the result, whether the rows must be copied into it).
 
-        The rows themselves are the result if they have its layout, and share no memory with `taken_tensors`: the loop's
+        The rows themselves are the result if they have its layout, and share no memory with `used_tensors`: the loop's
         inputs and buffers, and earlier results.
         """
-        shape = [self.size(size, env) for size in item.shape]
+        shape = [self.size(size, env) for size in output.shape]
 
         def adopt(rows: Tensor) -> tuple[Tensor, bool]:
             """Return the rows as the result if nothing shares their memory, else new memory and True."""
-            if not is_alone(rows, item, taken_tensors):
-                return self._result(item, tensors, env), True
-            taken_tensors.append(rows)
-            return self._adopt(item, rows).view(shape), False
+            if not is_alone(rows, output, used_tensors):
+                return self._result(output, tensors, env), True
+            used_tensors.append(rows)
+            return self._adopt(output, rows).view(shape), False
 
         return adopt
 
-    def _adopt(self, item: ConcatOutput, rows: Tensor) -> Tensor:
+    def _adopt(self, output: ConcatOutput, rows: Tensor) -> Tensor:
         """Return rows that become a result without a copy; subclasses override this to observe them."""
         return rows
 
-    def _finish_buffer(self, item: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
+    def _finish_buffer(self, output: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
         """Return a buffer as a result: divided by its count for means, in the dtype of the result."""
-        total, count = buffers[item.buffer], self.size(item.count, env)
-        return (total / count if count != 1 else total).to(item.dtype)
+        total, count = buffers[output.buffer], self.size(output.count, env)
+        return (total / count if count != 1 else total).to(output.dtype)
 
 
-def is_alone(rows: Tensor, item: ConcatOutput, others: Iterable[Any]) -> bool:
-    """Return whether rows can be the result without a copy.
+def is_alone(rows: Tensor, output: ConcatOutput, others: Iterable[Any]) -> bool:
+    """Return whether rows can be the result `output` without a copy.
 
     They must have its dtype and layout, and fill a storage that no tensor of `others` shares.
     """
-    if not item.is_fresh or (rows.dtype, rows.device) != (item.dtype, item.device):
+    if not output.is_fresh or (rows.dtype, rows.device) != (output.dtype, output.device):
         return False
     storage = rows.untyped_storage()
     other_storages = (value.untyped_storage() for value in others if isinstance(value, Tensor))
@@ -175,12 +178,12 @@ def is_alone(rows: Tensor, item: ConcatOutput, others: Iterable[Any]) -> bool:
 
 def _mask_inputs_of(spec: LoopSpec) -> Masks:
     """Return, for each mask program of a loop body, functions that compute the inputs of its calls."""
-    position = {node: i for i, node in enumerate(spec.body.graph.find_nodes(op="placeholder"))}
+    input_index = {node: i for i, node in enumerate(spec.body.graph.find_nodes(op="placeholder"))}
     inputs_of: Masks = {}
     for call in spec.body.graph.find_nodes(op="call_module"):
         program = spec.body.get_submodule(str(call.target))
         if isinstance(program, MaskProgram):
-            inputs_of.setdefault(program, []).append(generate_inputs(spec, [position[source] for source in call.args]))
+            inputs_of.setdefault(program, []).append(generate_inputs(spec, [input_index[source] for source in call.args]))
     return inputs_of
 
 

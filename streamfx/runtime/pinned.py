@@ -1,6 +1,6 @@
 """Pinned host memory in blocks, each of which wastes less than a page.
 
-PyTorch's allocator rounds pinned memory up to a power of two: 17 GiB take 32 GiB. A block here is an anonymous
+PyTorch's allocator rounds pinned memory up to a power of two: 17 GiB occupy 32 GiB. A block here is an anonymous
 mapping with as many pages as its size needs, registered with the CUDA runtime. Registration takes time, so blocks are
 kept for the next step.
 
@@ -107,7 +107,7 @@ class PinnedBlocks:
             self.unused.append(block)
 
     def _unused_for(self, size: int) -> PinnedBlock | None:
-        """Remove and return the smallest unused block that fits, the most recently used one if several are equal.
+        """Remove and return the smallest unused block that fits, and of several equal blocks the most recently used one.
 
         None if all are too small, or larger than `MAX_BLOCK_RATIO` times the size.
         """
@@ -121,12 +121,12 @@ class PinnedBlocks:
     def _shrink(self, needed: int) -> None:
         """Release the oldest unused blocks, until the total is at most `needed` or the recent peak, whichever is larger."""
         excess = needed + sum(block.size for block in self.unused) - max(needed, *self._recent_bytes, 0)
-        count = 0
+        num_released = 0
         while excess > 0:
-            excess -= self.unused[count].size
-            count += 1
-        if count:
-            self._release_oldest(count)
+            excess -= self.unused[num_released].size
+            num_released += 1
+        if num_released:
+            self._release_oldest(num_released)
 
     def _release_oldest(self, count: int) -> None:
         """Wait for the copy stream, and return the `count` oldest unused blocks to the system."""

@@ -23,17 +23,17 @@ Combine = Callable[[Rows, Rows], Rows]  # combines rows pairwise
 
 
 def scan_levels(combine: Combine, rows: Rows, blocks: Mapping[int, Rows], first: int) -> tuple[Rows, Blocks]:
-    """Combine rows `first`, `first + 1`, ... with all rows before them, which `blocks` represent.
+    """Combine each of the rows with all rows before it; `blocks` represent the rows of the sequence before `rows`.
 
-    Return (the combined rows, the blocks after the last row).
+    `first`: the index of `rows[0]` in the sequence. Return (the combined rows, the blocks after the last row).
     """
     final_blocks = dict(blocks)
     return _scan_level(combine, 0, first, rows, blocks, final_blocks), final_blocks
 
 
-def block_levels(rows: int) -> list[int]:
-    """Return the levels of the blocks that represent the first `rows` rows."""
-    return [level for level in range(rows.bit_length()) if rows >> level & 1]
+def block_levels(num_rows: int) -> list[int]:
+    """Return the levels of the blocks that represent the first `num_rows` rows."""
+    return [level for level in range(num_rows.bit_length()) if num_rows >> level & 1]
 
 
 def _scan_level(combine: Combine, level: int, first: int, rows: Rows, blocks: Mapping[int, Rows], final_blocks: Blocks) -> Rows:
@@ -41,16 +41,16 @@ def _scan_level(combine: Combine, level: int, first: int, rows: Rows, blocks: Ma
 
     Each of `rows` holds one leaf of these blocks. `final_blocks` is updated in place to the blocks after the last one.
     """
-    count, starts_odd = len(rows[0]), first % 2
-    if not count:
+    num_blocks, starts_odd = len(rows[0]), first % 2
+    if not num_blocks:
         return rows
     paired = [torch.cat(pair) for pair in zip(blocks[level], rows, strict=True)] if starts_odd else rows
-    pairs, has_unpaired = divmod(count + starts_odd, 2)
+    num_pairs, has_unpaired = divmod(num_blocks + starts_odd, 2)
     final_blocks.pop(level, None)
     if has_unpaired:
         final_blocks[level] = [leaf[-1:] for leaf in paired]
     pair_blocks = _combine_nonempty(
-        combine, [leaf[: 2 * pairs : 2] for leaf in paired], [leaf[1 : 2 * pairs : 2] for leaf in paired]
+        combine, [leaf[: 2 * num_pairs : 2] for leaf in paired], [leaf[1 : 2 * num_pairs : 2] for leaf in paired]
     )
     odd_results = _scan_level(combine, level + 1, first // 2, pair_blocks, blocks, final_blocks)
     even_results = _even_results(combine, level, first, [leaf[starts_odd::2] for leaf in rows], odd_results, blocks)
@@ -61,7 +61,7 @@ def _scan_level(combine: Combine, level: int, first: int, rows: Rows, blocks: Ma
 
 
 def _even_results(combine: Combine, level: int, first: int, rows: Rows, odd_results: Rows, blocks: Mapping[int, Rows]) -> Rows:
-    """Combine blocks at even indices with all blocks before them: with the result at the odd index before each."""
+    """Combine blocks at even indices with all blocks before them, which the result at the preceding odd index represents."""
     if first % 2 == 0:
         block_before = _combined_before(combine, level + 1, first // 2, blocks)
         if block_before is None:
@@ -82,7 +82,7 @@ def _combined_before(combine: Combine, level: int, first: int, blocks: Mapping[i
 
 
 def _combine_nonempty(combine: Combine, left: Rows, right: Rows) -> Rows:
-    """Combine rows, unless there are none."""
+    """Return the combination of two lists of rows; `left` if there are no rows."""
     return combine(left, right) if len(left[0]) else left
 
 
@@ -102,8 +102,8 @@ def vjp_of_scan(
 ) -> tuple[list[Tensor | None], Blocks]:
     """Recompute a scan under autograd, and return the gradients of (rows and shared tensors, blocks before the rows).
 
-    `gradients` are those of the results, `final_block_gradients` those of the blocks after the rows. Absent gradients of
-    rows and shared tensors are None, those of blocks are zeros.
+    `gradients`: the gradients of the results. `final_block_gradients`: the gradients of the blocks after the rows. In the
+    returned lists, absent gradients of rows and shared tensors are None; absent gradients of blocks are zeros.
     """
     row_leaves, shared_leaves = [_leaf(value) for value in rows], [_leaf(value) for value in shared]
     block_leaves = {level: [_leaf(value) for value in block] for level, block in blocks.items()}

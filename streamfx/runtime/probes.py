@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class LoopOrigin:
-    """The stage of a loop, and its graph: "forward" or "backward"."""
+    """The stage of a loop, and its pass (`half`): "forward" or "backward"."""
 
     stage: str
     half: str
@@ -25,8 +25,8 @@ class Probe(Protocol):
     def on_forward(self, description: Any) -> None:
         """Called at the start of a forward graph, with its description; None if the graph is not chunked."""
 
-    def run_loop(self, name: str, origin: LoopOrigin, chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Run a loop and return its results."""
+    def run_loop(self, name: str, origin: LoopOrigin, num_chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Call `run`, which runs a loop over `num_chunks` chunks, and return its results."""
 
 
 class Measurement:

@@ -1,4 +1,4 @@
-"""Restore the memory layout that an opaque operator was traced with, and read items of nested results."""
+"""Restore the memory layout with which an opaque operator was traced, and read items of nested results."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 
 
 def restride(value: Any, *strides: int) -> Any:
-    """Return the value with these strides, copied if its strides differ; strides of dimensions of size 1 are ignored."""
+    """Return the value with these strides, copied if its strides differ; strides of dimensions of size 1 are ignored.
+
+    Return other values than tensors, and tensors that cannot have these strides, unchanged.
+    """
     if not isinstance(value, Tensor) or _has_strides(value, strides):
         return value
     without_repeats = _without_repeats(value, strides)
-    if _overlap(
-        without_repeats.shape, strides
-    ):  # overlapping elements cannot have different values, so such a copy cannot be filled
+    if _overlap(without_repeats.shape, strides):  # overlapping elements cannot hold different values
         return value
     return (
         torch.empty_strided(without_repeats.shape, strides, dtype=without_repeats.dtype, device=without_repeats.device)
@@ -83,14 +84,14 @@ RESTRIDE_FUNCTIONS = (restride, restride_at, restride_together, view_of_storage)
 
 
 def _without_repeats(value: Tensor, strides: Sequence[int]) -> Tensor:
-    """Keep one index along each dimension of stride 0."""
+    """Return a view of the value with one index along each dimension whose stride is 0."""
     for dim in (dim for dim, stride in enumerate(strides) if stride == 0):
         value = value.narrow(dim, 0, min(1, value.shape[dim]))
     return value
 
 
 def _has_strides(value: Tensor, strides: Sequence[int]) -> bool:
-    """Return whether a value has these strides, dimensions of size 1 aside."""
+    """Return whether a value has these strides; strides of dimensions of size 1 are ignored."""
     pairs = zip(value.shape, value.stride(), strides, strict=True)
     return value.numel() == 0 or all(size == 1 or stride == expected for size, stride, expected in pairs)
 
@@ -116,7 +117,7 @@ def strided_scatter(value: Tensor, source: Tensor, size: Sequence[int], stride: 
 
 
 def reinterpreted(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """View the bits of a value as another dtype; if the item size differs, the value is made contiguous first."""
+    """View the bits of a value as another dtype; if the element size differs, a value that is not contiguous is copied first."""
     return (value if dtype.itemsize == value.dtype.itemsize else value.contiguous()).view(dtype)
 
 
@@ -146,4 +147,4 @@ class RestridedOperator:
         result = self.target(*args, **kwargs)
         if not self.makes_view:
             return result
-        return result.clone() if isinstance(result, Tensor) else [item.clone() for item in result]
+        return result.clone() if isinstance(result, Tensor) else [view.clone() for view in result]

@@ -1,6 +1,6 @@
 """Reproducible random draws.
 
-A chunk that is recomputed in the backward graph has to draw the same numbers as before. So each step draws one seed
+A chunk that is recomputed in the backward graph must draw the same numbers as in the forward graph. So each step draws one seed
 from the user's generator, and each draw inside a loop uses a separate generator, seeded from the step's seed, the
 operator and the chunk. The process's generators are never reseeded, because other threads may draw from them at any
 time.
@@ -32,9 +32,9 @@ def draw_seed() -> Tensor:
 
 
 def replay(name: str, seed: Tensor, key: int, start: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a random operator, given by name (`aten.native_dropout.default`), with a generator for this operator and chunk.
+    """Run a random operator, given by name (`aten.native_dropout.default`), with a new generator; return its result.
 
-    It is seeded from the step's seed, the operator's `key` and the chunk's first row.
+    The generator is seeded from the step's seed, the operator's `key` and the chunk's first row.
     """
     function: Any = operator.attrgetter(name)(torch.ops)
     if isinstance(seed, FakeTensor):  # fake tensors need shapes only
@@ -67,13 +67,16 @@ def _takes_generator(schema: Any) -> bool:
 
 
 def _adds_generator(schema: Any, other: Any) -> bool:
-    """Return whether an overload has the arguments of another one plus a generator."""
-    names = [[(item.name, str(item.type), item.kwarg_only) for item in each_schema.arguments] for each_schema in (schema, other)]
-    return _takes_generator(schema) and [item for item in names[0] if item[0] != "generator"] == names[1]
+    """Return whether an overload has the arguments of another overload plus a generator."""
+    own, others = (
+        [(argument.name, str(argument.type), argument.kwarg_only) for argument in each_schema.arguments]
+        for each_schema in (schema, other)
+    )
+    return _takes_generator(schema) and [argument for argument in own if argument[0] != "generator"] == others
 
 
 def _dropout(rows: Tensor, p: float, train: bool | None, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Implement `native_dropout`: kept elements are scaled, so that the mean is preserved."""
+    """Implement `native_dropout`; return the rows, scaled to preserve their mean, and the mask of kept elements."""
     if train is False or not rows.numel():
         return rows.clone(), torch.ones_like(rows, dtype=torch.bool)
     is_kept = torch.empty_like(rows, dtype=torch.bool).bernoulli_(1 - p, generator=generator)

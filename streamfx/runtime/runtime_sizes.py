@@ -53,10 +53,10 @@ class shifted_before(sympy.Function):
 def member_bounds(start: int, stop: int, length: int, offset: int, rows: int, block: int = 1) -> tuple[int, int]:
     """Return the first row and the number of rows of a derived axis in chunk [start, stop).
 
-    The first chunk also takes rows before the sequence, and the last chunk rows after it, so each row is in exactly
+    The first chunk also has the rows before the sequence, and the last chunk the rows after it, so each row is in exactly
     one chunk.
     """
-    assert block == 1 or start == 0 or (start - offset) % block == 0, "a chunk begins inside of a block"
+    assert block == 1 or start == 0 or (start - offset) % block == 0, "a chunk begins inside a block"
     first = 0 if start == 0 else min(max((start - offset) // block, 0), rows)
     last = rows if stop == length else min(max((stop - offset) // block, 0), rows)
     return first, max(last - first, 0)
@@ -180,9 +180,9 @@ class SizePrinter(PythonPrinter):  # type: ignore[misc]
 
 # Size functions, each with the bounds function and the index of its result
 BOUNDS: dict[str, tuple[str, int]] = {
-    f"{kind}_{part}": (f"{kind}_bounds", position)
+    f"{kind}_{part}": (f"{kind}_bounds", result_index)
     for kind in ("member", "span", "shifted")
-    for position, part in enumerate(("start", "count"))
+    for result_index, part in enumerate(("start", "count"))
 }
 
 
@@ -215,8 +215,8 @@ class SizeOf(torch.nn.Module):
 
     def forward(self, *values: Any) -> Any:
         """Return the size, from the values of its symbols in the order of `names`."""
-        numbers = [float(value) if isinstance(value, (float, torch.SymFloat)) else int(value) for value in values]
-        return self._function(dict(zip(self.names, numbers, strict=True)))
+        scalars = [float(value) if isinstance(value, (float, torch.SymFloat)) else int(value) for value in values]
+        return self._function(dict(zip(self.names, scalars, strict=True)))
 
     def extra_repr(self) -> str:
         return str(self.expression)

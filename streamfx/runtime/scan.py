@@ -61,7 +61,7 @@ class ChunkedScan(Recurrence):
         return self._run_chunk(before, after, states[chunk].clone(), operands)
 
     def _run_chunk(self, before: int, after: int, carry: Tensor, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run the chunk's rows and update the carry.
+        """Run the chunk's rows and update the carry; return the final values that are used, and the rows of the results.
 
         Only the chunk that holds the last row returns the final values; others return an additive identity.
         """
@@ -82,17 +82,17 @@ class ChunkedScan(Recurrence):
         self, carry: Sequence[Tensor], row_operands: Sequence[Tensor], shared: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], list[Tensor]]:
         """Return the carry after the last row, and the rows of each result."""
-        plan, count = self.plan, row_operands[0].shape[0]
+        plan, num_rows = self.plan, row_operands[0].shape[0]
         steps = []
-        for step in reversed(range(count)) if plan.reverse else range(count):
+        for step in reversed(range(num_rows)) if plan.reverse else range(num_rows):
             result = plan.combine(*carry, *(operand.select(0, step) for operand in row_operands), *shared)
             carry = result[: len(plan.carry)]
             steps.append(result[len(plan.carry) :])
         if plan.reverse:
             steps.reverse()
-        stacks = [torch.stack(values) for values in zip(*steps, strict=True)]
+        results = [torch.stack(values) for values in zip(*steps, strict=True)]
         like = row_operands[0]
-        return carry, stacks if steps else [like.new_empty((0, *shape), dtype=dtype) for shape, dtype in plan.row_results]
+        return carry, results if steps else [like.new_empty((0, *shape), dtype=dtype) for shape, dtype in plan.row_results]
 
     def _split_operands(self, operands: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
         """Split the operands into the first carry, the operands with rows, and the tensors that all rows share."""

@@ -96,7 +96,7 @@ def family_of(first: Numbers, second: Numbers) -> Family | None:
 
 
 def widened_family(codes: Sequence[FamilyCode], numbers: Numbers) -> Family:
-    """Return a family that contains these sizes and those of an existing version; else the family of these sizes alone."""
+    """Return a family that contains these sizes and the sizes of existing code; else the family of these sizes alone."""
     families = (family_of(code.family.offsets, numbers) for code in codes if code.family.at is None)
     return next((family for family in families if family is not None), single_member(numbers))
 
@@ -120,14 +120,17 @@ def layout_of(inputs: Sequence[Any]) -> tuple[Hashable, Numbers]:
 
 
 def with_contiguous_rows(value: Any) -> Any:
-    """Make a chunk's rows of several sequences contiguous, so that strides do not depend on the sequence length."""
+    """Return a contiguous copy of a chunk's rows of several batch items: its strides do not depend on the sequence length.
+
+    Return other values unchanged.
+    """
     if not isinstance(value, Tensor) or value.dim() < 2 + value.is_floating_point() or value.is_contiguous():
         return value
     return value.contiguous() if value.stride(0) and value[0].is_contiguous() else value
 
 
 def strides_of(value: Tensor) -> list[int]:
-    """Return the strides, with those of a contiguous tensor for dimensions of size 1."""
+    """Return the strides, with the strides of a contiguous tensor for dimensions of size 1."""
     strides = list(value.stride())
     contiguous = 1
     for dim in range(value.dim() - 1, -1, -1):

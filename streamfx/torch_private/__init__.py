@@ -133,7 +133,7 @@ def mutated_inputs(joint: fx.Graph) -> list[int] | None:
     descriptions = joint.output_node().meta.get(DESCRIPTION)
     if descriptions is None:
         return None
-    mutated = [item.mutated_input for item in descriptions if isinstance(item, InputMutationAOTOutput)]
+    mutated = [output.mutated_input for output in descriptions if isinstance(output, InputMutationAOTOutput)]
     placeholders = joint.find_nodes(op="placeholder")
     return [i for i, node in enumerate(placeholders) if node.meta.get(DESCRIPTION) in mutated]
 
@@ -148,7 +148,7 @@ def inputs_of_gradients(joint: fx.Graph, first_gradient: int) -> list[fx.Node | 
     if descriptions is None:
         return None
     inputs = {node.meta[DESCRIPTION]: node for node in joint.find_nodes(op="placeholder") if DESCRIPTION in node.meta}
-    return [inputs.get(_input_of(item)) for item in descriptions[first_gradient:]]
+    return [inputs.get(_input_of(gradient)) for gradient in descriptions[first_gradient:]]
 
 
 def _input_of(gradient: Any) -> Any:
@@ -213,12 +213,12 @@ def dynamo_copy(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, f
 
 def dynamo_module(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """Build a module from a graph, with the attributes that AOTAutograd reads from a Dynamo module (2.11, 2.13)."""
-    copied = fx.GraphModule(module, graph)
-    copied.meta = dict(module.meta)
+    new_module = fx.GraphModule(module, graph)
+    new_module.meta = dict(module.meta)
     for name in ("_param_name_to_source", "compile_subgraph_reason"):
         if hasattr(module, name):
-            setattr(copied, name, getattr(module, name))
-    return copied
+            setattr(new_module, name, getattr(module, name))
+    return new_module
 
 
 def untraced(function: F) -> F:
@@ -251,7 +251,7 @@ def no_dispatch() -> Any:
 
 @contextmanager
 def reentrant_dispatch() -> Iterator[None]:
-    """Inside `__torch_dispatch__`, dispatch operators as outside of it (2.11, 2.13).
+    """Context manager: inside `__torch_dispatch__`, dispatch operators as outside of it (2.11, 2.13).
 
     A mode leaves the stack while it handles a call, but the dispatch keys still include it. So if the stack is empty, the
     keys are excluded.
@@ -271,7 +271,7 @@ def no_modes() -> Any:
 
 @contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
-    """Inside this context, saved-tensor hooks are ignored: autograd saves the tensors themselves (2.11, 2.13)."""
+    """Context manager: saved-tensor hooks are ignored, and autograd saves the tensors themselves (2.11, 2.13)."""
     was_tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
     try:
         yield

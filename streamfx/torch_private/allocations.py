@@ -17,7 +17,7 @@ class Allocations:
     """Allocations that a profiler recorded.
 
     `moves` are in order: the time in nanoseconds since the epoch, the bytes allocated or freed, and the device type.
-    `is_complete` says whether the profiler was active until the end, because another profiler that starts replaces it.
+    `is_complete`: the profiler was active until the end, which is unsure because another profiler replaces it.
     """
 
     moves: list[tuple[int, int, str]] = field(default_factory=list)
@@ -31,9 +31,9 @@ def is_profiled() -> bool:
 
 @contextmanager
 def allocations() -> Iterator[Allocations]:
-    """Record the allocations of this thread, on the host and on devices, including those of Inductor's code (2.13).
+    """Context manager that records the allocations of this thread, including allocations by Inductor's code (2.13).
 
-    The result is filled in when the block ends.
+    It covers the host and devices. The yielded object is filled when the block ends.
     """
     recorded = Allocations()
     profiler = torch.autograd.profiler.profile(profile_memory=True)

@@ -12,16 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensor  # 2.11, 2.13
 from streamfx.node_meta import DESCRIPTION
 
 
-def has_default_descriptors(graph: fx.Graph, count: int) -> bool:
-    """Return whether the first `count` inputs of a joint graph are Dynamo's inputs in order (2.11, 2.13).
+def has_default_descriptors(graph: fx.Graph, num_inputs: int) -> bool:
+    """Return whether the first `num_inputs` inputs of a joint graph are Dynamo's inputs in order (2.11, 2.13).
 
-    Its results must be results of the Dynamo graph and gradients: no parts of subclasses, mutated inputs or tokens.
+    Its results must also be results of the Dynamo graph and gradients: no parts of subclasses, mutated inputs or tokens.
     """
-    inputs = [node.meta.get(DESCRIPTION) for node in graph.find_nodes(op="placeholder")[:count]]
+    inputs = [node.meta.get(DESCRIPTION) for node in graph.find_nodes(op="placeholder")[:num_inputs]]
     results = graph.output_node().meta.get(DESCRIPTION)
-    plain_kinds = PlainAOTOutput, GradAOTOutput, type(None)
-    is_known = results is not None and all(isinstance(item, plain_kinds) for item in results)
-    return is_known and all(isinstance(item, PlainAOTInput) and item.idx == i for i, item in enumerate(inputs))
+    default_types = PlainAOTOutput, GradAOTOutput, type(None)
+    if results is None or not all(isinstance(result, default_types) for result in results):
+        return False
+    return all(isinstance(value, PlainAOTInput) and value.idx == i for i, value in enumerate(inputs))
 
 
 def set_default_descriptors(graph: fx.Graph, num_inputs: int, num_outputs: int) -> None:

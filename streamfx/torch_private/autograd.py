@@ -85,13 +85,13 @@ def inputs_in_results() -> list[int] | None:
     context = torch._guards.TracingContext.try_get()
     metadata = getattr(context, "fw_metadata", None)
     kinds = (OutputType.alias_of_input, OutputType.is_input)
-    return None if metadata is None else [item.base_idx for item in metadata.output_info if item.output_type in kinds]
+    return None if metadata is None else [output.base_idx for output in metadata.output_info if output.output_type in kinds]
 
 
 def owner_indices(graph: fx.Graph) -> list[int | None]:
     """Return, for each input of a traced graph, the index of the Dynamo input that it is or is a part of (2.11, 2.13).
 
-    None if there is none.
+    None for an input that is neither, such as a token.
     """
     indices = []
     for node in graph.find_nodes(op="placeholder"):
@@ -111,7 +111,7 @@ def inputs_with_gradients(graph: fx.Graph) -> list[bool]:
     """Return, for each input of the forward graph being compiled, whether it may require a gradient (2.11, 2.13).
 
     Empty if unknown. True for parts of tensor subclasses, because autograd checks the subclass tensor, and torch recompiles
-    if its `requires_grad` changes. (That of the part is unreliable: `DTensor.from_local` copies a result's to the part, but
+    if its `requires_grad` changes. (The flag of the part is unreliable: `DTensor.from_local` copies a result's to the part, but
     AOTAutograd records False.)
     """
     context = torch._guards.TracingContext.try_get()
@@ -119,7 +119,7 @@ def inputs_with_gradients(graph: fx.Graph) -> list[bool]:
     nodes = graph.find_nodes(op="placeholder")
     if len(inputs) != len(nodes):
         return []
-    return [bool(item.requires_grad) or is_inner_tensor(node) for item, node in zip(inputs, nodes, strict=True)]
+    return [bool(info.requires_grad) or is_inner_tensor(node) for info, node in zip(inputs, nodes, strict=True)]
 
 
 def nodes_to_execute(edges: Iterable[tuple[Any, int]]) -> frozenset[Any]:
@@ -130,7 +130,7 @@ def nodes_to_execute(edges: Iterable[tuple[Any, int]]) -> frozenset[Any]:
 
 @contextmanager
 def autograd_inside_operators() -> Iterator[None]:
-    """Inside this context, autograd and `vmap` work even in an operator's implementation, which excludes them (2.11, 2.13)."""
+    """Context manager: autograd and `vmap` work even inside an operator's implementation, which excludes them (2.11, 2.13)."""
     with ExitStack() as stack:
         for name in EXCLUDED_INSIDE_OPERATORS:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, name), False))

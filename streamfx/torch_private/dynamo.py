@@ -106,7 +106,7 @@ def is_traced_here() -> bool:
 
 
 def compiling() -> Any:
-    """Return a context in which only this thread compiles, Dynamo included: tracers patch global state (2.11, 2.13)."""
+    """Return a context in which only this thread compiles, even with Dynamo, because tracers patch global state (2.11, 2.13)."""
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
@@ -155,15 +155,15 @@ class UnwrappedDynamoError(ShortenTraceback):
 
 @contextmanager
 def unwrapped_errors(graph: fx.Graph) -> Iterator[None]:
-    """While a backend processes a graph, let streamfx's errors reach the caller of the compiled function unwrapped."""
+    """Context manager for the processing of a graph by a backend: streamfx's errors reach the user unwrapped by Dynamo."""
     try:
         yield
     except StreamFXError as error:
         _note_location(error, graph)
-        kind: type[UnwrappedDynamoError] = type(
+        error_type: type[UnwrappedDynamoError] = type(
             type(error).__name__, (UnwrappedDynamoError, type(error)), {"__module__": __name__}
         )
-        raise kind(error) from None
+        raise error_type(error) from None
 
 
 def _note_location(error: StreamFXError, graph: fx.Graph) -> None:
@@ -186,7 +186,7 @@ def _user_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def user_error_of(error: BaseException) -> Exception | None:
-    """Return the error for the user, of a failed compilation: streamfx's or the model's; None for others (2.11, 2.13).
+    """Return the error that a user sees after a failed compilation: streamfx's or the model's; None for others (2.11, 2.13).
 
     Dynamo wraps the model's errors, and their traceback is the tracer's, so the line in the model is added as a note.
     """
@@ -232,14 +232,14 @@ def _is_library_file(file: str) -> bool:
 
 @contextmanager
 def record_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
-    """Collect (file, line, reason) of each graph break, from the log records of `TORCH_LOGS="graph_breaks"` (2.11, 2.13).
+    """Yield a list, which gets the (file, line, reason) of each graph break (2.11, 2.13).
 
-    This works even if `logging.config` has disabled existing loggers.
+    They come from log records of `TORCH_LOGS="graph_breaks"`, even if `logging.config` has disabled existing loggers.
     """
     breaks: list[tuple[str, int, str]] = []
     record_pattern = re.compile(r"in user code at (.+):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
 
-    class Note(logging.Handler):
+    class BreakHandler(logging.Handler):
         """Appends (file, line, reason) for each record about a graph break."""
 
         def emit(self, record: logging.LogRecord) -> None:
@@ -247,7 +247,7 @@ def record_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
             if match := record_pattern.search(record.getMessage()):
                 breaks.append((match[1], int(match[2]), match[3]))
 
-    logger, handler = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks"), Note()
+    logger, handler = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks"), BreakHandler()
     level, propagate, disabled = logger.level, logger.propagate, logger.disabled
     logger.addHandler(handler)
     logger.propagate = propagate and logger.isEnabledFor(logging.DEBUG)
@@ -263,13 +263,13 @@ def record_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
 
 def cause_of_break(reason: str) -> tuple[str, str, bool]:
     """Parse a graph-break reason: (cause, first hint, whether Dynamo runs the rest of the function in eager) (2.11, 2.13)."""
-    given_up = "falling back to eager" in reason
+    runs_in_eager = "falling back to eager" in reason
     cause = reason.split("Graph break encountered:", 1)[-1].strip()
     if explained := re.search(r"^(\S.*)\n(?:  Higher Order Operator: (.*)\n)?  Explanation: (.*)", cause, re.MULTILINE):
         hint = re.search(r"^  Hint: (.*)", cause, re.MULTILINE)
         in_operator = f" in {explained[2]}" if explained[2] else ""
-        return f"{explained[1]}{in_operator}: {explained[3]}", hint[1] if hint and "report" not in hint[1] else "", given_up
-    return cause.split("\n", 1)[0], "", given_up
+        return f"{explained[1]}{in_operator}: {explained[3]}", hint[1] if hint and "report" not in hint[1] else "", runs_in_eager
+    return cause.split("\n", 1)[0], "", runs_in_eager
 
 
 def dropped_writes(graph: fx.Graph) -> list[str]:
@@ -280,8 +280,8 @@ def dropped_writes(graph: fx.Graph) -> list[str]:
     """
     writes = (node for node in graph.nodes if node.op in ("call_method", "call_function") and _is_in_place(node.target))
     written_inputs = ((node, node.args[0].meta.get(EXAMPLE_VALUE)) for node in writes if _is_placeholder(node.args[:1]))
-    lost = (node for node, value in written_inputs if isinstance(value, torch.Tensor) and _is_like_a_number(value))
-    return list(dict.fromkeys(source_line(node) for node in lost))
+    dropped = (node for node, value in written_inputs if isinstance(value, torch.Tensor) and _is_like_a_number(value))
+    return list(dict.fromkeys(source_line(node) for node in dropped))
 
 
 def _is_in_place(target: Any) -> bool:
@@ -302,7 +302,7 @@ def _is_like_a_number(value: torch.Tensor) -> bool:
 
 @contextmanager
 def quiet_tracer() -> Iterator[None]:
-    """Inside this context, errors of fake tensors are not logged before they are raised (2.11, 2.13)."""
+    """Context manager: errors of fake tensors are not logged before they are raised (2.11, 2.13)."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -320,7 +320,7 @@ def mark_length_dynamic(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def record_compilations() -> Iterator[list[tuple[int, int]]]:
-    """Record the start and end of compilations in any thread, in nanoseconds since the epoch (2.11, 2.13)."""
+    """Yield a list, which gets the (start, end) of compilations in any thread, in nanoseconds since the epoch (2.11, 2.13)."""
     from torch._dynamo.callback import callback_handler
 
     intervals, start_times = list[tuple[int, int]](), list[int]()
@@ -396,4 +396,4 @@ def _drop_compiled_code(backend: Callable[..., Any]) -> None:
             reset_code(code)
             continue
         for entry in own_entries:
-            entry.guard_manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("streamfx has seen enough"))
+            entry.guard_manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("streamfx dropped its compiled code"))

@@ -15,7 +15,7 @@ ORIGINAL = "_fsdp_use_orig_params"
 
 
 def _is_instance(module: nn.Module, class_path: tuple[str, str]) -> bool:
-    """Return whether a module is an instance of a class, given as (module name, class name), if that is imported."""
+    """Return whether a module is an instance of a class, given as (module name, class name); False if it is not imported."""
     cls: Any = getattr(sys.modules.get(class_path[0]), class_path[1], None)
     return isinstance(cls, type) and isinstance(module, cls)
 
@@ -36,7 +36,7 @@ def unwrap_fsdp(wrapper: Any) -> nn.Module:
 
 
 def allow_tracing(module: nn.Module) -> list[nn.Module]:
-    """Let Dynamo trace modules that FSDP1 wraps with `use_orig_params=False`; return those that it would refuse (2.11, 2.13).
+    """Let Dynamo trace modules that FSDP1 wraps with `use_orig_params=False`; return these modules (2.11, 2.13).
 
     Dynamo refuses them by an attribute that nothing else reads. Their weights are views of one flat parameter, set in each
     forward, and can be inputs of a graph like any other tensors.
@@ -54,9 +54,9 @@ def restore_tracing_refusal(modules: list[nn.Module]) -> None:
 
 
 def frees_weights(owner: Any) -> bool:
-    """Return whether full weights are freed when the forward of this module or wrapper ends (2.11, 2.13).
+    """Return whether full weights are freed when the forward of this module or wrapper ends; True if unknown (2.11, 2.13).
 
-    The answer is reliable after the forward has started, because FSDP determines the root module then. Unknown: True.
+    The answer is reliable after the forward has started, because FSDP determines the root module then.
     """
     if is_fully_sharded(owner):
         state = owner._get_fsdp_state()

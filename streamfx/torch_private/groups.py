@@ -39,7 +39,10 @@ def members_of(group: Any) -> tuple[int, ...]:
 
 @contextmanager
 def simulated_ranks(world: int, rank: int = 0) -> Iterator[None]:
-    """Simulate a world of ranks of which only this one exists: collectives return results of the right sizes (2.11, 2.13)."""
+    """Context manager: simulate a world of ranks of which only `rank` exists (2.11, 2.13).
+
+    Collectives return results of the right sizes.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # 2.11, 2.13: also defines the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

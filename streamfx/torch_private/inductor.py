@@ -56,7 +56,7 @@ class InductorMemoryError(InductorFailedError):
 
 @contextmanager
 def inductor_errors_wrapped() -> Iterator[None]:
-    """Raise an error inside the block as `InductorFailedError`, or as `InductorMemoryError` if memory ran out.
+    """Context manager: raise an error of the block as `InductorFailedError`, or as `InductorMemoryError` if memory ran out.
 
     Torch's own use of its deprecated interfaces is not a failure, even if the user turns warnings into errors (2.13:
     TorchScript).
@@ -70,7 +70,7 @@ def inductor_errors_wrapped() -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it wraps, reports that memory ran out: the allocator's, driver's, or host's.
+    """Return whether an error, or one that it wraps, reports that memory ran out, of a device or of the host.
 
     Drivers' errors have types of many libraries ("Triton Error [CUDA]: out of memory"), so the text decides.
     """
@@ -83,7 +83,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @contextmanager
 def barriers() -> Iterator[None]:
-    """Insert barriers between loops of a Triton kernel, where a thread may read a value that another wrote (2.11, 2.13).
+    """Context manager: Inductor inserts barriers after the loops of a Triton kernel (2.11, 2.13).
+
+    After a loop, a thread may read a value that another thread wrote.
 
     Triton may assign a store and the load that reads it to different threads (triton#10924, pytorch#190519): without a
     barrier, the load reads the old contents of memory. On an H100, gradients of a small GPT-OSS were hundreds of times
@@ -119,14 +121,14 @@ def compile_dynamo_graph(module: fx.GraphModule, inputs: list[Any]) -> Callable[
 
 def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
     """Compile a graph for the shapes of `inputs`; call the result as f(*inputs) (2.11, 2.13)."""
-    with torch.no_grad(), no_modes():  # AOTAutograd runs the graph once under a mode of its own
+    with torch.no_grad(), no_modes():  # AOTAutograd runs the graph once under a separate mode
         return _compile_body("from_example_inputs", module, inputs)
 
 
 def compile_for_sizes(
     module: fx.GraphModule, typical_size: int, shapes: Shapes
 ) -> tuple[Callable[..., Any], Callable[[int], bool]]:
-    """Compile a graph for all sizes that are functions of one number: see `with_sizes` (2.11, 2.13)."""
+    """Compile a graph for all sizes that are functions of one size: see `with_sizes` (2.11, 2.13)."""
     return with_sizes(functools.partial(_compile_body, "from_tracing_context"), module, typical_size, shapes)
 
 

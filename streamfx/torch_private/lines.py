@@ -13,7 +13,7 @@ _LIBRARY = ("/torch/", "<string>", "<eval_with_key>")
 
 
 def source_line(node: fx.Node) -> str:
-    """Return `file:line, in function: code` for the user's line that a node comes from; "" if unknown."""
+    """Return `file:line, in function: code` of the user's line from which a node was traced; "" if unknown."""
     frame = frame_of(node)
     if frame is None:
         return ""
@@ -22,7 +22,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def frame_of(node: fx.Node) -> tuple[str, str, str, str] | None:
-    """Return (file, line, function, code) of the innermost frame in user code."""
+    """Return (file, line, function, code) of the innermost frame in user code, or else in any code; None if unknown."""
     frames = _FRAME.findall(node.meta.get(STACK_TRACE) or "")
     user_frames = [frame for frame in frames if not any(library in frame[0] for library in _LIBRARY)] or frames
     return user_frames[-1] if user_frames else None

@@ -41,14 +41,14 @@ class RankChangedError(Exception):
 def exchange_texts(text: str, group: str, subject: str = "", waits: bool = True, about: str | None = None) -> list[str]:
     """Write a text, and return the texts of all ranks of a group, in order (2.11, 2.13).
 
-    The n-th text of a rank is exchanged for the n-th texts of the others. Texts go through the store of the rendezvous;
+    The n-th text of a rank is exchanged for the n-th texts of the other ranks. Texts go through the store of the rendezvous;
     devices send nothing. `subject` names the graph, as far as a rank knows it before its analysis. If not `waits`, the rank
     leaves its text for the ranks that write about the same subject, and returns without theirs.
 
     After all ranks have written the same text `about` a topic, that text is no longer exchanged.
 
     Raises:
-        RankChangedError: if the text differs from the one on which all ranks have agreed `about` the topic.
+        RankChangedError: if the text differs from the text on which all ranks have agreed `about` the topic.
         RanksMissingError: if a rank does not write within the time limit.
     """
     from torch.distributed.distributed_c10d import _get_default_store  # 2.11, 2.13
@@ -67,7 +67,7 @@ def exchange_texts(text: str, group: str, subject: str = "", waits: bool = True,
     if not waits:
         board.leave(text)
         return [text]
-    texts = board.exchanged(text)
+    texts = board.exchange(text)
     if about is not None and set(texts) == {text}:
         board.agree(about, text)
     return texts
@@ -85,7 +85,7 @@ class _Text(NamedTuple):
     attempt: int
     text: str
 
-    def written(self) -> str:
+    def to_stored(self) -> str:
         """Return the text with its subject and attempt, as it is stored."""
         return f"{self.subject} {self.attempt}\n{self.text}"
 
@@ -111,17 +111,22 @@ class _Board:
     rank: int
     subject: str
 
-    def exchanged(self, text: str) -> list[str]:
-        """Write a text, and wait for the texts of the others with the same index, or for one that a failed rank has left."""
-        index, own_text = self.store.add(self._counter, 1), self._new_text(text)
+    def exchange(self, text: str) -> list[str]:
+        """Write a text; return the texts of all ranks with the same index, in order of ranks.
+
+        If a failed rank has left a text about the subject, withdraw this text, and return the left texts (with this text for
+        the other ranks).
+        """
+        index = self.store.add(self._counter, 1)
+        own_text = self._new_text(text)
         self._store_text(self._slot(index, self.rank), own_text)
         deadline, pause = time.monotonic() + WAIT_LIMIT.total_seconds(), MIN_PAUSE
         texts: dict[int, _Text] = {}
         while True:
             self._read_texts(index, texts)
             # left texts are read after the others, because a rank leaves a text before it writes its next one
-            answered_ranks = {rank for rank, item in texts.items() if item.subject == self.subject}
-            left_texts = {rank: item for rank, item in self._left_instead_of(own_text).items() if rank not in answered_ranks}
+            answered_ranks = {rank for rank, other in texts.items() if other.subject == self.subject}
+            left_texts = {rank: left for rank, left in self._left_instead_of(own_text).items() if rank not in answered_ranks}
             if left_texts:
                 self.store.set(self._slot(index, self.rank), WITHDRAWN)
                 self.store.add(self._counter, -1)
@@ -150,7 +155,7 @@ class _Board:
         self.store.set(self._agreed_key(about), text)
 
     def _new_text(self, text: str) -> _Text:
-        """Start a text of this rank about the subject, and count it."""
+        """Return a text of this rank about the subject, with its number (`attempt`), which the store counts."""
         return _Text(self.subject, int(self.store.add(f"{self.name}/begun/{self.subject}/{self.rank}", 1)), text)
 
     def _read_texts(self, index: int, texts: dict[int, _Text]) -> None:
@@ -176,8 +181,8 @@ class _Board:
     def _is_withdrawn(self, text: _Text, others: Mapping[int, _Text]) -> bool:
         """Return whether the author of a text will withdraw it, once it reads the text that another rank has left instead.
 
-        It will if that other rank is not among the authors of `others` about the same subject. One that is has left its
-        text later, after it had read them all.
+        It will withdraw it if that other rank is not among the authors of `others` about the same subject. If it is among
+        them, it left its text later, after it had read all of `others`.
         """
         if text.subject == self.subject:
             return False
@@ -191,7 +196,7 @@ class _Board:
 
     def _store_text(self, key: str, text: _Text) -> None:
         """Store a text under a key."""
-        self.store.set(key, text.written())
+        self.store.set(key, text.to_stored())
 
     def _slot(self, index: int, rank: int) -> str:
         """Return the key of a rank's text with an index."""

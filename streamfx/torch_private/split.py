@@ -65,7 +65,7 @@ def split_before(module: fx.GraphModule, first_of_second: fx.Node) -> tuple[Grap
 
 
 def _extract_part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> GraphPart:
-    """Copy some operators into a new graph; its inputs are the values that they read and do not compute."""
+    """Return some operators as a separate graph; its inputs are the values that they read and do not compute."""
     operators = {node for node in nodes if node.op in COMPUTES}
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     outside_values = [node for node in module.graph.nodes if node not in operators and not operators.isdisjoint(node.users)]
@@ -86,13 +86,13 @@ def _extract_part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> GraphPart
 
 
 def _with_symbols(graph: fx.Graph, inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the inputs after all size inputs of the Dynamo graph: their sizes may be expressions in these."""
+    """Return all size inputs of the Dynamo graph, and then the other inputs, whose sizes may be expressions in these sizes."""
     sizes = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(EXAMPLE_VALUE), torch.SymInt)]
     return [*sizes, *(node for node in inputs if node not in sizes)]
 
 
 def example_input_of(node: fx.Node) -> Any:
-    """Return an example value, to trace a part, for an input that the other part computes."""
+    """Return the example value with which a part is traced, for an input that the other part computes."""
     value = node.meta[EXAMPLE_VALUE]
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 

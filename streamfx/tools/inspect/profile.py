@@ -236,10 +236,10 @@ class _Watch:
         self.graphs.append(costed_program)
         self.ran_in_other_thread |= not is_profiled()
 
-    def run_loop(self, name: str, origin: LoopOrigin, chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    def run_loop(self, name: str, origin: LoopOrigin, num_chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Run a loop and record its begin and end."""
         self.ran_in_other_thread |= not is_profiled()
         begin = self.now()
         results = run()
-        self.loop_runs.append((begin, self.now(), name, origin.stage, origin.half, chunks))
+        self.loop_runs.append((begin, self.now(), name, origin.stage, origin.half, num_chunks))
         return results
