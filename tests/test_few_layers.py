@@ -153,7 +153,7 @@ class Watched:
 
         def run_passes(call: Any, capture: Callable[[], Facts]) -> Facts:
             try:
-                self.derived = facts_of_all_layers(call.found_of_few, call.few)
+                self.derived = facts_of_all_layers(call.subset_facts, call.subset)
             except LayersDifferError as error:
                 self.refused = str(error)
             self.every = run_analyses(capture(), call.options)
@@ -167,7 +167,7 @@ class Watched:
     ) -> Prediction:
         with self.patch.context() as patch:
             if few is not None:
-                patch.setattr(EagerCall, "few", few)
+                patch.setattr(EagerCall, "find_layer_subset", few)
             return predict(model, {"ids": ids()}, LENGTH, {"chunk_size": 32, **options})
 
 

@@ -32,8 +32,16 @@ class ChunkedCompilation(QuietCompilation):
 
 def why_not_chunked(compilations: Sequence[Compilation]) -> str:
     """Return why a comparison does not exercise the values passed between chunks, or an empty string if it does."""
-    loops = [loop for item in compilations for facts in item.facts if facts.program is not None for loop in facts.program.loops]
-    return NOT_CHUNKED if not loops else ONE_CHUNK if any(map(_has_one_chunk, loops)) else ""
+    loops = [
+        loop
+        for compilation in compilations
+        for facts in compilation.facts
+        if facts.program is not None
+        for loop in facts.program.loops
+    ]
+    if not loops:
+        return NOT_CHUNKED
+    return ONE_CHUNK if any(map(_has_one_chunk, loops)) else ""
 
 
 def _has_one_chunk(loop: Loop) -> bool:

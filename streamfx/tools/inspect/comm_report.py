@@ -30,7 +30,7 @@ from streamfx.tools.report.comm_table import (
 
 
 def wire_of(graphs: Sequence[TracedGraph], costs: Sequence[Cost], call: TracedCall | None = None) -> dict[str, Any] | None:
-    """Return the communication of these graphs, with that of `call` in eager mode, or None if nothing is sent."""
+    """Return the communication of these graphs, with the communication of `call` in eager mode, or None if nothing is sent."""
     pairs = list(zip(graphs, costs, strict=True))
     traffic = [_host_traffic(graph, cost) for graph, cost in pairs]
     sent = sum_traffic(wire for host_traffic in traffic for wire in host_traffic.by_loop.values())

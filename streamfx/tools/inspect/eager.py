@@ -1,6 +1,6 @@
 """The cost of a call in eager mode, traced operator by operator on fake tensors, optionally with a wrapper around each layer.
 
-If layers repeat, only a few of them are traced and the cost is extrapolated to all. The repetition is checked: one full forward
+If layers repeat, only the kept layers are traced and the cost is extrapolated to all. The repetition is checked: one full forward
 trace must equal, byte by byte, the shortened trace with the missing layers filled in.
 """
 
@@ -65,16 +65,16 @@ def eager_cost(
 
 
 def costs_with_one_more(
-    model: Callable[..., Any], inputs: Mapping[str, Any], wrapper: LayerWrapper, few: int
+    model: Callable[..., Any], inputs: Mapping[str, Any], wrapper: LayerWrapper, num_layers: int
 ) -> tuple[Cost, Cost] | None:
-    """Return the costs of the model with its first `few` layers, and with one more.
+    """Return the costs of the model with its first `num_layers` layers, and with one more.
 
     The additional layer is assumed to equal the one before the last. None if the layers do not repeat or cannot be traced.
     """
     mode, faker = faker_of(model, (), inputs)
-    with allow_real_inputs(mode), mode, first_layers(model, few):
+    with allow_real_inputs(mode), mode, first_layers(model, num_layers):
         result = EagerCall(model, (), inputs, faker).step(wrapper)
-        extended = None if result is None else step_of_all(result[0], Repeat(1, 1, few, few + 1))
+        extended = None if result is None else step_of_all(result[0], Repeat(1, 1, num_layers, num_layers + 1))
         return None if result is None or extended is None else (result[0].cost, extended.cost)
 
 
@@ -86,7 +86,7 @@ def find_layer_repetition(model: Callable[..., Any], inputs: Mapping[str, Any]) 
 
 
 def faker_of(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[FakeTensorMode, FakeConverter]:
-    """Return the fake mode of a call and the converter that makes its tensors fake."""
+    """Return the fake mode of a call and the converter of its tensors to fake ones."""
     tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
     tensors += [value for module in modules_of(model) for value in held_tensors(module)]
     mode = fake_mode_of(tensors) or FakeTensorMode()
@@ -145,7 +145,7 @@ class EagerCall:
         return result
 
     def _extrapolated_step(self, wrapper: LayerWrapper | None) -> tuple[EagerStep, int] | None:
-        """Extrapolate the step and its gradient bytes from a few layers, or return None if the layers do not repeat."""
+        """Return the step and its gradient bytes, extrapolated from the kept layers; None if the layers do not repeat."""
         if self.repeat is None:
             return None
         step_of_few, gradients = self._traced_step(wrapper, self.repeat)
@@ -171,7 +171,7 @@ class EagerCall:
         return repeat if extrapolated.forward.equals(step.forward) and not notes.has_custom_backward else None
 
     def _counting_calls(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the forward of a layer so that its calls are counted in `reached`."""
+        """Wrap the forward of a layer so that its calls are counted in `wrapped_calls`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.wrapped_calls += 1
@@ -180,7 +180,7 @@ class EagerCall:
         return run
 
     def _traced_forward(self, repeat: Repeat | None = None) -> tuple[EagerStep, Notes]:
-        """Trace the forward pass of all layers, or of a few, with notes on each layer. Traced once per repetition."""
+        """Return the forward pass of all layers, or of the kept layers of `repeat`, with notes on each layer; trace it once."""
         if repeat not in self._traces:
             notes = Notes()
             self._traces[repeat] = self._traced_step(None, repeat, forward_only=True, notes=notes)[0], notes
@@ -189,7 +189,7 @@ class EagerCall:
     def _traced_step(
         self, wrapper: LayerWrapper | None, repeat: Repeat | None = None, forward_only: bool = False, notes: Notes | None = None
     ) -> tuple[EagerStep, int]:
-        """Trace a step and return it with the bytes of its parameter gradients, including those of the missing layers."""
+        """Trace a step; return it, and the bytes of parameter gradients of all layers, including the missing ones."""
         try:
             return self._trace_step(wrapper, repeat, forward_only, notes, sampled=True)
         except IterationsDifferError as error:
@@ -199,7 +199,7 @@ class EagerCall:
     def _trace_step(
         self, wrapper: LayerWrapper | None, repeat: Repeat | None, forward_only: bool, notes: Notes | None, sampled: bool
     ) -> tuple[EagerStep, int]:
-        """Trace a step; `sampled` follows a function over many equal inputs for only some of them."""
+        """As `_traced_step`. If `sampled`, a function over many equal inputs is traced for only some of them."""
         with self._fake_call(repeat) as (args, kwargs):
             layers = layers_of(self.model)
             if notes is not None:
@@ -226,7 +226,7 @@ class EagerCall:
     def _fake_call(self, repeat: Repeat | None) -> Iterator[tuple[Any, Any]]:
         """Yield fake arguments, and replace the tensors of the model by fake ones.
 
-        The model has all its layers, or only the first few. Integer inputs stay real.
+        The model has all its layers, or only the kept layers of `repeat`. Integer inputs stay real.
         """
         with (
             first_layers(self.model, len(layers_of(self.model)) if repeat is None else repeat.kept),
@@ -235,8 +235,8 @@ class EagerCall:
             self.faker.replace(modules_of(self.model), buffers=True)
             yield self.faker.inputs((tuple(self.args), dict(self.kwargs)), with_integers=True)
 
-    def few(self) -> LayerSubset | None:
-        """Return the layer repetition for tracing a few layers in place of all, or None if the layers do not repeat."""
+    def find_layer_subset(self) -> LayerSubset | None:
+        """Return the kept layers to trace in place of all; None if the layers do not repeat."""
         repeat = find_repeat(self.model, by_settings=True)
         if repeat is None:
             return None
@@ -256,4 +256,4 @@ def _leaves(modules: Iterable[nn.Module]) -> list[Tensor]:
 def _gradient_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the gradients that the leaves among these tensors hold."""
     gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    return sum(part.nbytes for part in tensors_in(gradients))
+    return sum(tensor.nbytes for tensor in tensors_in(gradients))

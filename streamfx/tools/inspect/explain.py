@@ -154,7 +154,7 @@ class Explanation(Unpicklable, Exports):
             ([64], 0)
         """
         streamed, baseline = self.costs, self.baseline if with_baseline else Cost(0, 0, 0)
-        # All gradients are alive at the end, including those of code between graphs: `baseline.gradients`.
+        # All gradients are alive at the end, including gradients of code between graphs: `baseline.gradients`.
         return {
             "graphs": len(self.call.graphs),
             "graph_breaks": len(self.call.breaks),
@@ -277,7 +277,7 @@ class Explanation(Unpicklable, Exports):
         return [0 if self.updates else bytes_of_parameters(graph.facts.joint) for graph in self._graph_calls]
 
     def _costs_by_call(self, costs: list[Cost]) -> list[Cost]:
-        """Return the cost of each call, given that of each graph."""
+        """Return the cost of each call, given the cost of each graph."""
         of_graph = {id(graph): cost for graph, cost in zip(self.call.graphs, costs, strict=True)}
         return [of_graph[id(graph)] for graph in self._graph_calls]
 

@@ -1,6 +1,6 @@
-"""Build the joint graph of all layers from that of a few by repeating one period of layers. Used for plans only.
+"""Build the joint graph of all layers from the graph of the kept layers, by repeating one period of layers. Used for plans only.
 
-    few    embed 0 | 1 | 2 | 3 head        all    embed 0 | 1 | copies of 2 | 2 | 3 head
+    kept    embed 0 | 1 | 2 | 3 head        all    embed 0 | 1 | copies of 2 | 2 | 3 head
 
 Each copy reads from its neighboring periods the values that the second period reads from its neighbors. `layer_segments.py`
 proves on the graph that two neighboring periods are equal; `layer_repeat.py` proves that all are.
@@ -36,8 +36,8 @@ from streamfx.torch_private.aot_joint import copy_fake_tensor, has_default_descr
 
 @dataclass(frozen=True)
 class FullGraph:
-    """The joint graph of all layers. `origins[i]` is the index, in the short graph, of the primal that primal `i` is or
-    copies.
+    """The joint graph of all layers. `origins[i]` is the index of primal `i`, or of the primal that it copies, in the graph
+    of the kept layers.
     """
 
     module: fx.GraphModule
@@ -46,10 +46,10 @@ class FullGraph:
 
 @dataclass(frozen=True)
 class ExpandedGraph:
-    """A graph expanded from that of a few layers.
+    """The graph of all layers, expanded from the graph of the kept layers.
 
-    `original_of` maps each node, in graph order, to its original in the short graph; `copies` maps a copied node to the index of
-    its period; the second of the two `periods` was copied.
+    `original_of` maps each node, in graph order, to its original in the graph of the kept layers; `copies` maps a copied node to
+    the index of its period; the second of the two `periods` was copied.
     """
 
     graph: fx.Graph
@@ -72,21 +72,21 @@ class LayerSubset:
         return next((index for index in indices if index is not None), None)
 
     def _index_in(self, path: str) -> int | None:
-        """Return the layer index in a module path, or None if the path is not that of a layer."""
+        """Return the layer index in a module path, or None if the path does not end at a layer."""
         match = re.search(rf"(?:^|\.){re.escape(self.name)}\.(\d+)$", plain_path(path))
         return None if match is None else int(match[1])
 
 
 def of_all_layers(
-    joint: fx.GraphModule, num_primals: int, num_outputs: int, primal_facts: Mapping[int, Any], few: LayerSubset
+    joint: fx.GraphModule, num_primals: int, num_outputs: int, primal_facts: Mapping[int, Any], subset: LayerSubset
 ) -> FullGraph:
-    """Build the joint graph of all layers from that of a few.
+    """Return the joint graph of all layers, built from the graph `joint` of the kept layers.
 
     `primal_facts` are known facts about primals by index; they must be equal for corresponding primals. Raises
-    `LayersDifferError` if the few layers do not represent all.
+    `LayersDifferError` if the kept layers do not represent all.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
-    expanded = graph_of_all_layers(joint.graph, num_primals, num_outputs, few)
+    expanded = graph_of_all_layers(joint.graph, num_primals, num_outputs, subset)
     positions = {node: position for position, node in enumerate(placeholders)}
     first, second = expanded.periods.first, expanded.periods.second
     if any(
@@ -94,13 +94,13 @@ def of_all_layers(
         for a, b in zip(first[Track.INPUTS], second[Track.INPUTS], strict=True)
     ):
         raise LayersDifferError("inputs with different known facts")
-    count = num_primals + few.repeat.copies * len(second[Track.INPUTS])
-    primals = expanded.graph.find_nodes(op="placeholder")[:count]
+    num_all_primals = num_primals + subset.repeat.copies * len(second[Track.INPUTS])
+    primals = expanded.graph.find_nodes(op="placeholder")[:num_all_primals]
     return FullGraph(LazyGraphModule(joint, expanded.graph), tuple(positions[expanded.original_of[node]] for node in primals))
 
 
-def graph_of_all_layers(graph: fx.Graph, num_primals: int, num_outputs: int, few: LayerSubset) -> ExpandedGraph:
-    """Build the graph of all layers from that of a few. Raises `LayersDifferError`."""
+def graph_of_all_layers(graph: fx.Graph, num_primals: int, num_outputs: int, subset: LayerSubset) -> ExpandedGraph:
+    """Return the graph of all layers, built from the graph of the kept layers. Raises `LayersDifferError`."""
     placeholders = graph.find_nodes(op="placeholder")
     if (
         has_collectives(graph)
@@ -110,8 +110,8 @@ def graph_of_all_layers(graph: fx.Graph, num_primals: int, num_outputs: int, few
         raise LayersDifferError("inputs or results that are not plain tensors")
     if len(results_of(graph)) != num_outputs + num_primals:
         raise LayersDifferError("gradients that do not belong to inputs")
-    periods = periods_of(graph, num_primals, num_outputs, few.repeat, few.layer_index)
-    return _LayerExpander(graph, num_primals, num_outputs, periods, few).build()
+    periods = periods_of(graph, num_primals, num_outputs, subset.repeat, subset.layer_index)
+    return _LayerExpander(graph, num_primals, num_outputs, periods, subset).build()
 
 
 def _is_symbolic(node: fx.Node) -> bool:
@@ -123,9 +123,10 @@ def _is_symbolic(node: fx.Node) -> bool:
 class _LayerExpander:
     """Builds the graph of all layers: copies of the second period are inserted between the two periods."""
 
-    def __init__(self, graph: fx.Graph, num_primals: int, num_outputs: int, periods: Periods, few: LayerSubset) -> None:
-        self.graph, self.num_primals, self.num_outputs, self.periods, self.few = graph, num_primals, num_outputs, periods, few
-        self.copies, self.expanded = few.repeat.copies, fx.Graph()
+    def __init__(self, graph: fx.Graph, num_primals: int, num_outputs: int, periods: Periods, subset: LayerSubset) -> None:
+        self.graph, self.periods, self.subset = graph, periods, subset
+        self.num_primals, self.num_outputs = num_primals, num_outputs
+        self.copies, self.expanded = subset.repeat.copies, fx.Graph()
         self.places = periods.places
         self.copy_of_original: dict[fx.Node, fx.Node] = {}
         self.copies_by_period: list[dict[Track, list[fx.Node]]] = [{track: [] for track in Track} for _ in range(self.copies)]
@@ -133,8 +134,8 @@ class _LayerExpander:
         self.fake_values: list[dict[int, FakeTensor]] = [{} for _ in range(self.copies)]
 
     def build(self) -> ExpandedGraph:
-        """Insert the copies between the two periods: after the first one in the forward graph, after the second one in the
-        backward graph.
+        """Return the graph with the copies inserted between the two periods: after the first period in the forward graph, after
+        the second period in the backward graph.
         """
         copies_after: dict[fx.Node, tuple[Track, range]] = {}
         for track, nodes, order in (
@@ -170,27 +171,28 @@ class _LayerExpander:
     # -- nodes
 
     def _copy_node(self, node: fx.Node) -> None:
-        """Copy a node of the short graph, with the layer indices that it has among all layers."""
+        """Copy a node of the graph of the kept layers, with the layer indices that it has among all layers."""
         period, _ = self.places.get(node, (0, None))
         new = self.copy_of_original[node] = self.expanded.node_copy(
             node, lambda source: self._operand_of_original(period, source)
         )
-        first = {0: self.few.repeat.front + self.few.repeat.period, 1: self.few.repeat.count, 2: 0}[period]
-        self._shift_layer_indices(new, first, self.copies)
+        repeat = self.subset.repeat
+        first_layer = {0: repeat.front + repeat.period, 1: repeat.count, 2: 0}[period]
+        self._shift_layer_indices(new, first_layer, self.copies)
 
     def _operand_of_original(self, period: int, source: fx.Node) -> fx.Node:
-        """Return an operand of an original node: reads across the two periods are redirected to the copies between them.
+        """Return the operand that replaces `source` in a node of `period` (0: outside of both periods).
 
-        `place` is its period (1 or 2) and its position in the period.
+        Reads across the two periods are redirected to the copies between them.
         """
-        place = self.places.get(source)
-        if place is None or period == 0 or place[0] == period:
+        source_period, place = self.places.get(source, (0, None))
+        if place is None or period in (0, source_period) or not self.copies:
             return self.copy_of_original[source]
-        copy = self.copies_by_period[0 if period == 1 else -1] if self.copies else None
-        return self.copy_of_original[source] if copy is None else copy[place[1].track][place[1].position]
+        neighbor = self.copies_by_period[0 if period == 1 else -1]
+        return neighbor[place.track][place.position]
 
     def _copy_to_period(self, template: fx.Node, copy_index: int) -> fx.Node:
-        """Copy a node of the second period to the inserted period with this index."""
+        """Copy a node of the second period into the inserted period `copy_index`, and return the copy."""
         new = self.expanded.node_copy(template, lambda source: self._operand(source, copy_index))
         self._shift_layer_indices(new, 0, copy_index)
         if VALUE in new.meta:
@@ -200,7 +202,7 @@ class _LayerExpander:
     def _own_fake_value(self, value: Any, copy_index: int) -> Any:
         """Return a new fake value for a copy, because nodes are identified by their values. Tuples keep their structure."""
         if isinstance(value, (tuple, list)):
-            return type(value)(self._own_fake_value(item, copy_index) for item in value)
+            return type(value)(self._own_fake_value(element, copy_index) for element in value)
         if not isinstance(value, FakeTensor):
             return value
         fake_values = self.fake_values[copy_index]
@@ -222,32 +224,33 @@ class _LayerExpander:
             return self.copy_of_original[self.periods.second[place.track][place.position]]
         return self.copies_by_period[copy_index][place.track][place.position]
 
-    def _shift_layer_indices(self, node: fx.Node, first: int, periods: int) -> None:
-        """Shift the layer indices in a node's module stack: layers from index `first` on come `periods` periods later."""
+    def _shift_layer_indices(self, node: fx.Node, first_layer: int, num_periods: int) -> None:
+        """Shift the layer indices in a node's module stack: layers from `first_layer` on move by `num_periods` periods."""
         if node.op == "placeholder":
             node.target = node.name
         for half in (FORWARD, BACKWARD):
             if stack := node.meta.get(half):
-                key = tuple(entry[0] for entry in stack.values()), first, periods
+                key = tuple(entry[0] for entry in stack.values()), first_layer, num_periods
                 if key not in self.stacks:
                     self.stacks[key] = {
-                        name: (self._shifted_path(path, first, periods), *entry_rest)
+                        name: (self._shifted_path(path, first_layer, num_periods), *entry_rest)
                         for name, (path, *entry_rest) in stack.items()
                     }
                 node.meta[half] = self.stacks[key]
 
-    def _shifted_path(self, path: str, first: int, periods: int) -> str:
-        """Return a module path with its layer index increased by `periods` periods if it is at least `first`."""
-        match = re.fullmatch(rf"(|.*?\.)({re.escape(self.few.name)}\.)(\d+)(|\..*)", plain_path(path))
-        if match is None or int(match[3]) < first:
+    def _shifted_path(self, path: str, first_layer: int, num_periods: int) -> str:
+        """Return a module path with its layer index moved by `num_periods` periods if it is at least `first_layer`."""
+        match = re.fullmatch(rf"(|.*?\.)({re.escape(self.subset.name)}\.)(\d+)(|\..*)", plain_path(path))
+        if match is None or int(match[3]) < first_layer:
             return path
-        return f"{match[1]}{match[2]}{int(match[3]) + periods * self.few.repeat.period}{match[4]}"
+        return f"{match[1]}{match[2]}{int(match[3]) + num_periods * self.subset.repeat.period}{match[4]}"
 
     # -- results
 
     def _finish(self) -> None:
         """Emit the outputs, and the gradients of all inputs in their order."""
-        results, primals = results_of(self.graph), self.graph.find_nodes(op="placeholder")[: self.num_primals]
+        results = results_of(self.graph)
+        primals = self.graph.find_nodes(op="placeholder")[: self.num_primals]
         gradients: list[Any] = []
         inputs = self.periods.first[Track.INPUTS], self.periods.second[Track.INPUTS]
         for primal, gradient in zip(primals, results[self.num_outputs :], strict=True):
@@ -263,7 +266,7 @@ class _LayerExpander:
         set_default_descriptors(self.expanded, self._num_primals_of_all, self.num_outputs)
 
     def _gradients_of_copies(self, gradients: dict[fx.Node, Any]) -> list[Any]:
-        """Return the gradients of the primals of all copies, given those of the short graph."""
+        """Return the gradients of the primals of all copies, given the gradients in the graph of the kept layers."""
         templates = [gradients[primal] for primal in self.periods.second[Track.INPUTS]]
         return [
             self._operand(template, copy_index) if isinstance(template, fx.Node) else template

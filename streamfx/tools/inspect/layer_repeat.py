@@ -1,6 +1,6 @@
-"""Check that all layers of a model do the same as a few of them, with one full forward trace, operator by operator.
+"""Check that all layers of a model do the same as the kept layers, with one full forward trace, operator by operator.
 
-    few    embed | 0 | 1 | 2 | 3 | head          all    embed | 0 | 1 | 2 | 2 | ... | 2 | 3 | head
+    kept    embed | 0 | 1 | 2 | 3 | head          all    embed | 0 | 1 | 2 | 2 | ... | 2 | 3 | head
 
 For each operator, the trace notes its target, its arguments, and the origin of each operand (layer and operator index) relative
 to its own layer. Layers with equal notes are equal if PyTorch alone defines their backward graph: an `autograd.Function` is user
@@ -83,18 +83,21 @@ class Notes(TorchDispatchMode):
         notes.append((func, operands, tuple(map(_tensor_properties, results)), torch.is_grad_enabled()))
         return out
 
-    def _describe(self, item: Any) -> Any:
+    def _describe(self, argument: Any) -> Any:
         """Return nested arguments with each tensor replaced by its origin and properties."""
-        if isinstance(item, Tensor):
-            return self._origin_of(item), _tensor_properties(item)
-        if isinstance(item, (tuple, list)):
-            return type(item), tuple([self._describe(part) for part in item])
-        if isinstance(item, dict):
-            return tuple((key, self._describe(part)) for key, part in item.items())
-        return type(item), repr(item) if isinstance(item, float) else item
+        if isinstance(argument, Tensor):
+            return self._origin_of(argument), _tensor_properties(argument)
+        if isinstance(argument, (tuple, list)):
+            return type(argument), tuple([self._describe(element) for element in argument])
+        if isinstance(argument, dict):
+            return tuple((key, self._describe(element)) for key, element in argument.items())
+        return type(argument), repr(argument) if isinstance(argument, float) else argument
 
     def _origin_of(self, tensor: Tensor) -> Any:
-        """Return the origin of a tensor relative to the segment that reads it."""
+        """Return the origin of a tensor relative to the segment that reads it.
+
+        It is (segment, operator index, result index) for the result of an operator, ("held", (layer, name)) for another tensor.
+        """
         current_segment = len(self.segments) - 1
         origin = self._origins.get(id(tensor))
         if origin is not None and origin[0]() is tensor:  # the id may have been reused
@@ -141,17 +144,17 @@ def _has_custom_backward(out: Any, inputs: Any) -> bool:
     return False
 
 
-def confirms_repeat(notes_of_few: Notes, notes_of_all: Notes, repeat: Repeat) -> bool:
-    """Return whether the notes of all layers equal those of a few with one period repeated."""
-    if notes_of_few.has_custom_backward or notes_of_all.has_custom_backward:
+def confirms_repeat(notes_of_kept: Notes, notes_of_all: Notes, repeat: Repeat) -> bool:
+    """Return whether the notes of all layers equal the notes of the kept layers with one period repeated."""
+    if notes_of_kept.has_custom_backward or notes_of_all.has_custom_backward:
         return False
-    if notes_of_few.order != list(range(repeat.kept)) or notes_of_all.order != list(range(repeat.count)):
+    if notes_of_kept.order != list(range(repeat.kept)) or notes_of_all.order != list(range(repeat.count)):
         return False
     expected = [BEFORE]  # for each segment of all layers, the segment of the few that must equal it
     for layer_index in range(repeat.count):
         source_layer = _source_layer(layer_index, repeat)
         expected += [2 * source_layer + 1, 2 * source_layer + 2]
-    return all(notes_of_all.segments[i] == notes_of_few.segments[segment] for i, segment in enumerate(expected))
+    return all(notes_of_all.segments[i] == notes_of_kept.segments[segment] for i, segment in enumerate(expected))
 
 
 def _source_layer(layer_index: int, repeat: Repeat) -> int:

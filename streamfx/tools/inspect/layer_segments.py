@@ -173,15 +173,15 @@ class _PeriodMatcher:
             and type(first_argument) is type(second_argument)
             and len(first_argument) == len(second_argument)
         ):
-            for item, counterpart in zip(first_argument, second_argument, strict=True):
-                self._match_arguments(item, counterpart)
+            for element, counterpart in zip(first_argument, second_argument, strict=True):
+                self._match_arguments(element, counterpart)
         elif (
             isinstance(first_argument, dict)
             and isinstance(second_argument, dict)
             and list(first_argument) == list(second_argument)
         ):
-            for key, item in first_argument.items():
-                self._match_arguments(item, second_argument[key])
+            for key, element in first_argument.items():
+                self._match_arguments(element, second_argument[key])
         elif (
             type(first_argument) is not type(second_argument)
             or first_argument != second_argument
@@ -223,7 +223,7 @@ class _PeriodMatcher:
     def _check_other_users(
         self, order: Mapping[fx.Node, int], end: int, results: Sequence[Any], gradients: Mapping[fx.Node, Any]
     ) -> None:
-        """Check that values of the first period are otherwise read by earlier layers only, those of the second by later ones.
+        """Check the users outside of both periods: only earlier layers may read values of the first, later layers of the second.
 
         `end` is the index after the backward graph of the first period; backward graphs of earlier layers come after it.
         """

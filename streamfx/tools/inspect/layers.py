@@ -99,7 +99,7 @@ def name_of_layers(model: Callable[..., Any]) -> str:
 
 def find_repeat(model: Callable[..., Any], by_settings: bool = False) -> Repeat | None:
     """Find the layer repetition of a model from the modules and tensors its layers hold; `by_settings` also compares their plain
-    attributes. None if there is none, or if it saves little.
+    attributes. None if the layers do not repeat, or if that saves little.
 
     The caller must check that the layers compute the same. The last layers that are kept correspond to the last layers of
     the full model.
@@ -121,7 +121,7 @@ def find_repeat(model: Callable[..., Any], by_settings: bool = False) -> Repeat 
 
 
 def _repeat_with_period(kinds: Sequence[Any], period: int) -> Repeat:
-    """Return the repetition of layers with this period, after the layers in front that differ."""
+    """Return the repetition of layers with this period, after the front layers, which differ."""
     count = len(kinds)
     changes = [i for i in range(count - period) if kinds[i] != kinds[i + period]]
     front = max(1, changes[-1] + 1 if changes else 0)
@@ -151,7 +151,7 @@ def _layer_description(layer: nn.Module) -> Any:
 
 
 def _settings(layers: Sequence[nn.Module]) -> list[dict[tuple[str, str], Any]]:
-    """Return the plain attributes of each layer's modules, without those that equal the index of the layer."""
+    """Return the plain attributes of each layer's modules, except attributes that equal the index of the layer."""
     settings = [
         {
             (name, key): value
@@ -162,7 +162,7 @@ def _settings(layers: Sequence[nn.Module]) -> list[dict[tuple[str, str], Any]]:
         for layer in layers
     ]
     indices = {
-        key for key in settings[0] if all(layer_settings.get(key) == number for number, layer_settings in enumerate(settings))
+        key for key in settings[0] if all(layer_settings.get(key) == index for index, layer_settings in enumerate(settings))
     }
     return [{key: value for key, value in layer_settings.items() if key not in indices} for layer_settings in settings]
 

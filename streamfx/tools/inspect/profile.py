@@ -86,7 +86,9 @@ class Profile(Unpicklable):
                     yield
                 finally:
                     measurement.probe, end = None, watch.now()
-            unseen = OTHER_PROFILER if not allocated.is_complete else OTHER_THREAD if watch.ran_in_other_thread else ""
+            unseen = OTHER_THREAD if watch.ran_in_other_thread else ""
+            if not allocated.is_complete:
+                unseen = OTHER_PROFILER
             self._graphs, self._step = watch.graphs, measured(begin, end, allocated.moves, watch.loop_runs, unseen, compiled)
         finally:
             _profiler_lock.release()

@@ -1,10 +1,10 @@
-"""Derive the analyses of the joint graph of all layers from those of a graph with a few layers.
+"""Derive the analyses of the joint graph of all layers from the analyses of the graph of the kept layers.
 
-    few    embed | 0 | 1 | 2 | 3 | head          all    embed | 0 | 1 | copies of 2 | 2 | 3 | head
+    kept    embed | 0 | 1 | 2 | 3 | head          all    embed | 0 | 1 | copies of 2 | 2 | 3 | head
 
 Passes up to the key spans depend only on an operator, its neighbors and their facts. If these facts are equal in two neighboring
 periods, they are equal in all periods inserted between the two. Two facts are votes of the whole graph: which axis is the
-sequence, and which of two candidate axes are the key positions. They are taken over only if the vote is unanimous.
+sequence, and which of two candidate axes are the key positions. They are copied only if the vote is unanimous.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from streamfx.torch_private import OpOverload
 T = TypeVar("T")
 
 
-def facts_of_all_layers(facts: Facts, few: LayerSubset) -> Facts:
-    """Return the facts of all layers, up to the key spans, from those of a few. Raises `LayersDifferError` if that is
-    impossible.
+def facts_of_all_layers(facts: Facts, subset: LayerSubset) -> Facts:
+    """Return the facts of all layers, up to the key spans, derived from the `facts` of the kept layers.
+
+    Raises `LayersDifferError` if that is impossible.
     """
     _check_transferable(facts)
     joint = facts.joint
-    expanded = graph_of_all_layers(joint.graph, len(joint.primals), len(joint.outputs), few)
+    expanded = graph_of_all_layers(joint.graph, len(joint.primals), len(joint.outputs), subset)
     for track in Track:
         for first_node, second_node in zip(expanded.periods.first[track], expanded.periods.second[track], strict=True):
             if _node_facts(first_node, facts) != _node_facts(second_node, facts):
                 raise LayersDifferError(f"different facts about {first_node.name} and {second_node.name}")
     _name_memories(expanded)
-    count = len(joint.primals) + few.repeat.copies * len(expanded.periods.second[Track.INPUTS])
-    return _FactCopier(expanded).copy_facts(facts, joint_graph(expanded.graph, count, len(joint.outputs)))
+    num_primals = len(joint.primals) + subset.repeat.copies * len(expanded.periods.second[Track.INPUTS])
+    return _FactCopier(expanded).copy_facts(facts, joint_graph(expanded.graph, num_primals, len(joint.outputs)))
 
 
 def _check_transferable(facts: Facts) -> None:
@@ -62,8 +63,8 @@ def _check_transferable(facts: Facts) -> None:
 
 def _holds_nodes(meta: Mapping[str, Any]) -> bool:
     """Return whether metadata refers to other nodes."""
-    values = (item for value in meta.values() for item in (value if isinstance(value, (tuple, list)) else (value,)))
-    return any(isinstance(value, fx.Node) for value in values)
+    elements = (element for value in meta.values() for element in (value if isinstance(value, (tuple, list)) else (value,)))
+    return any(isinstance(element, fx.Node) for element in elements)
 
 
 def _voted(axes: AxisFacts) -> set[int]:
@@ -112,12 +113,12 @@ def _name_memories(expanded: ExpandedGraph) -> None:
 
 @dataclass(frozen=True)
 class _FactCopier:
-    """Copies the facts of the short graph to the graph of all layers."""
+    """Copies the facts of the graph of the kept layers to the graph of all layers."""
 
     expanded: ExpandedGraph
 
     def copy_facts(self, facts: Facts, joint: JointGraph) -> Facts:
-        """Copy the facts. Masks that are no longer read stay in the forward graph."""
+        """Return the facts of `joint`, the graph of all layers. Masks without readers stay in its forward graph."""
         axes, access, key_spans = facts.axes, facts.access, facts.key_spans
         return replace(
             facts,
@@ -154,15 +155,18 @@ class _FactCopier:
         return frozenset(copy for copy, node in self.expanded.original_of.items() if node in originals)
 
     def _copy_spans(self, spans: Mapping[fx.Node, Span]) -> dict[fx.Node, Span]:
-        """Copy spans. Operators analyzed together share one `Span` object; each copied period gets an object of its own."""
+        """Map each node of the expanded graph to its span.
+
+        Operators analyzed together share one `Span` object; each copied period gets a separate object.
+        """
         repeated_nodes = {node for nodes in self.expanded.periods.second.values() for node in nodes}
         shared = {id(span) for node, span in spans.items() if node not in repeated_nodes}
-        copy_facts: dict[tuple[int, int], Span] = {}
+        copied_spans: dict[tuple[int, int], Span] = {}
         result: dict[fx.Node, Span] = {}
         for copy, node in self.expanded.original_of.items():
             span, period = spans.get(node), self.expanded.copies.get(copy)
             if span is None:
                 continue
             keeps_span = period is None or id(span) in shared
-            result[copy] = span if keeps_span else copy_facts.setdefault((period, id(span)), replace(span))  # type: ignore[arg-type]
+            result[copy] = span if keeps_span else copied_spans.setdefault((period, id(span)), replace(span))  # type: ignore[arg-type]
         return result

@@ -74,7 +74,7 @@ def parameters_of(model: Callable[..., Any]) -> dict[str, nn.Parameter]:
 
 
 def _reachable_values(function: Any, visited: tuple[Any, ...] = ()) -> list[Any]:
-    """Return the values that a function can reach by name, including those of functions it closes over (decorated functions)."""
+    """Return the values that a function, or a function that it closes over (a decorated one), can reach by name."""
     if isinstance(function, functools.partial):
         bound = [*function.args, *function.keywords.values()]
         return [*_reachable_values(function.func, visited), *bound]

@@ -124,7 +124,7 @@ class TracedCall:
     @property
     def in_part(self) -> bool:
         """Whether part of the call was not traced."""
-        return bool(self.stopped) or any(item.given_up for item in self.breaks)
+        return bool(self.stopped) or any(graph_break.given_up for graph_break in self.breaks)
 
 
 @serialized
@@ -134,9 +134,9 @@ def traced(
     kwargs: Mapping[str, Any],
     options: Any = None,
     baselines: bool = True,
-    of_few: bool = False,
+    may_trace_subset: bool = False,
 ) -> TracedCall:
-    """Trace a call on real, fake or meta tensors. `baselines` costs eager mode; `of_few` traces few layers if these suffice."""
+    """Trace a call. `baselines`: also find its costs in eager mode. `may_trace_subset`: trace only kept layers if possible."""
     model = original(model)
     if not callable(model):
         raise _not_traced(f"{with_article(type(model).__name__)}, which cannot be called")
@@ -149,7 +149,8 @@ def traced(
         eager = EagerCall(model, args, kwargs, faker)
         cost = eager.cost() if baselines else None
         eager_traced = not baselines or cost is not None
-        call = _trace_few(backend_options, model, args, kwargs, faker, eager.few()) if of_few and eager_traced else None
+        subset = eager.find_layer_subset() if may_trace_subset and eager_traced else None
+        call = _trace_subset(backend_options, model, args, kwargs, faker, subset)
         call = call or _trace(TracedCall(backend_options, name=_name_of(model)), model, args, kwargs, faker)
         if baselines:
             call.eager, call.alike = cost, None if cost is None else eager.repeat
@@ -158,30 +159,31 @@ def traced(
 
 
 def _add_checkpointing_cost(call: TracedCall, model: Callable[..., Any], eager: EagerCall) -> None:
-    """Add the cost with checkpointing, which is a baseline only if layers train."""
+    """Set the cost of `call` with checkpointing, or the reason why it has none: it needs layers that train."""
     if not layers_of(model):
         call.not_checkpointed = NO_LAYERS
     elif not call.trains:
         call.not_checkpointed = NOT_TRAINED
     else:
         call.checkpointed = eager.cost(checkpointed)
-        call.not_checkpointed = "" if call.checkpointed is not None else NOT_TRACED if eager.wrapped_calls else NOT_CALLED
+        if call.checkpointed is None:
+            call.not_checkpointed = NOT_TRACED if eager.wrapped_calls else NOT_CALLED
 
 
-def _trace_few(
+def _trace_subset(
     options: Options,
     model: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     faker: FakeConverter,
-    few: LayerSubset | None,
+    subset: LayerSubset | None,
 ) -> TracedCall | None:
-    """Trace a few layers in place of all, or return None if they do not represent all."""
-    if few is None:
+    """Return the call, traced with the kept layers in place of all; None if they do not represent all."""
+    if subset is None:
         return None
     try:
-        with first_layers(model, few.repeat.kept):
-            call = _trace(TracedCall(options, name=_name_of(model)), model, args, kwargs, faker, few)
+        with first_layers(model, subset.repeat.kept):
+            call = _trace(TracedCall(options, name=_name_of(model)), model, args, kwargs, faker, subset)
     except LayersDifferError as error:
         log.info("all layers are traced: %s", error)
         return None
@@ -199,13 +201,14 @@ def _trace(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     faker: FakeConverter,
-    few: LayerSubset | None = None,
+    subset: LayerSubset | None = None,
 ) -> TracedCall:
-    """Fill in the graphs of a call in the active fake mode. With `few`, trace only these layers and expand the graph to all."""
+    """Return `call` with its graphs, traced in the active fake mode. With `subset`, trace the kept layers and expand it."""
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         with real_values(), unwrapped_errors(module.graph):
-            return (_RecordingCompilation(module, call) if few is None else _SubsetCompilation(module, call, few)).compile(inputs)
+            recording = _RecordingCompilation(module, call) if subset is None else _SubsetCompilation(module, call, subset)
+            return recording.compile(inputs)
 
     with without_side_effects(model), record_graph_breaks() as breaks, isolated_compilation(backend) as keywords:
         faker.replace(modules_of(model), buffers=False)  # buffers stay real: the compiler reads masks from them
@@ -302,30 +305,30 @@ class _RecordingCompilation(QuietCompilation):
         """Record the graph of a call without gradients, and return its stub."""
         super().run_inference(module, inputs)
         outputs = module.graph.output_node().args[0]
-        count = len(outputs) if isinstance(outputs, (list, tuple)) else 1
-        self.call.graphs.append(TracedGraph(self.original, self.facts[-1], lambda: (module, None), count))
+        num_outputs = len(outputs) if isinstance(outputs, (list, tuple)) else 1
+        self.call.graphs.append(TracedGraph(self.original, self.facts[-1], lambda: (module, None), num_outputs))
         return _GraphStub(module, self.call)
 
 
 class _SubsetCompilation(_RecordingCompilation):
-    """A compilation of a few layers that analyzes the graph of all layers."""
+    """A compilation of the kept layers that analyzes the graph of all layers."""
 
-    def __init__(self, module: fx.GraphModule, call: TracedCall, few: LayerSubset) -> None:
+    def __init__(self, module: fx.GraphModule, call: TracedCall, subset: LayerSubset) -> None:
         super().__init__(module, call)
-        self.few = few
-        self.found_of_few: Facts | None = None
+        self.subset = subset
+        self.subset_facts: Facts | None = None
 
     def run_passes(self, capture: Callable[[], Facts]) -> Facts:
-        """Start the passes from the facts of a few layers if these determine the facts of all."""
-        few = self.found_of_few
-        make_facts = None if few is None else _fresh_facts(partial(facts_of_all_layers, few, self.few))
+        """Return the facts of all layers, derived from the facts of the kept layers if these determine them."""
+        facts = self.subset_facts
+        make_facts = None if facts is None else _fresh_facts(partial(facts_of_all_layers, facts, self.subset))
         return run_pipeline(capture, self.options, show_product, make_facts)
 
     def compile_in_parts_or_unchunked(self, inputs: list[Any], error: TwoSequencesError) -> Callable[..., Any]:
         raise LayersDifferError("a graph of two sequences")
 
-    def _analyze_few(self, capture: Callable[[], Facts]) -> Facts | None:
-        """Analyze the graph of a few layers, or return None if the graph of all layers must be analyzed."""
+    def _analyze_subset(self, capture: Callable[[], Facts]) -> Facts | None:
+        """Return the facts of the graph of the kept layers; None if the graph of all layers must be analyzed."""
         try:
             return run_analyses(capture(), self.options)
         except Exception as error:
@@ -335,18 +338,18 @@ class _SubsetCompilation(_RecordingCompilation):
     def partition_stagewise(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Run the passes on the joint graph of all layers, and return the default partition of the traced few."""
+        """Run the passes on the joint graph of all layers, and return the default partition of the kept layers' graph."""
         if not isinstance(joint_inputs, tuple):
             raise LayersDifferError("the body of a nested region")
-        count, static = len(joint_inputs[0]), others.pop("static_lifetime_input_indices", None) or ()
+        num_primals, static = len(joint_inputs[0]), others.pop("static_lifetime_input_indices", None) or ()
         saved_state = self.watched, self.num_inputs
-        watched = {item.index: item for item in self.watched}
-        if len(watched) > sum(item.fingerprint is None for item in self.watched):
+        watched = {watched_input.index: watched_input for watched_input in self.watched}
+        if len(watched) > sum(watched_input.fingerprint is None for watched_input in self.watched):
             raise LayersDifferError("inputs that hold data")
-        known_facts = {i: (watched[i].pattern if i in watched else None, i in static) for i in range(count)}
-        capture_arguments = static, self.patterns(joint.graph, count), mutated_inputs(joint.graph)
-        self.found_of_few = self._analyze_few(partial(initial_facts, joint, count, num_fwd_outputs, *capture_arguments))
-        full = of_all_layers(joint, count, num_fwd_outputs, known_facts, self.few)
+        known_facts = {i: (watched[i].pattern if i in watched else None, i in static) for i in range(num_primals)}
+        capture_arguments = static, self.patterns(joint.graph, num_primals), mutated_inputs(joint.graph)
+        self.subset_facts = self._analyze_subset(partial(initial_facts, joint, num_primals, num_fwd_outputs, *capture_arguments))
+        full = of_all_layers(joint, num_primals, num_fwd_outputs, known_facts, self.subset)
         self.watched = [replace(watched[origin], index=i) for i, origin in enumerate(full.origins) if origin in watched]
         self.num_inputs = len(full.origins)
         super().partition_stagewise(
@@ -357,7 +360,7 @@ class _SubsetCompilation(_RecordingCompilation):
             **others,
         )
         self.watched, self.num_inputs = saved_state
-        self.chain = None  # it refers to the gradients of all layers, but this call has only a few
+        self.chain = None  # it refers to the gradients of all layers, but this call has only the kept ones
         return default_partition(
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static, **others
         )
@@ -372,7 +375,7 @@ class _SubsetCompilation(_RecordingCompilation):
 
 
 def _fresh_facts(make: Callable[[], Facts]) -> Callable[[], Facts] | None:
-    """Return a function that creates the facts anew on each call, or None if they cannot be created."""
+    """Return a function that creates new facts at each call; None if they cannot be created."""
     try:
         unused = [make()]
     except Exception as error:
@@ -393,5 +396,5 @@ class _GraphStub:
         """Free the arguments, record the call, and return outputs of the right shapes."""
         arguments.clear()
         self._call.calls.append(self._graph)
-        values = (item.meta[VALUE] if isinstance(item, fx.Node) else item for item in self._outputs)  # type: ignore[union-attr]
+        values = (output.meta[VALUE] if isinstance(output, fx.Node) else output for output in self._outputs)  # type: ignore[union-attr]
         return list(map(tensor_like, values))

@@ -93,7 +93,10 @@ def verify(
         streamed = run(torch.compile(model, backend=backend, **keywords))
     _check_arrived(compilations)
     precision, not_chunked = lowest_precision(compilations, sources.values()), why_not_chunked(compilations)
-    records = [record_of(facts, number) for number, facts in enumerate(facts for item in compilations for facts in item.facts)]
+    records = [
+        record_of(facts, index)
+        for index, facts in enumerate(facts for compilation in compilations for facts in compilation.facts)
+    ]
     verification = Verification(list(sources), eager, streamed, precision, backend_options.adjoints, not_chunked, records)
     return _checked_nonzero(verification, (args, kwargs))
 
@@ -315,9 +318,11 @@ def _random_combination(tensor: Tensor, seed: int) -> Tensor:
 
 def lowest_precision(compilations: Sequence[Compilation], tensors: Any) -> torch.dtype:
     """Return the least precise dtype of the computation."""
-    values = [node.meta.get(VALUE) for item in compilations for facts in item.facts for node in facts.joint.graph.nodes]
+    values = [
+        node.meta.get(VALUE) for compilation in compilations for facts in compilation.facts for node in facts.joint.graph.nodes
+    ]
     # Graphs that are not chunked have no facts, only Dynamo's values.
-    values += [node.meta.get(EXAMPLE_VALUE) for item in compilations for node in item.module.graph.nodes]
+    values += [node.meta.get(EXAMPLE_VALUE) for compilation in compilations for node in compilation.module.graph.nodes]
     dtypes = {value.dtype for value in (*values, *tensors) if isinstance(value, Tensor) and value.is_floating_point()}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 

@@ -17,7 +17,7 @@ Peaks = Callable[[int], "tuple[int, int] | None"]  # peaks of the backend and th
 
 
 def gains_from(guess: Peaks, traced: Peaks, length: int, multiple: int) -> int | None:
-    """Return a length, close to the shortest, at which `traced` confirms a gain, or None if there is none. `guess`
+    """Return a length, close to the shortest, at which `traced` confirms a gain; None if no length does. `guess`
     guides the search.
 
     Only lengths above `length`, which has no gain, are candidates.
@@ -26,7 +26,7 @@ def gains_from(guess: Peaks, traced: Peaks, length: int, multiple: int) -> int |
         candidate = candidate_length(high, multiple)
         if candidate > length and _saves_memory(guess, candidate):
             nearest = candidate_length(_first_gain(guess, high - STRIDE, high, length, multiple), multiple)
-            return next((item for item in dict.fromkeys((nearest, candidate)) if _saves_memory(traced, item)), None)
+            return next((length for length in dict.fromkeys((nearest, candidate)) if _saves_memory(traced, length)), None)
     return None
 
 

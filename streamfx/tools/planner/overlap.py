@@ -71,7 +71,7 @@ def generate_segments(facts: Facts, cost: Cost) -> tuple[OverlapInterval, ...]:
 def _interval_of(
     half: str, names: Sequence[str], cost: Cost, sent: dict[str, Wire], copies: dict[str, Copies]
 ) -> OverlapInterval:
-    """Sum up work, communication and copies of consecutive loops of one stage."""
+    """Return the work, communication and copies of consecutive loops of one stage, summed up."""
     loops = [cost.loops[name] for name in names]
     columns_of_loops = [sent[name][half] for name in names if name in sent]
     work = total_work(loop.work for loop in loops)
@@ -99,7 +99,7 @@ def waiting_seconds(overlap_intervals: Sequence[OverlapInterval], seconds: Secon
 def _with_concurrent_transfers(
     intervals: Sequence[OverlapInterval],
 ) -> Iterator[tuple[OverlapInterval | None, list[Traffic], int]]:
-    """Yield each interval with the concurrent communication and copies. The first and last items have no computation."""
+    """Yield each interval with the concurrent communication and copies; None before the first and after the last interval."""
     for i in range(-1, len(intervals) + 1 if intervals else -1):
         previous, following = intervals[i - 1 : i] if i > 0 else [], intervals[i + 1 : i + 2]
         wire = [*(interval.gathered for interval in following), *(interval.reduced for interval in previous)]

@@ -91,11 +91,11 @@ def _tables(summary: Mapping[str, Any], timeline: Timeline) -> Iterator[Table]:
         )
         yield Table("Offloaded to the host until the backward pass", ("", "bytes"), rows_)
     if summary["choices"]:
-        tried = tuple(_choice_row(item) for item in summary["choices"])
+        tried = tuple(_choice_row(choice) for choice in summary["choices"])
         yield Table("Candidates in order", ("", "work of a chunk", "peak"), tried, "The first that fits the budget runs.")
 
 
-def _choice_row(item: Mapping[str, Any]) -> tuple[str, str, str]:
+def _choice_row(choice: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return a row of a tried choice: its name, the work of a chunk, and its peak."""
-    work = item["chunk_work_bytes"]
-    return item["choice"], "as given" if work is None else format_bytes(work), format_bytes(item["peak_bytes"])
+    work = choice["chunk_work_bytes"]
+    return choice["choice"], "as given" if work is None else format_bytes(work), format_bytes(choice["peak_bytes"])

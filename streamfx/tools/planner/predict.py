@@ -45,7 +45,7 @@ class StepPrediction:
 class Prediction:
     """A step with the backend at one length, in bytes and FLOPs; `baselines` has the baselines by name.
 
-    `streams` summarizes how much of the step is chunked. `layers_twice` are the FLOPs, and those of attention, of
+    `streams` summarizes how much of the step is chunked. `layers_twice` are the FLOPs, and the FLOPs of attention alone, of
     gradient checkpointing that recomputes each layer completely; None if there are no layers. `not_checkpointed` is the
     reason if checkpointing is not among the baselines. `options` are the effective ones, `sequence` is the length in
     each graph, `flows` are the values passed between loops. `curves` are, for the backend and then each baseline, the
@@ -93,8 +93,10 @@ def predict(
     The optimizer has a state of `optimizer_bytes`; with `optimizer_in_backward` it runs in the backward pass. The baselines are
     eager mode, gradient checkpointing, and those in `extra_baselines`.
     """
-    of_few = not has_ranks()  # collectives have one order across all layers
-    explanation = Explanation(traced(loss_of(model), (), inputs, dict(options), baselines, of_few), optimizer_in_backward)
+    may_trace_subset = not has_ranks()  # collectives have one order across all layers
+    explanation = Explanation(
+        traced(loss_of(model), (), inputs, dict(options), baselines, may_trace_subset), optimizer_in_backward
+    )
     input_bytes = sum({id(value): value.nbytes for value in inputs.values()}.values())
     constant_terms = {PARAMETERS: weight_bytes(model), OPTIMIZER: optimizer_bytes, INPUTS: input_bytes}
     constant_bytes = sum(constant_terms.values())
@@ -119,7 +121,7 @@ def predict(
         work=total_work(cost.work for cost in costs),
         stages=list(summary["stages"]),
         streams=streams_of(summary),
-        choices=[item.as_dict() for search in budget_searches for item in search.candidates],
+        choices=[candidate.as_dict() for search in budget_searches for candidate in search.candidates],
         budget=next((search.budget for search in budget_searches), None),
         baselines={name: _baseline_prediction(cost, constant_bytes) for name, cost in baseline_costs.items()},
         layers_twice=_flops_with_layers_twice(explanation.baseline) if baselines else None,
@@ -161,7 +163,7 @@ def _baseline_prediction(cost: Cost, constant_bytes: int) -> StepPrediction:
 
 
 def _flops_with_layers_twice(eager: Cost) -> tuple[int, int] | None:
-    """Return the FLOPs, and those of attention, if each layer runs forward twice; None without layers."""
+    """Return the FLOPs, and the FLOPs of attention alone, if each layer runs forward twice; None without layers."""
     if not eager.layer_flops:
         return None
     return eager.flops + eager.layer_flops, eager.work.attention_flops + eager.layer_attention

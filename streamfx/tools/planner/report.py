@@ -231,7 +231,7 @@ class PlanReport(Exports):
         return f"with parameters and {gradients}, {state}"
 
     def _flops_by_baseline(self) -> dict[str, tuple[int, int]]:
-        """Return the FLOPs, and those of attention, of the backend and each baseline."""
+        """Return the FLOPs, and the FLOPs of attention alone, of the backend and each baseline."""
         prediction = self.prediction
         works = {"streambp": prediction.work, **{name: way.work for name, way in prediction.baselines.items()}}
         counts = {name: (work.flops, work.attention_flops) for name, work in works.items()}
@@ -281,7 +281,7 @@ class PlanReport(Exports):
         yield from reason_lines(step.stages)
         if step.choices:
             yield ""
-            yield from table(["candidates in order", "work of a chunk", "peak"], [_choice_row(item) for item in step.choices])
+            yield from table(["candidates in order", "work of a chunk", "peak"], [_choice_row(choice) for choice in step.choices])
         if step.stopped:
             yield ""
             yield f"the call could not be traced to its end: {step.stopped}"
@@ -377,9 +377,9 @@ def _stage_rows(stages: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
         yield [name, str(stage["chunk_size"] or "-"), saved if len(similar) == 1 else f"{len(similar)} x {saved}"]
 
 
-def _choice_row(item: dict[str, Any]) -> list[str]:
-    work = item["chunk_work_bytes"]
-    return [item["choice"], "as given" if work is None else format_bytes(work), format_bytes(item["peak_bytes"])]
+def _choice_row(choice: dict[str, Any]) -> list[str]:
+    work = choice["chunk_work_bytes"]
+    return [choice["choice"], "as given" if work is None else format_bytes(work), format_bytes(choice["peak_bytes"])]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -133,15 +133,15 @@ def comparison_chart(timeline: Timeline, height: int = 240) -> Chart:
         max(course.end for course in timeline.courses), axis_limit(highest if highest <= MAX_PEAK_RATIO * most else most), height
     )
     shapes = []
-    for number, course in enumerate(timeline.courses):
+    for index, course in enumerate(timeline.courses):
         shortened = course.shortened(MAX_MOMENTS)
-        shapes.append(Shape(course.way, number % COURSE_COLOURS, area(shortened.seconds, shortened.totals, course.end, scale)))
+        shapes.append(Shape(course.way, index % COURSE_COLOURS, area(shortened.seconds, shortened.totals, course.end, scale)))
     beyond = frozenset(course.way for course in timeline.courses if course.peak_bytes > scale.max_bytes)
     return replace(_chart(scale, shapes[::-1], compared), beyond=beyond)
 
 
 def _chart(scale: Scale, shapes: Sequence[Shape], marked: Sequence[MemoryTimeline]) -> Chart:
-    """Build a chart from its shapes. The first course in `marked` is the streamed step."""
+    """Build a chart from its shapes. The first timeline in `marked` is the streamed step."""
     ours = marked[0]
     backward_start = scale.x(ours.backward_start) if ours.backward_start < ours.end else None
     xs = tuple(Tick(scale.x(at), in_seconds(at) if at else "0 s") for at in _tick_seconds(scale.seconds))

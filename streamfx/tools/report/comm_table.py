@@ -150,8 +150,8 @@ class ProgramTraffic:
     def loop_of(self, node: fx.Node, is_for_users: bool, loop_before: str) -> str:
         """Return the loop that a collective serves.
 
-        This is the first loop that uses its result, or the last loop that computes its operands. If neither exists, it is the
-        last loop before the node.
+        If `is_for_users`, this is the first loop that uses its result, or else the last loop that computes its operands;
+        otherwise the reverse. If neither exists, it is `loop_before`.
         """
         reader, writer = self.reader_loop.get(node), self.writer_loop.get(node)
         loop_of_reader = None if reader is None else self.loops[reader]

@@ -95,13 +95,15 @@ def stairs_of(span: SpanFigure, rows: int | None, chunk: int) -> list[tuple[floa
     if span.bounds is None:
         return [(0.0, 0.0, SPAN_SIZE, SPAN_SIZE)]
     rows = rows or max(chunk, 1)
-    count = max(1, min(MAX_SPAN_CHUNKS, -(-rows // max(chunk, 1))))
+    num_chunks = max(1, min(MAX_SPAN_CHUNKS, -(-rows // max(chunk, 1))))
     low_bound, high_bound = span.bounds
     rectangles = []
-    for number in range(count):
-        begin, end = number / count, (number + 1) / count
+    for chunk_index in range(num_chunks):
+        begin, end = chunk_index / num_chunks, (chunk_index + 1) / num_chunks
         first_key = 0.0 if low_bound is None else min(1.0, max(0.0, begin + low_bound / rows))
         last_key = 1.0 if high_bound is None else min(1.0, max(0.0, end + high_bound / rows))
         if last_key > first_key:
-            rectangles.append((SPAN_SIZE * first_key, SPAN_SIZE * begin, SPAN_SIZE * (last_key - first_key), SPAN_SIZE / count))
+            rectangles.append(
+                (SPAN_SIZE * first_key, SPAN_SIZE * begin, SPAN_SIZE * (last_key - first_key), SPAN_SIZE / num_chunks)
+            )
     return rectangles

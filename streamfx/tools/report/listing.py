@@ -119,7 +119,7 @@ def _is_part_of_loop(node: fx.Node) -> bool:
 
 
 def _result_names(call: fx.Node, scope: Scope) -> str:
-    """Return the names of a loop's results in index order; unused results are left out."""
+    """Return the names of a loop's results in index order; unused results are omitted."""
     parts = [user for user in call.users if user.target is operator.getitem]
     parts.sort(key=lambda part: part.args[1])  # type: ignore[arg-type,return-value]
     return ", ".join(scope.name(part) for part in parts) or call.name
@@ -133,8 +133,8 @@ def _loop_lines(spec: LoopSpec, call: fx.Node, joint: ListingContext) -> Iterato
     outer, scope = Scope(call.graph, joint), Scope(spec.body.graph, joint)
     tensors = call.args[len(spec.symbols) :]
     yield f"loop {spec.name}: {chunk_text(spec.chunk_size)} [s, e), {'last to first' if spec.reverse else 'first to last'}"
-    for number, buffer in enumerate(spec.buffers):
-        yield f"  buffer {number} = {_buffer_text(buffer, joint)}"
+    for index, buffer in enumerate(spec.buffers):
+        yield f"  buffer {index} = {_buffer_text(buffer, joint)}"
     same_for_all: list[str] = []
     for node, feed, source in zip(spec.body.graph.find_nodes(op="placeholder"), spec.feeds, spec.sources, strict=True):
         source_text = "" if source is None else outer.text(tensors[source])
@@ -148,9 +148,10 @@ def _loop_lines(spec: LoopSpec, call: fx.Node, joint: ListingContext) -> Iterato
         if node.op in ("call_function", "call_module"):
             yield f"    {scope.line(node)}"
     results = iter(spec.body.graph.output_node().args[0])  # type: ignore[arg-type]
-    for item, label in zip(spec.yields, spec.labels, strict=False):
-        value = label if isinstance(item, BufferOutput) else scope.text(next(results))
-        yield f"  {label}{'' if value == label else f' = {value}'}{yield_text(item, [outer.text(tensor) for tensor in tensors])}"
+    operands = [outer.text(tensor) for tensor in tensors]
+    for loop_output, label in zip(spec.yields, spec.labels, strict=False):
+        value = label if isinstance(loop_output, BufferOutput) else scope.text(next(results))
+        yield f"  {label}{'' if value == label else f' = {value}'}{yield_text(loop_output, operands)}"
 
 
 def chunk_text(chunk: ChunkSize) -> str:
@@ -196,14 +197,14 @@ def _selector_text(selector: Selector) -> str:
     return str(selector) if isinstance(selector, Span) else "[s, e)"
 
 
-def yield_text(item: Any, arguments: Sequence[str]) -> str:
-    """Describe where a result of a loop is stored."""
-    if isinstance(item, ConcatOutput):
-        over = "" if item.reuse is None else f", over {arguments[item.reuse]}"
-        return f", stacked along dim {item.placement.dim}{over}"
-    if isinstance(item, BufferOutput):
-        return f" = buffer {item.buffer}{f' / {item.count}' if item.count != 1 else ''}"
-    return f", {item}"
+def yield_text(loop_output: Any, operands: Sequence[str]) -> str:
+    """Describe where a result of a loop is stored; `operands` are the names of the call's tensors."""
+    if isinstance(loop_output, ConcatOutput):
+        over = "" if loop_output.reuse is None else f", over {operands[loop_output.reuse]}"
+        return f", stacked along dim {loop_output.placement.dim}{over}"
+    if isinstance(loop_output, BufferOutput):
+        return f" = buffer {loop_output.buffer}{f' / {loop_output.count}' if loop_output.count != 1 else ''}"
+    return f", {loop_output}"
 
 
 # -- code fragments

@@ -25,10 +25,10 @@ NAME_IMPORTS = {"inf": "from math import inf", "nan": "from math import nan", "N
 def bodies_of(graphs: Sequence[Facts]) -> dict[str, fx.GraphModule]:
     """Return all loop bodies by name. If loops of several graphs share a name, the graph's index is appended to it."""
     bodies: dict[str, fx.GraphModule] = {}
-    for number, facts in enumerate(graphs):
+    for graph_index, facts in enumerate(graphs):
         for loop in facts.program.loops if facts.program is not None else ():
             name = loop.spec.name
-            bodies[f"{name}_of_graph_{number}" if name in bodies else name] = loop.spec.body
+            bodies[f"{name}_of_graph_{graph_index}" if name in bodies else name] = loop.spec.body
     return bodies
 
 
@@ -125,7 +125,7 @@ def _class_text(name: str, source: str, attributes: Sequence[str]) -> str:
     """Return a module class whose `forward` is the source of a loop body."""
     lines = [f"class {_identifier(name)}(torch.nn.Module):"]
     if attributes:
-        assignments = [f"        self.{item} = {item}" for item in attributes]
+        assignments = [f"        self.{attribute} = {attribute}" for attribute in attributes]
         lines += [f"    def __init__(self, {', '.join(attributes)}):", "        super().__init__()", *assignments, ""]
     return "\n".join([*lines, *(f"    {line}" if line.strip() else "" for line in source.strip("\n").splitlines())])
 

@@ -99,7 +99,9 @@ class Record:
     def rows(self) -> str:
         """The number of rows per chunk as a phrase; empty if nothing is chunked."""
         rows = sorted({run.rows for stage in self.stages for run in stage.runs})
-        return f"{rows[0]:,} rows per chunk" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,} rows per chunk" if rows else ""
+        if not rows:
+            return ""
+        return f"{rows[0]:,} rows per chunk" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,} rows per chunk"
 
 
 def record_of(facts: Facts, graph: int = 0, cost: Cost | None = None) -> Record:

@@ -152,20 +152,19 @@ def fallback_rows(stages: Sequence[Stage], matters: bool) -> tuple[FallbackRow, 
     """Group the unchunked operators by source line, most bytes first."""
     groups: dict[tuple[str, str], list[tuple[str, Stage]]] = {}
     for stage in stages:
-        for item in obstacles_of(stage):
-            if item["matters"] == matters:
-                groups.setdefault((item["where"], item["do"]), []).append((stage["name"], item))
-    return tuple(sorted((_fallback_row(*key, items) for key, items in groups.items()), key=lambda row: -row.bytes))
+        for obstacle in obstacles_of(stage):
+            if obstacle["matters"] == matters:
+                groups.setdefault((obstacle["where"], obstacle["do"]), []).append((stage["name"], obstacle))
+    return tuple(sorted((_fallback_row(*key, obstacles) for key, obstacles in groups.items()), key=lambda row: -row.bytes))
 
 
-def _fallback_row(where: str, do: str, items: Sequence[tuple[str, Stage]]) -> FallbackRow:
-    """Return the line of the unchunked operators of one source line."""
-    operators = tuple(dict.fromkeys(item["operator"] for _, item in items))
-    reasons = tuple(dict.fromkeys(item["found"] for _, item in items))
-    size = sum(item["bytes"] for _, item in items)
-    return FallbackRow(
-        operators, where, reasons, do, len(items), names_together(list(dict.fromkeys(name for name, _ in items))), size
-    )
+def _fallback_row(where: str, do: str, named_obstacles: Sequence[tuple[str, Stage]]) -> FallbackRow:
+    """Return the line of the unchunked operators of one source line, given with the names of their stages."""
+    operators = tuple(dict.fromkeys(obstacle["operator"] for _, obstacle in named_obstacles))
+    reasons = tuple(dict.fromkeys(obstacle["found"] for _, obstacle in named_obstacles))
+    size = sum(obstacle["bytes"] for _, obstacle in named_obstacles)
+    stages = names_together(list(dict.fromkeys(name for name, _ in named_obstacles)))
+    return FallbackRow(operators, where, reasons, do, len(named_obstacles), stages, size)
 
 
 def ways_table(timeline: Timeline) -> Table:

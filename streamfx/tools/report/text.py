@@ -70,9 +70,9 @@ def _alike_obstacles(stages: Sequence[Stage]) -> dict[tuple[str, str, str], list
     """Group stages and source lines by reason and kind: "whole" (unchunked) stages, stages "in part", or "small" operators."""
     groups: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
     for stage in stages:
-        for item in obstacles_of(stage):
-            kind = extent(stage) if item["matters"] else "small"
-            groups.setdefault((kind, item["found"], item["do"]), []).append((stage["name"], item["where"]))
+        for obstacle in obstacles_of(stage):
+            kind = extent(stage) if obstacle["matters"] else "small"
+            groups.setdefault((kind, obstacle["found"], obstacle["do"]), []).append((stage["name"], obstacle["where"]))
     return groups
 
 
@@ -115,7 +115,7 @@ def verdict_of(summary: Mapping[str, Any]) -> str:
 
 def is_traced_in_part(summary: Mapping[str, Any]) -> bool:
     """Return whether part of the call runs in eager, and is counted only for the baselines."""
-    return bool(summary["stopped"]) or any(item["given_up"] for item in summary["break_reasons"])
+    return bool(summary["stopped"]) or any(graph_break["given_up"] for graph_break in summary["break_reasons"])
 
 
 def extent(stage: Stage) -> str:
@@ -124,7 +124,9 @@ def extent(stage: Stage) -> str:
     >>> [extent({"loops": loops, "reasons": reasons}) for loops, reasons in ((2, []), (2, ["no rule"]), (0, ["no rule"]))]
     ['streamed', 'in part', 'whole']
     """
-    return "whole" if not stage["loops"] else "in part" if stage["reasons"] else "streamed"
+    if not stage["loops"]:
+        return "whole"
+    return "in part" if stage["reasons"] else "streamed"
 
 
 def how_many_stream(extents: Sequence[str], share: float | None, traced: str = "") -> str:
@@ -201,7 +203,7 @@ def truncation_text(reach: int | str, truncated: int) -> str:
 
 
 def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield peak and FLOPs next to those of the baselines, then the communication."""
+    """Yield peak and FLOPs, compared with the baselines, then the communication."""
     peak, baseline = summary["peak_bytes"], summary["baseline_peak_bytes"]
     checkpointing = summary["checkpointing_peak_bytes"]
     flops, baseline_flops = summary["flops"], summary["baseline_flops"]
@@ -285,13 +287,13 @@ def _break_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     if summary["break_reasons"]:
         yield ""
         yield "graph breaks: each traced graph streams separately, and values between graphs are saved in full"
-        for item in summary["break_reasons"]:
-            yield f"  {item['reason']}"
-            yield f"    {item['where']}"
-            if item["given_up"]:
+        for graph_break in summary["break_reasons"]:
+            yield f"  {graph_break['reason']}"
+            yield f"    {graph_break['where']}"
+            if graph_break["given_up"]:
                 yield "    the rest of this function is not traced: it runs in eager mode and is not in this report"
-            if item["do"]:
-                yield f"    {item['do']}"
+            if graph_break["do"]:
+                yield f"    {graph_break['do']}"
     if summary["stopped"]:
         yield ""
         yield f"the call could not be traced to its end without data, so later operators are not shown: {summary['stopped']}"

@@ -106,7 +106,7 @@ def verdict_within(budget: int, ours: StepCost, others: Sequence[StepCost], why_
 
 
 def length_verdict(ours: int, others: Mapping[str, int]) -> str:
-    """Compare the longest sequence length with that of the first of `others`; a length of 0 means that no length fits.
+    """Compare the longest sequence lengths of the backend and of the first of `others`; 0 means that no length fits.
 
     >>> length_verdict(559_104, {"gradient checkpointing": 65_536, "the same, loss in chunks": 131_072})
     '8.5 times the length of gradient checkpointing: 559,104 tokens for 65,536'
@@ -157,7 +157,7 @@ def _versus_chunked(ours: StepCost, others: Sequence[StepCost]) -> str:
 
 
 def _flop_share(ours: StepCost, other: StepCost) -> str:
-    """Return the FLOPs relative to those of a baseline; empty if unknown."""
+    """Return the FLOPs relative to the FLOPs of a baseline; empty if unknown."""
     if not ours.flops or not other.flops:
         return ""
     return f", {ours.flops / other.flops:.2f} of its FLOPs"
