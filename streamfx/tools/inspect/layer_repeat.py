@@ -150,7 +150,7 @@ def confirms_repeat(notes_of_kept: Notes, notes_of_all: Notes, repeat: Repeat) -
         return False
     if notes_of_kept.order != list(range(repeat.kept)) or notes_of_all.order != list(range(repeat.count)):
         return False
-    expected = [BEFORE]  # for each segment of all layers, the segment of the few that must equal it
+    expected = [BEFORE]  # for each segment of all layers, the segment of the kept layers that must equal it
     for layer_index in range(repeat.count):
         source_layer = _source_layer(layer_index, repeat)
         expected += [2 * source_layer + 1, 2 * source_layer + 2]
