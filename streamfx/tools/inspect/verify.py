@@ -93,10 +93,7 @@ def verify(
         streamed = run(torch.compile(model, backend=backend, **keywords))
     _check_arrived(compilations)
     precision, not_chunked = lowest_precision(compilations, sources.values()), why_not_chunked(compilations)
-    records = [
-        record_of(facts, index)
-        for index, facts in enumerate(facts for compilation in compilations for facts in compilation.facts)
-    ]
+    records = [record_of(facts, i) for i, facts in enumerate(facts for compiled in compilations for facts in compiled.facts)]
     verification = Verification(list(sources), eager, streamed, precision, backend_options.adjoints, not_chunked, records)
     return _checked_nonzero(verification, (args, kwargs))
 
