@@ -30,7 +30,7 @@ def launched(rank: int) -> None:
     """Set the environment of a launcher; the process group exists already, so no port is opened."""
     own = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 NODE_RANK=0 MASTER_ADDR=127.0.0.1 "
     own += "MASTER_PORT=0 TORCHELASTIC_RUN_ID=1 HF_HUB_OFFLINE=1 HF_DATASETS_DISABLE_PROGRESS_BARS=1 DS_ACCELERATOR=cpu"
-    os.environ.update(item.split("=") for item in own.split())  # type: ignore[arg-type]
+    os.environ.update({name: value for name, _, value in (item.partition("=") for item in own.split())})
 
 
 # -- FSDP1
