@@ -181,7 +181,7 @@ def divided(figures: Figures) -> str:
     lines += [f"| peak | {found['peak_bytes'] / GIB:.1f} GiB |"]
     lines += [f"| {name} | {size / GIB:.2f} GiB |" for name, size in found["peak_by_term"].items() if size >= GIB // 100]
     lines += [f"| sent in a step | {wire['bytes'] / GIB:.1f} GiB |"]
-    lines += [f"| time on the wire, of it waited for | {wire['seconds']:.2f} s, {wire['waited_seconds']:.3f} s |"]
+    lines += [f"| communication time (exposed) | {wire['seconds']:.2f} s ({wire['waited_seconds']:.3f} s) |"]
     lines += [f"| time of a step | {found['seconds']:.1f} s |"]
     lines += [f"| reductions begun before the last loop | {100 * wire['early_reductions']:.0f} % |"]
     return "\n".join(lines)
@@ -208,8 +208,8 @@ def in_context(figures: Figures) -> str:
         "waits on the host of 8": [_gib(one["host"]["bytes_of_all"]) for one in found],
         "sent in a step": [_gib(one["wire"]["bytes"]) for one in found],
         "of it between machines": [_gib(one["wire"]["far_bytes"]) for one in found],
-        "time on the wire, of it waited for": [_times(one["wire"]) for one in found],
-        "time of copies, of it waited for": [_times(one["host"]) for one in found],
+        "communication time (exposed)": [_times(one["wire"]) for one in found],
+        "copy time (exposed)": [_times(one["host"]) for one in found],
         "time of a step": [f"{one['seconds'] / 3600:.1f} h" for one in found],
     }
     lines = [
@@ -224,15 +224,15 @@ def _gib(size: int) -> str:
 
 
 def _times(found: dict[str, Any]) -> str:
-    return f"{found['seconds']:.1f} s, {found['waited_seconds']:.1f} s"
+    return f"{found['seconds']:.1f} s ({found['waited_seconds']:.1f} s)"
 
 
 def in_short(figures: Figures) -> str:
     names = ("Qwen3-8B, all", "Llama-3.1-8B, nf4", "Llama-3.1-8B, nf4, 24 GiB", "GPT-OSS-20B, nf4")
     whole, quantized, small, experts = (f"{figures[name]['length']:,}" for name in names)
     return (
-        f"Qwen3-8B trains in full on {whole} tokens in 80 GiB. Adapters of Llama-3.1-8B in nf4 train on {quantized},\n"
-        f"in 24 GiB on {small}; adapters of GPT-OSS-20B on {experts}."
+        f"In 80 GiB, full training of Qwen3-8B reaches {whole} tokens. Adapter training reaches {quantized} tokens on\n"
+        f"Llama-3.1-8B in nf4 ({small} in 24 GiB), and {experts} on GPT-OSS-20B in nf4."
     )
 
 
@@ -244,15 +244,15 @@ def in_a_picture(figures: Figures) -> str:
     other = found["checkpointing"]
     ours, theirs, in_chunks = (of["peak_bytes"] / GIB for of in (found, other, found["loss in chunks"]))
     return (
-        f"A step of Qwen3-8B on {found['length']:,} tokens, all parameters trained, in bfloat16, no optimizer, no offload:\n"
-        f"**{ours:.0f} GiB** at the peak, parameters and gradients included, for {theirs:.0f} GiB with gradient checkpointing\n"
-        f"({in_chunks:.0f} GiB if its loss runs in chunks, too): {theirs / ours:.1f} times less, in\n"
-        f"{found['seconds'] / other['compiled_seconds']:.2f} of its time (both compiled), predicted by `streamfx plan`."
+        f"Training all parameters of Qwen3-8B on {found['length']:,} tokens (bfloat16, no optimizer, no offload) peaks at\n"
+        f"**{ours:.0f} GiB**, including parameters and gradients, versus {theirs:.0f} GiB with gradient checkpointing\n"
+        f"({in_chunks:.0f} GiB if the checkpointed run also chunks its loss). That is {theirs / ours:.1f} times less memory, in\n"
+        f"{found['seconds'] / other['compiled_seconds']:.2f} of the time, both compiled, as predicted by `streamfx plan`."
     )
 
 
 BESIDE = {  # what is trained, where, and what others report to have run
-    "Qwen3-8B, every boundary": ("Qwen3-8B, all parameters, one 80 GB GPU", "StreamBP 72K"),
+    "Qwen3-8B, every boundary": ("Qwen3-8B, all parameters, `keep_every=1`, one 80 GB GPU", "StreamBP 72K"),
     "Llama-3.1-8B, nf4": ("Llama-3.1-8B, QLoRA, one 80 GB GPU", "Unsloth 343K"),
     "Llama-3.1-8B, nf4, 24 GiB": ("the same in 24 GB", "Unsloth 78K"),
     "GPT-OSS-20B, nf4": ("GPT-OSS-20B, QLoRA, one 80 GB GPU", "Unsloth 290K; 500K with tiled MLP"),

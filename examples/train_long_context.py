@@ -217,7 +217,7 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
         table.add_row(item["method"], *([item["failed"], *"----"] if "failed" in item else cells(item, usual)))
     Console(width=100).print(table)
     if any(item.get("rounding_only") for item in rows):
-        print("\u2713 off by rounding only, as a part of eager's; in brackets: as a part of gradient checkpointing's")
+        print("\u2713 matches eager up to rounding (relative difference); in parentheses: ratio to gradient checkpointing")
 
 
 def cells(item: dict[str, Any], usual: dict[str, Any] | None) -> list[str]:
