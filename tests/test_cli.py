@@ -14,6 +14,7 @@ from streamfx.tools.cli import main
 from streamfx.tools.planner import devices, model_names, models, objectives, optimizers, quantized, shards
 from streamfx.tools.planner.model_names import config_file
 from tests.support.spread import only
+from tests.support.tables import read
 
 pytestmark = pytest.mark.compiled
 
@@ -177,12 +178,11 @@ def test_doctor_reports_faults(
     assert said in shown.out + shown.err and "Traceback" not in shown.err
 
 
-REFUSALS = (Path(__file__).parent / "support" / "refusals.txt").read_text().splitlines()[2:]
+REFUSALS = read(Path(__file__).parent / "support" / "refusals.txt", 2)[""]
 
 
-@pytest.mark.parametrize("line", REFUSALS)
-def test_refusals(folder: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command, message = line.split(" | ")
+@pytest.mark.parametrize(("command", "message"), REFUSALS)
+def test_refusals(folder: Path, command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command.split()) == 1
     shown = capsys.readouterr()
     assert message in shown.err and not shown.out

@@ -11,7 +11,8 @@ from torch import fx
 
 from streamfx.ir.facts import Facts
 from streamfx.options import Options, resolve_options
-from streamfx.passes import pipeline
+from streamfx.passes import Fixpoint, pipeline
+from streamfx.passes.faults import OPTIONAL_PASSES, SKIPPED_LAST
 from streamfx.passes.verifier import InconsistentFactsError, Verifier
 from streamfx.tools.report.printer import PRODUCTS
 from tests.support.goldens import BASE, FOLDER, OF_VERSION, file_of, orphans, own_file, write
@@ -31,6 +32,17 @@ def texts_of(example: str) -> dict[str, str]:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_product(example: str, product: str, golden: Golden) -> None:
     golden(texts_of(example)[product])
+
+
+def test_every_pass_is_named_as_its_file() -> None:
+    """`faults.py` skips passes by these names."""
+    passes = [
+        one
+        for each in pipeline(Options())
+        for one in ((each.analysis, *each.rewrites) if isinstance(each, Fixpoint) else (each,))
+    ]
+    assert [one.name for one in passes] == [type(one).__module__.rpartition(".")[2] for one in passes]
+    assert OPTIONAL_PASSES | {*SKIPPED_LAST} <= {one.name for one in passes}
 
 
 def test_every_pass_has_a_text_of_its_own_each_time() -> None:

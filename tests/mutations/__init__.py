@@ -10,7 +10,8 @@ changes the row (`tests/test_mutations.py` checks this). If you fix a fault that
 from pathlib import Path
 
 from tests.mutations.row import Mutation
+from tests.support.tables import read
 
 # A number is that of the list of faults in which a kind was first found; later kinds have names.
-KINDS = dict(line.split(" | ") for line in (Path(__file__).parent / "kinds.txt").read_text().splitlines())
+KINDS = dict(read(Path(__file__).parent / "kinds.txt", 2)[""])
 ROWS: tuple[Mutation, ...] = tuple(Mutation.all())

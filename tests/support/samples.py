@@ -14,6 +14,7 @@ from streamfx.kernels.sdpa import ATTENTION
 from streamfx.passes.ops.rules import scans  # noqa: F401  (defines reverse sums)
 from streamfx.runtime import rel_shift  # noqa: F401  (defines relative shifts)
 from tests.support.laws import Call
+from tests.support.tables import read
 
 aten = torch.ops.aten
 
@@ -83,14 +84,11 @@ def table_in(file: str) -> tuple[Table, set[Any]]:
     """Return a file's calls by operator, and the operators whose results are random."""
     found: Table = {}
     random = set[Any]()
-    for line in (Path(__file__).parent / file).read_text().splitlines():
-        if not line or line.startswith("#"):
-            continue
-        names, arguments = line.split(" | ")
+    for names, arguments in read(Path(__file__).parent / file, 2)[""]:
         for name in names.removeprefix("~").split():
             operator = attrgetter(name if name.startswith("streamfx.") else f"aten.{name}")(torch.ops)
             found.setdefault(operator, []).append(compile(f"({arguments},)", f"{file}: {name}", "eval"))
-            random |= {operator} if line.startswith("~") else set()
+            random |= {operator} if names.startswith("~") else set()
     return found, random
 
 
