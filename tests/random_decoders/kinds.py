@@ -156,10 +156,10 @@ def _cut_out(decoder: Decoder, choose: Choices) -> Decoder:
     return replace(own, length=choose("length", (9, 11, 12, 13, 14, 15, 19, 37)))
 
 
-def _few(decoder: Decoder, choose: Choices) -> Decoder:
+def _often_of_any_length(decoder: Decoder, choose: Choices, terms: Collection[str]) -> Decoder:
     """Often with a dynamic length, and with lengths that leave few rows for the last chunk."""
     draw_lengths = _of_any_length if choose.chance("lengths", 0.3) else _with_term
-    return draw_lengths(decoder, choose, TERMS["few"])
+    return draw_lengths(decoder, choose, terms)
 
 
 def _recomputed(decoder: Decoder, choose: Choices) -> Decoder:
@@ -184,7 +184,7 @@ def _sinks(decoder: Decoder, choose: Choices) -> Decoder:
 
 # kinds that only add a term of the table with their name
 TERMS_ALONE = (
-    *("places", "pairs", "looked up", "picked", "over keys", "shifted", "joined", "tables", "orders", "loops", "compressed"),
+    *("places", "pairs", "looked up", "over keys", "shifted", "joined", "tables", "orders", "loops", "compressed"),
     *("apart", "asserted", "halves", "buffers", "known early"),
 )
 OPERANDS = [name for name in EXTRAS if name.startswith(("odd", "signs", "heads", "shifted"))]
@@ -206,7 +206,8 @@ KINDS: dict[str, Callable[[Decoder, Choices], Decoder]] = {
     "numbers": partial(_of_any_length, terms=TERMS["numbers"]),
     "squares": _square,
     "features": _features,
-    "few": _few,
+    "few": partial(_often_of_any_length, terms=TERMS["few"]),
+    "picked": partial(_often_of_any_length, terms=TERMS["picked"]),
     "views": _views,
     "stages": _stages,
     "whole": _unchunked,
