@@ -38,9 +38,9 @@ MAX_REMEDIES = 8  # per pass, at operators
 SKIPPED_FIRST = frozenset(
     {"loss_gradient", "buckets", "hoist_masks", "compile_bodies"}
 )  # these passes are skipped before any operator falls back, which costs more
-REWRITES = frozenset({"split_concat_kv", "compressed_kv", "decompose_on_sequence", "split_shared", "merge_all_reduces"})
-SKIPPED_LAST = ("loss_gradient", *sorted(REWRITES), "recurrences")  # passes that insert operators, in this order
-OPTIONAL_PASSES = SKIPPED_FIRST | REWRITES | {"recurrences"}
+REWRITES = ("split_concat_kv", "compressed_kv", "split_shared", "decompose_on_sequence", "merge_all_reduces")
+SKIPPED_LAST = ("loss_gradient", *REWRITES, "recurrences")  # passes that insert operators, in this order
+OPTIONAL_PASSES = SKIPPED_FIRST.union(SKIPPED_LAST)
 FAILED_AT = "{target} falls back, because the pass '{pass_name}' failed at it ({error})"
 SKIPPED = "the pass '{pass_name}' is skipped, because {failed} failed ({error})"
 EXACT = "%s. The result is exact; strict=True raises an error instead"

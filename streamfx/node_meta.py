@@ -30,7 +30,7 @@ RESULT_VIEWS = "streamfx_result_views"  # of an output: per result that is a vie
 # Operators of the joint graph
 KEPT_WITHOUT_USERS = "streamfx_stays"  # of an operator: it is not removed even without users
 ORIGIN = "streamfx_origin"  # of an operator that a pass wrote: the name of the traced operator that it replaces
-TRACED_STRIDES = "streamfx_layouts"  # of an operator: the strides of its tensor operands when it was traced
+TRACED_STRIDES = "streamfx_layouts"  # of an operator, or the output: the traced strides of its tensor operands
 SPLIT_FROM = "streamfx_part_of"  # of attention of some heads: the name of the attention of all heads
 FALLBACK_REASON = (
     "streamfx_why_whole"  # of an operator: why it was not rewritten into an operator that has a rule, so that it falls back

@@ -160,7 +160,11 @@ SELF_TEST = "streamfx.tools.cli.doctor.self_test"
 OK: dict[str, Any] = {"ok": True, "max_error": 0.0, "seconds": 0.0}
 FOUND: list[tuple[dict[str, Any], int, str]] = [
     ({}, 0, "streamfx works here"),
-    ({"streamfx.tools.cli.doctor._version": {"trl": "1.14.2"}.get}, 0, "trl 1.14.2 (streamfx.enable needs 1.15)"),
+    (
+        {"streamfx.integrations.minimum_versions.installed_version": {"trl": "1.14.2"}.get},
+        0,
+        "trl 1.14.2 (streamfx.enable needs 1.15)",
+    ),
     ({SELF_TEST: lambda: {"ok": False, "error": "broken", "seconds": 0.0}}, 3, "FAILED"),
     ({"importlib.metadata.entry_points": lambda **_: (BROKEN,)}, 3, "broken (no_such_module:streambp, ModuleNotFoundError"),
     ({"streamfx.tools.cli.doctor.run": interrupted}, 130, "interrupted\n"),

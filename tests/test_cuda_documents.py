@@ -110,7 +110,7 @@ def test_calls_are_split_to_limit_memory(limit: str, calls: list[Call], monkeypa
     seen = torch.cat((torch.zeros(60, 30, dtype=torch.bool), seen), 1)
     seen[:4, :30] = True  # the first document has many keys
     if limit == "documents":
-        monkeypatch.setattr(flash_varlen, "MIN_DOCUMENTS", 3)
+        monkeypatch.setattr(flash_varlen, "MIN_DOCUMENT_LIMIT", 3)
     else:
         monkeypatch.setattr(cuda_attention, "MAX_EXPANDED_BYTES", 60 * 2 * 4 * HEAD * 8)
     check_mask(bias_of(seen))

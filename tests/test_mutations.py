@@ -1,9 +1,13 @@
 """The list of known faults fits the code. `python -m tests.mutations` inserts them."""
 
 import ast
+import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +24,28 @@ def test_each_fragment_occurs_once(file: str) -> None:
             mutated = ast.dump(ast.parse(row.put_into(text)))
             assert mutated not in known, f"{row.what}: another row, or the code, says the same"
             known.add(mutated)
+
+
+def test_no_fragment_uses_an_undefined_name(tmp_path: Path) -> None:
+    """Any test would catch such a fault, and say nothing."""
+    pytest.importorskip("ruff")
+    for number, row in enumerate(ROWS):
+        (tmp_path / f"row_{number}.py").write_text(row.put_into((ROOT / row.file).read_text()))
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--select",
+        "F821",
+        "--output-format",
+        "concise",
+        str(tmp_path),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True)
+    undefined = [(ROWS[int(number)].what, name) for number, name in re.findall(r"row_(\d+)\.py.*`(\w+)`", result.stdout)]
+    assert result.returncode == 0 and not undefined, undefined
 
 
 @cache

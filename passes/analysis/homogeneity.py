@@ -60,7 +60,8 @@ def homogeneous_gradients(stage: Stage, facts: Facts) -> tuple[Homogeneous, ...]
     """Pair each gradient that the stage's loops compute with the first cotangent scale in which it is homogeneous.
 
     Return `()` if a gradient has no such scale (for example, because it depends on a sum over rows that is complete only
-    after the forward loop), or if a scale depends on values that are computed with a scale of ones.
+    after the forward loop), or if a scale, or a gradient outside loops, depends on values that are
+    computed with a scale of ones.
     """
     finder = _HomogeneityFinder(stage, facts)
     homogeneous: list[Homogeneous] = []

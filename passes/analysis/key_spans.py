@@ -48,9 +48,7 @@ class KeySpans:
 def _find_spans(joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> SpanFacts:
     """Return the key span of each operator on query-by-key values; connected operators share one span."""
     masks = Masks(joint, axes, access)
-    pairs = [
-        node for node in joint.nodes if Role.KEYS in access.roles.get(node, {}).values() and not _is_outside_loops(node, access)
-    ]
+    pairs = [node for node in joint.nodes if Role.KEYS in access.roles.get(node, {}).values() and access.is_in_loop(node)]
     recomputed_per_consumer = _recomputed_per_consumer(pairs, axes, access)
     spans: dict[fx.Node, Span] = {}
     span_kinds: dict[fx.Node, str] = {}
@@ -89,11 +87,6 @@ def span_kind(span: Span) -> str:
     return "masked" if span.low is None and span.high is None else f"band({span})"
 
 
-def _is_outside_loops(node: fx.Node, access: AccessFacts) -> bool:
-    """Return whether no result of an operator is computed in a loop."""
-    return all(storage_class in (StorageClass.OUTSIDE, StorageClass.WHOLE) for storage_class in access.storage_classes[node])
-
-
 def _leaves_loops(node: fx.Node, joint: JointGraph, access: AccessFacts) -> bool:
     """Return whether a query-by-key value leaves the loop: as a result, or as an operand of an operator outside loops."""
     if StorageClass.PAIR not in access.storage_classes[node]:
@@ -101,7 +94,7 @@ def _leaves_loops(node: fx.Node, joint: JointGraph, access: AccessFacts) -> bool
     values = [node] if is_tensor(node) else [user for user in node.users if producer_of(user) is node]
     if any(value is output for value in values for output in (*joint.outputs, *joint.gradients)):
         return True
-    return any(user in access.storage_classes and _is_outside_loops(user, access) for value in values for user in value.users)
+    return any(user in access.storage_classes and not access.is_in_loop(user) for value in values for user in value.users)
 
 
 def _recomputed_per_consumer(pairs: list[fx.Node], axes: AxisFacts, access: AccessFacts) -> frozenset[fx.Node]:
@@ -143,7 +136,10 @@ def _carries_pair(value: fx.Node, axes: AxisFacts) -> bool:
 
 
 def _smallest_span(intervals: list[DeltaInterval]) -> Span:
-    """Return the smallest span that contains all intervals, and delta = 0, so that each chunk has keys."""
+    """Return the smallest span that contains all intervals, and delta = 0, so that each chunk has keys.
+
+    Without intervals, the span is all keys.
+    """
     lows, highs = [item.low for item in intervals], [item.high for item in intervals]
     low = None if not lows or None in lows else min(0, *lows)  # type: ignore[type-var]
     high = None if not highs or None in highs else max(0, *highs)  # type: ignore[type-var]
@@ -182,7 +178,10 @@ def _is_zero(fact: Fact) -> bool:
 
 
 def _needed_by_softmax(node: fx.Node, masks: Masks) -> DeltaInterval:
-    """Return the interval in which the result of a softmax is nonzero; for its backward, the forward's interval."""
+    """Return the interval in which the result of a softmax is nonzero; for its backward, the forward's interval.
+
+    For `logsumexp` and `amax`, return the interval of scores that are not hidden.
+    """
     if node.target in (aten._softmax.default, aten._safe_softmax.default):
         return masks.of(node).support(_is_zero)
     if node.target is aten._softmax_backward_data.default:

@@ -163,7 +163,7 @@ class _ProgramBuilder:
         AOTAutograd recreates views from a result's strides, and the caller may call `.view` on it. Three cases: a view
         of an input or of another result becomes a view of it, views of the same other memory are placed into one
         storage, and other results get their traced strides. `rewrite/views/strided_access.py: record_layouts` has
-        recorded the strides (`LAYOUTS`) and the views (`RESULT_VIEWS`).
+        recorded the strides (`TRACED_STRIDES`) and the views (`RESULT_VIEWS`).
         """
         outputs, meta = self.joint.outputs, self.joint.graph.output_node().meta
         layouts, places = (meta.get(key, (None,) * len(outputs)) for key in (TRACED_STRIDES, RESULT_VIEWS))

@@ -136,7 +136,7 @@ class HostProgramBuilder:
         return call
 
     def place_at_offset(self, value: fx.Node, place: MemoryPlace) -> fx.Node:
-        """Return a copy of a result that starts at an offset in its storage."""
+        """Return a result that starts at an offset in its storage: the value itself if it does already, else a copy."""
         offset, *strides = (self.size_argument(size) for size in (place.offset, *place.strides))
         call = self.graph.call_function(restride_at, (value, offset, *strides))
         call.meta = dict(value.meta)

@@ -145,9 +145,10 @@ def _reads_only_own_row(builder: BodyBuilder, node: fx.Node, dim: int, first: Si
 
 @register_lowering(aten.select.int, aten.select_backward.default)
 def lower_single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Lower the selection of one row, or its gradient: take or put the row if the chunk has it, otherwise return zeros.
+    """Lower the selection of one row, or its gradient: take or put the row if the chunk has it.
 
-    A slice of one row keeps its dimension.
+    A chunk without the row returns the additive identity: -0 for a selection, zeros for a gradient. A slice of one row keeps its
+    dimension.
     """
     signature, roles = builder.layout.axes.signatures[node], builder.layout.access.roles.get(node, {})
     single_rows = ((letter, index.row_index) for letter, index in signature.index.items() if isinstance(index, SingleRow))

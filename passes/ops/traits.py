@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -50,6 +51,7 @@ MOVES_ELEMENTS = frozenset(
 
 READS_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default)
 READS_LAYOUT = (*READS_STRIDES, aten.as_strided_copy.default)  # their results depend on the strides of their operands, too
+COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 CONTRACTIONS = frozenset(
     {
         aten.mm.default,
@@ -72,6 +74,18 @@ DEQUANTIZERS = ("bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_block
 def only_moves_elements(node: fx.Node) -> bool:
     """Return whether an operator only moves elements: a view or a copy."""
     return node.target in MOVES_ELEMENTS
+
+
+def overload_name(target: Any) -> str:
+    """Return the name of an operator, such as `aten::add.Tensor`; the empty string for a function."""
+    return target.name() if isinstance(target, OpOverload) else ""
+
+
+def before_copies(node: fx.Node) -> fx.Node:
+    """Return the value before copies."""
+    while node.target in COPIES:
+        node = node_argument(node)
+    return node
 
 
 def is_random(node: fx.Node) -> bool:

@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterable
 from torch import fx
 
 from streamfx.cost.memory import bytes_like
-from streamfx.ir.facts import Facts, StorageClass
-from streamfx.ir.joint import is_tensor
+from streamfx.ir.facts import Facts
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import VALUE
 from streamfx.options import SAVE_LEVELS
@@ -48,16 +47,12 @@ class _StageValues:
     """Queries on one stage: its positions, live values, and values that the backward graph recomputes."""
 
     def __init__(self, stage: Stage, facts: Facts) -> None:
-        self.stage, self.axes, self.access, self.spans = stage, facts.axes, facts.access, facts.key_spans.spans
+        self.stage, self.facts, self.axes, self.spans = stage, facts, facts.axes, facts.key_spans.spans
         self.position = {node: i for i, node in enumerate(stage.forward)}
-
-    def has_rows(self, node: fx.Node) -> bool:
-        """Return whether a value is a sequence-shaped tensor that depends on more than positions."""
-        return is_tensor(node) and node not in self.axes.static and self.access.storage_class(node) is StorageClass.ROWS
 
     def is_rows(self, node: fx.Node) -> bool:
         """Return whether a value is sequence-shaped, and computed by this stage, but not one of its outputs."""
-        return node in self.position and node not in self.stage.outputs and self.has_rows(node)
+        return node in self.position and node not in self.stage.outputs and self.facts.has_rows(node)
 
     def is_attention(self, node: fx.Node) -> bool:
         """Return whether an operator is a fused attention."""
@@ -109,7 +104,7 @@ class _StageValues:
         live = set(self.stage.outputs)
         by_position: list[set[fx.Node]] = []
         for node in reversed(self.stage.forward):
-            by_position.append({value for value in live if self.has_rows(value)})
+            by_position.append({value for value in live if self.facts.has_rows(value)})
             live.discard(node)
             live |= set(node.all_input_nodes)
         return by_position[::-1]

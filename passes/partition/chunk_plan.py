@@ -130,7 +130,7 @@ def are_small(kept: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:
 
 
 def _is_read_by_next_stage_only(node: fx.Node, stage_index: int, facts: Facts) -> bool:
-    """Return whether no other stage than the next one, and not the caller, reads a sequence-shaped output of a stage."""
+    """Return whether only the stage and the next one, and not the caller, read a sequence-shaped output of the stage."""
     stage, following = facts.stages[stage_index : stage_index + 2]
     in_both_stages = {*stage.forward, *stage.backward, *following.forward, *following.backward}
     return (

@@ -17,7 +17,6 @@ from streamfx.ir.joint import is_tensor
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import is_expensive, is_random, producer_of
-from streamfx.passes.partition.value_table import NOT_IN_LOOPS
 
 
 def hoisted_reductions(stage_index: int, facts: Facts) -> list[fx.Node]:
@@ -81,7 +80,7 @@ def _delays_backward_loop(node: fx.Node, stage: Stage, facts: Facts) -> bool:
         for user in todo.pop().users:
             if user not in stage_nodes or user in seen:
                 continue
-            if any(storage_class not in NOT_IN_LOOPS for storage_class in facts.access.storage_classes.get(user, ())):
+            if facts.access.is_in_loop(user):
                 return True
             seen.add(user)
             todo.append(user)

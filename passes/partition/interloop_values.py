@@ -14,7 +14,7 @@ from itertools import chain
 
 from torch import fx
 
-from streamfx.ir.facts import Facts, StorageClass
+from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, shape_of_node
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
@@ -37,9 +37,9 @@ class InterloopValues:
         """Forward operators on the full sequence that depend on sequence-shaped values, but not on sums."""
         between: set[fx.Node] = set()
         for node in self.facts.joint.nodes:
-            if node in self.facts.joint.forward and is_tensor(node) and not self.is_in_loop(node):
+            if node in self.facts.joint.forward and is_tensor(node) and not self.access.is_in_loop(node):
                 sources = producer_of(node).all_input_nodes
-                if node not in self.axes.static and any(source in between or self._has_rows(source) for source in sources):
+                if node not in self.axes.static and any(source in between or self.facts.has_rows(source) for source in sources):
                     between.add(node)
         return frozenset(between)
 
@@ -81,7 +81,7 @@ class InterloopValues:
         return [[node for node in stage.forward if node in recomputed and self._is_read_by_backward(node)] for stage in stages]
 
     def _is_read_by_backward(self, node: fx.Node) -> bool:
-        return not self._has_rows(node) and any(user not in self.facts.joint.forward for user in node.users)
+        return not self.facts.has_rows(node) and any(user not in self.facts.joint.forward for user in node.users)
 
     def _recomputed_in_stage(self, stage: Stage, kept: Collection[fx.Node]) -> set[fx.Node]:
         """Return the values that a stage recomputes: long values and tables between loops, if recomputing repeats them.
@@ -98,7 +98,7 @@ class InterloopValues:
         candidates = (node for node in stage.forward if node in self.long_values or self._is_table(node))
         recomputed = {node for node in candidates if is_repeatable(node) and is_internal(node)}
         ancestors = self._ancestors_in_stage(recomputed, inside)
-        return recomputed | {node for node in ancestors if self._has_rows(node) and is_internal(node)}
+        return recomputed | {node for node in ancestors if self.facts.has_rows(node) and is_internal(node)}
 
     def _ancestors_in_stage(self, nodes: Collection[fx.Node], inside: Collection[fx.Node]) -> set[fx.Node]:
         """Return the ancestors, within the stage, of the given values between loops."""
@@ -117,21 +117,11 @@ class InterloopValues:
 
     def _is_table(self, node: fx.Node) -> bool:
         """Return whether a value between loops depends on positions only, and is longer than the sequence."""
-        is_static_between_loops = node in self.axes.static and is_tensor(node) and not self.is_in_loop(node)
+        is_static_between_loops = node in self.axes.static and is_tensor(node) and not self.access.is_in_loop(node)
         return is_static_between_loops and numeric(product(shape_of_node(node))) > self.length
 
     def _is_long(self, node: fx.Node) -> bool:
         return numeric(product(shape_of_node(node))) >= self.length
-
-    def _has_rows(self, node: fx.Node) -> bool:
-        return is_tensor(node) and node not in self.axes.static and self.access.storage_class(node) is StorageClass.ROWS
-
-    def is_in_loop(self, node: fx.Node) -> bool:
-        """Return whether a value is computed chunk by chunk."""
-        return any(
-            storage_class not in (StorageClass.OUTSIDE, StorageClass.WHOLE)
-            for storage_class in self.access.storage_classes.get(node, ())
-        )
 
 
 def is_repeatable(node: fx.Node) -> bool:

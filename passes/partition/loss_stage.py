@@ -87,7 +87,7 @@ class _LossSearch:
         operands_of_products: set[fx.Node] = set()
         heads: set[fx.Node] = set()
         for node in reversed(self.nodes):
-            in_loop = is_product(node) and self._is_in_loop(node)
+            in_loop = is_product(node) and self.facts.access.is_in_loop(node)
             if (
                 in_loop
                 and node in dependent
@@ -107,25 +107,18 @@ class _LossSearch:
 
     def _is_trained(self, node: fx.Node) -> bool:
         """Return whether an operator on rows reads a trained weight, or a value computed from one."""
-        return self._is_in_loop(node) and any(source in self.weights for source in node.all_input_nodes)
+        return self.facts.access.is_in_loop(node) and any(source in self.weights for source in node.all_input_nodes)
 
     @cached_property
     def weights(self) -> set[fx.Node]:
         """Trained weights, and values computed from them outside loops."""
-        weights = (node for node in self.facts.joint.primals if node in self.trained and not self._is_in_loop(node))
+        weights = (node for node in self.facts.joint.primals if node in self.trained and not self.facts.access.is_in_loop(node))
         forward = (node for node in self.facts.joint.nodes if node in self.facts.joint.forward)
-        return descendants(weights, (node for node in forward if node in self.static or not self._is_in_loop(node)))
-
-    def _is_in_loop(self, node: fx.Node) -> bool:
-        """Return whether a value is computed chunk by chunk."""
-        return any(
-            storage_class not in (StorageClass.OUTSIDE, StorageClass.WHOLE)
-            for storage_class in self.storage_classes.get(node, ())
-        )
+        return descendants(weights, (node for node in forward if node in self.static or not self.facts.access.is_in_loop(node)))
 
     def _bytes(self, node: fx.Node) -> int:
         """Return the bytes that a cut after a value stores; a prohibitive number for values that cannot cross a cut."""
-        if not self._is_in_loop(node) or self.storage_classes[node] == (StorageClass.SUM,):
+        if not self.facts.access.is_in_loop(node) or self.storage_classes[node] == (StorageClass.SUM,):
             return 0
         return (
             max(1, bytes_like(node.meta[VALUE]))

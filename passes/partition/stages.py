@@ -95,7 +95,7 @@ class _StageFinder:
 
     def is_chunked(self, node: fx.Node) -> bool:
         """Return whether a value is computed chunk by chunk, so that it must be stored to cross a cut."""
-        return self.interloop.is_in_loop(node) and node not in self.axes.static
+        return self.access.is_in_loop(node) and node not in self.axes.static
 
     def occupies_memory(self, node: fx.Node) -> bool:
         """Return whether a value takes memory from its definition to its last use."""
@@ -370,9 +370,10 @@ def move_last_stage_first(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, i
     """Return the backward operators, the last stage's operators first; `stage_of` maps forward values to stages.
 
     If a model is called twice, the trace has all layers of one call before the head of the other. Operators are moved
-    after the last stage in three cases:
+    after the last stage in four cases:
     - products whose result no operator combines with values of the last stage, and operators that depend on them. But a
       product that shrinks a dependent value of the last stage stays: else the gradient of the logits would be stored;
+    - operators that read a forward value of an earlier stage, and operators that depend on them;
     - operators used only by moved operators that do not depend on the last stage;
     - operators used only by moved operators that reshape their operand or write it into zeros: else the gradient of a
       final state, with zeros for all other rows, would be stored.

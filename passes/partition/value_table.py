@@ -12,14 +12,12 @@ from typing import NamedTuple, TypeAlias
 from torch import fx
 
 from streamfx.ir.access import Layout, OperandAccess
-from streamfx.ir.facts import Role, StorageClass
+from streamfx.ir.facts import NOT_IN_LOOPS, Role, StorageClass
 from streamfx.ir.joint import is_tensor, shape_of_node
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.span import Span
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import is_expensive, producer_of
-
-NOT_IN_LOOPS = (StorageClass.OUTSIDE, StorageClass.WHOLE)
 
 
 class Access(NamedTuple):

@@ -207,11 +207,11 @@ def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
             partial_sums[node] = None
     order = {node: i for i, node in enumerate(graph.nodes)} if partial_sums else {}
     for node in partial_sums:
-        if node.target is aten.add.Tensor and not _is_summand(node, partial_sums):
+        if node.target is aten.add.Tensor and not is_summand(node, partial_sums):
             _stack_sum(node, partial_sums, order, writer)
 
 
-def _is_summand(node: fx.Node, partial_sums: Collection[fx.Node]) -> bool:
+def is_summand(node: fx.Node, partial_sums: Collection[fx.Node]) -> bool:
     """Return whether the only use of a sum is as a summand of another one."""
     return len(node.users) == 1 and (user := next(iter(node.users))) in partial_sums and user.target is aten.add.Tensor
 

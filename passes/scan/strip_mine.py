@@ -25,7 +25,7 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.axes import widths
 from streamfx.passes.rewrite.views.tile_views import RowSlice, is_static_shape, sliced_rows
-from streamfx.passes.scan.row_access import MIN_ROWS
+from streamfx.passes.scan.row_access import MIN_ROWS, is_summand
 from streamfx.passes.scan.trim import is_same_type_addition
 
 aten = torch.ops.aten
@@ -246,8 +246,7 @@ def _rewrite_gradient_sums(
     order = {node: index for index, node in enumerate(graph.nodes)} if partial_sums else {}
     concatenated: list[tuple[fx.Node, Blocks]] = []
     for node in partial_sums:
-        is_summand = len(node.users) == 1 and (user := next(iter(node.users))) in partial_sums and user.target is aten.add.Tensor
-        if node.target is aten.add.Tensor and not is_summand:
+        if node.target is aten.add.Tensor and not is_summand(node, partial_sums):
             padded, other_summands = _summands(node, partial_sums)
             blocks = _matching_blocks(padded, shape_of_node(node), block_shapes)
             if blocks is not None:

@@ -311,7 +311,7 @@ class Compilation(SplittableCompilation):
         facts = replace(facts, first_line=self.first_line)
         place_loops(facts)
         self.costs = self.part_costs(facts)
-        self.log_facts(facts)
+        self.register_facts(facts)
 
     def deferred_bytes(self) -> int:
         return 0 if self.deferred is None else max(0, bytes_of_results(self.module) - bytes_of_results(self.deferred.module))

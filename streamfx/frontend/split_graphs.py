@@ -175,9 +175,9 @@ class SplittableCompilation(ABC):
         """Take over the facts and costs of two parts, which run in place of this graph."""
         self.costs = [cost for part in parts for cost in part.costs]
         for facts in (facts for part in parts for facts in part.facts):
-            self.log_facts(facts)
+            self.register_facts(facts)
 
-    def log_facts(self, facts: Facts) -> None:
+    def register_facts(self, facts: Facts) -> None:
         """Append the facts of a graph to `facts`. Unless it is a part, also log them, and guard the lengths of its plan."""
         self.facts.append(facts)
         if self.is_part:

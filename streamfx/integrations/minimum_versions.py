@@ -27,7 +27,7 @@ MIN_VERSIONS = {  # the oldest versions that pass the tests; pyproject.toml requ
 def check_versions(objects: Iterable[Any]) -> None:
     """Raise if one of the objects comes from a library version that is too old."""
     for name, class_name in sorted(_libraries_of(objects).items()):
-        version = _installed_version(name)
+        version = installed_version(name)
         if is_too_old(name, version):
             raise IntegrationError(
                 f"streamfx.enable needs {name} {MIN_VERSIONS[name]} or later",
@@ -47,7 +47,7 @@ def _libraries_of(objects: Iterable[Any]) -> dict[str, str]:
     return {name: kind.__name__ for kind in reversed(kinds) if (name := kind.__module__.partition(".")[0]) in MIN_VERSIONS}
 
 
-def _installed_version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return the installed version of a library; None if it has no metadata."""
     try:
         return metadata.version(name)

@@ -157,9 +157,9 @@ def _prepare_heads(query: Tensor, key: Tensor, value: Tensor, position_ids: Tens
     longest = heads[0].shape[0]  # an upper bound of the document lengths is enough
     return (
         *heads,
-        (boundaries, boundaries.clone()),
+        (boundaries, boundaries.clone()),  # a clone: Dynamo (2.13) cannot trace one tensor passed twice
         (longest, longest),
-    )  # a clone: Dynamo (2.13) cannot trace one tensor passed twice
+    )
 
 
 def _cast_heads(query: Tensor, key: Tensor, value: Tensor, target_dtype: torch.dtype | None = None) -> Any:

@@ -13,7 +13,7 @@ from torch import fx
 from streamfx.ir.axis_table import Atom, AxisTable, Dim
 from streamfx.ir.collective_ops import Collectives
 from streamfx.ir.dynamic_lengths import Lengths
-from streamfx.ir.joint import JointGraph
+from streamfx.ir.joint import JointGraph, is_tensor
 from streamfx.ir.program import Program
 from streamfx.ir.recurrence import Truncation
 from streamfx.ir.search_trace import SearchTrace
@@ -124,6 +124,9 @@ class StorageClass(Enum):
     KEYSUM = "key sum"  # for each key position, a sum over the chunks whose queries see it
 
 
+NOT_IN_LOOPS = (StorageClass.OUTSIDE, StorageClass.WHOLE)
+
+
 @dataclass(frozen=True)
 class AccessFacts:
     """The rows of its operands that each operator needs, and the storage class of its results."""
@@ -135,6 +138,10 @@ class AccessFacts:
     def storage_class(self, node: fx.Node) -> StorageClass:
         """Return the storage class of a node's first result."""
         return self.storage_classes[node][0]
+
+    def is_in_loop(self, node: fx.Node) -> bool:
+        """Return whether any result of a node is computed chunk by chunk."""
+        return any(storage_class not in NOT_IN_LOOPS for storage_class in self.storage_classes.get(node, ()))
 
 
 @dataclass(frozen=True)
@@ -213,6 +220,10 @@ class Facts:
     def key_spans(self) -> SpanFacts:
         """The span facts; their pass must have run."""
         return known(self.found_key_spans)
+
+    def has_rows(self, node: fx.Node) -> bool:
+        """Return whether a value is a tensor that is computed by rows, and depends on more than positions."""
+        return is_tensor(node) and node not in self.axes.static and self.access.storage_class(node) is StorageClass.ROWS
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -129,7 +129,7 @@ def hull(*ranges: Range) -> Range:
 def assumed_growth(ranges: Sequence[Range], computed: Range | None = None) -> Number:
     """Return `Range.assumed` of a result: its growth relative to weights and activations, or 0 if nothing is assumed.
 
-    Nothing is assumed if no operand is assumed, if another operand is large itself, or if the factor exceeds `LARGER`.
+    Nothing is assumed if no operand is assumed, if another operand is large itself, or if the factor exceeds `MAX_GROWTH`.
     A value that is one of its operands takes the largest factor of them. A value computed with range `computed` takes the
     product of their factors, times the ratio of its range to that of a product of the assumed operands; at most its
     magnitude.

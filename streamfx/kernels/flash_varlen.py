@@ -25,7 +25,7 @@ from streamfx.torch_private import FakeTensor
 aten = torch.ops.aten
 Operands: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]"  # gradient, query, key, value, out, log-sum-exp
 PADDING_ROWS = 128  # rows: mha_varlen_bwd: dq_accum has this many extra rows for each document
-MIN_DOCUMENTS = 16  # minimum number of documents per backward call, even if they have few rows
+MIN_DOCUMENT_LIMIT = 16  # a backward call may always have this many documents, even if they have few rows
 
 # Test cases: a single row, more keys than rows, more rows than one kernel tile (flash_fwd_launch_template.h:
 # kBlockM). The first rows of each document see few keys, so that a single extra key would be noticed.
@@ -133,7 +133,7 @@ def _calls(query: Tensor, key: Tensor, documents: Varlen) -> Iterator[tuple[int,
     A call has no more keys than `cuda_attention` allows, and no more documents than keep the workspace for padding
     rows small compared with that for the rows.
     """
-    max_documents = max(MIN_DOCUMENTS, query.shape[1] // PADDING_ROWS)
+    max_documents = max(MIN_DOCUMENT_LIMIT, query.shape[1] // PADDING_ROWS)
     max_keys = cuda_attention.keys_at_once(query[None], key[None])
     first, num_documents = 0, len(documents.rows) - 1
     for stop in range(1, num_documents + 1):

@@ -56,7 +56,7 @@ class MaskCache:
         return tiles
 
 
-_mask_cache: ContextVar[MaskCache | None] = ContextVar("streamfx_looks", default=None)
+_mask_cache: ContextVar[MaskCache | None] = ContextVar("streamfx_mask_caches", default=None)
 _upcoming: ContextVar[Callable[[Any], Iterable[Inputs]] | None] = ContextVar("streamfx_upcoming", default=None)
 
 

@@ -28,7 +28,7 @@ def restride(value: Any, *strides: int) -> Any:
 
 
 def view_of_storage(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *sizes_and_strides: int) -> Tensor:
-    """Return a tensor of `rank` dimensions in the storage of `base`, from `offset` elements after its start.
+    """Return a tensor of `rank` dimensions in the storage of `base`, from `offset` elements after its first one.
 
     Autograd does not know that it is a view, because a view of a tensor that requires gradients would require them too.
     """

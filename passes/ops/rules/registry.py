@@ -15,7 +15,7 @@ from streamfx.ir.axis_table import AxisTable, Dim
 from streamfx.ir.joint import bound_arguments, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import FullAxis, Index, LetterDim, LetterShape, Signature
 from streamfx.ir.sizes import Size, shape_of
-from streamfx.passes.ops.traits import only_moves_elements
+from streamfx.passes.ops.traits import only_moves_elements, overload_name
 from streamfx.torch_private import OpOverload
 
 Rule: TypeAlias = "Callable[[RuleCall], Signature | None]"
@@ -156,7 +156,7 @@ def rule_for(node: fx.Node) -> Rule | None:
 
 def find_operator_rule(target: Any) -> Rule | None:
     """Return the rule of an operator, or None. Operators that torch tags as pointwise need no entry in the table."""
-    registered = RULES.get(target) or RULES.get(type(target)) or RULES_BY_NAME.get(_name_of(target))
+    registered = RULES.get(target) or RULES.get(type(target)) or RULES_BY_NAME.get(overload_name(target))
     if registered is not None:
         return registered
     return broadcast if is_tagged_pointwise(target) else None
@@ -178,11 +178,6 @@ def evaluate_rule(rule: Rule, call: RuleCall) -> Signature | str:
     labeled = (*zip(signature.operands, call.shapes, strict=False), *zip(signature.results, call.result_shapes, strict=False))
     fits = len(signature.operands) == len(call.shapes) and all(len(letters) == len(shape) for letters, shape in labeled)
     return signature if fits else OTHER_DIMENSIONS.format(target=target)
-
-
-def _name_of(target: Any) -> str:
-    """Return the name of an operator, or the empty string for a function."""
-    return target.name() if isinstance(target, OpOverload) else ""
 
 
 def is_tagged_pointwise(target: Any) -> bool:

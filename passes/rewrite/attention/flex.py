@@ -19,7 +19,7 @@ from streamfx.ir.joint import shape_of_node
 from streamfx.ir.writer import GraphWriter, find_size_input
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
 from streamfx.node_meta import GRAPH, VALUE
-from streamfx.passes.rewrite.attention.score_mod import NotElementwiseError, ScoreValue, sum_over_scores, vectorize_graph
+from streamfx.passes.rewrite.attention.score_mod import NotElementwiseError, ScoreValue, sum_over_scores, unwrap, vectorize_graph
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.torch_private import FLEX_ATTENTION, FLEX_ATTENTION_BACKWARD
 
@@ -260,7 +260,7 @@ class _FlexProducts:
         scores = self._batched_product(self._to_softmax_dtype(call.query), keys)
         self.scores = write(aten.mul.Tensor, scores, call.scale)
         modified = call.vectorize(call.score, [ScoreValue(self.scores), *call.grid, *call.score_values])
-        masked_scores = write(aten._to_copy.default, _unwrap(modified), dtype=self.precision)
+        masked_scores = write(aten._to_copy.default, unwrap(modified), dtype=self.precision)
         masked_scores = self._where_visible(masked_scores, -math.inf)
         self.weights = write(aten._safe_softmax.default, masked_scores, -1)
         out = self._batched_product(self._to_traced_dtype(self.weights), self._to_traced_dtype(self.values))
@@ -279,7 +279,7 @@ class _FlexProducts:
         softmax_input_gradient = self._gradient_of_softmax_input(call.result_gradient, call.lse_gradient)
         arguments = [ScoreValue(self.scores), *call.grid, ScoreValue(softmax_input_gradient), *call.score_values]
         score_gradient, _, _, _, _, *captured_gradients = call.vectorize(call.joint_function, arguments)
-        scaled = self._to_traced_dtype(write(aten.mul.Tensor, _unwrap(score_gradient), call.scale))
+        scaled = self._to_traced_dtype(write(aten.mul.Tensor, unwrap(score_gradient), call.scale))
         scaled = self._where_visible(scaled, 0.0)
         query_gradient = self._batched_product(scaled, self.keys)
         key_gradient = self._for_groups(self._batched_product(write(aten.transpose.int, scaled, 2, 3), call.query))
@@ -311,7 +311,7 @@ class _FlexProducts:
         call = self.call
         if call.sees_all:
             return value
-        return self.write(aten.where.self, _unwrap(call.visible), value, call.emit_scalar(hidden, value.meta[VALUE].dtype))
+        return self.write(aten.where.self, unwrap(call.visible), value, call.emit_scalar(hidden, value.meta[VALUE].dtype))
 
     def _to_softmax_dtype(self, value: Any) -> Any:
         """Cast to the dtype in which eager computes the softmax."""
@@ -351,8 +351,3 @@ class _FlexProducts:
         """Merge batch and heads: [b h m n] -> [(b h) m n]."""
         m, n = (self.call.size(size) for size in value.meta[VALUE].shape[2:])
         return self.write(aten.reshape.default, value, [-1, m, n])
-
-
-def _unwrap(value: Any) -> Any:
-    """Return the node of a value that varies by score; any other value unchanged."""
-    return value.node if isinstance(value, ScoreValue) else value

@@ -26,13 +26,13 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import SPLIT_FROM, TRACED_STRIDES, VALUE
 from streamfx.passes.ops.collectives import is_wait
+from streamfx.passes.ops.traits import COPIES
 from streamfx.passes.rewrite.pattern import getitems_by_index
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 EXCHANGE = "_c10d_functional::all_to_all_single"
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 HEADS = 1  # the dimension of heads in attention's operands and results
 MAX_GROUPS = 4  # more groups save little memory, because the shards of the other groups are then larger than one group
 

@@ -106,7 +106,7 @@ def _vectorize_node(node: fx.Node, value_of: dict[fx.Node, Value], writer: Graph
         is_tagged_pointwise(target) or target is aten._to_copy.default
     ):
         raise NotElementwiseError(str(target))
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: _unwrap(value_of[source]))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: unwrap(value_of[source]))
     return ScoreValue(writer.call(target, *args, **kwargs))
 
 
@@ -116,7 +116,7 @@ def _is_scalar_per_score(value: Value) -> bool:
     return rank == 0 or (isinstance(value, fx.Node) and not (is_tensor(value) and shape_of_node(value)))
 
 
-def _unwrap(value: Value) -> Any:
+def unwrap(value: Value) -> Any:
     """Return the node of a value that varies by score; any other value unchanged."""
     return value.node if isinstance(value, ScoreValue) else value
 
@@ -141,12 +141,12 @@ def _emit_lookup(table: Value, indices: list[Value], writer: GraphWriter) -> Val
     all_indices = (*earlier_indices, *indices)
     if len(all_indices) < len(shape_of_node(table)):
         return PartialLookup(table, all_indices)
-    return ScoreValue(writer.call(aten.index.Tensor, table, [_unwrap(item) for item in all_indices]))
+    return ScoreValue(writer.call(aten.index.Tensor, table, [unwrap(item) for item in all_indices]))
 
 
 def _emit_lookup_gradient(shape: list[int], indices: list[Value], value: Value, writer: GraphWriter) -> fx.Node:
     """Emit the gradient of an index, summed over all scores: first over the dimensions on which no index depends."""
-    nodes = [_unwrap(item) for item in indices]
+    nodes = [unwrap(item) for item in indices]
     if not isinstance(value, ScoreValue) or len(nodes) != len(shape) or len(shape_of_node(value.node)) != GRID_RANK:
         raise NotElementwiseError("the gradient of a look-up of parts of a tensor")
     indexed_dims = {i for item in nodes for i, size in enumerate(shape_of_node(item)) if size != 1}

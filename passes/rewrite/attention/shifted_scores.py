@@ -18,12 +18,12 @@ from streamfx.ir.sizes import Size, is_at_least, product, size_of
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import is_zero
+from streamfx.passes.ops.traits import before_copies
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.iota_index import INDEX_DTYPES, VIEWS, is_arange
 from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 
 aten = torch.ops.aten
-COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 
 
 @rewrite_rule(aten.index_select.default, aten.index_add.default)
@@ -56,8 +56,8 @@ def reshapes_to_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | 
 
     The last view is the identity if there are as many columns as rows.
     """
-    sliced = node if node.target is aten.slice.Tensor else _before_copies(node_argument(node))
-    if sliced.target is not aten.slice.Tensor or (reshaped := _before_copies(node_argument(sliced))).target not in VIEWS:
+    sliced = node if node.target is aten.slice.Tensor else before_copies(node_argument(node))
+    if sliced.target is not aten.slice.Tensor or (reshaped := before_copies(node_argument(sliced))).target not in VIEWS:
         return None
     x, arguments = node_argument(reshaped), bound_arguments(sliced)
     dim = arguments["dim"] % len(shape_of_node(sliced))
@@ -70,12 +70,12 @@ def reshapes_to_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | 
 @rewrite_rule(*VIEWS)
 def reshapes_to_relative_shift_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """view(slice_backward(view(dy [t, w - 1], [w - 1, t]), [w t], 1), [t w]) -> relative_shift_backward(dy, t, w)"""
-    padded = _before_copies(node_argument(node))
+    padded = before_copies(node_argument(node))
     if padded.target is not aten.slice_backward.default:
         return None
     inner, arguments = node_argument(padded), bound_arguments(padded)
     dim = arguments["dim"] % len(shape_of_node(padded))
-    candidates = (inner, node_argument(view)) if (view := _before_copies(inner)).target in VIEWS else (inner,)
+    candidates = (inner, node_argument(view)) if (view := before_copies(inner)).target in VIEWS else (inner,)
     shapes = shape_of_node(node), shape_of_node(padded)
     gradient = next((value for value in candidates if _is_shift(arguments, *shapes, shape_of_node(value))), None)
     if gradient is None:
@@ -127,7 +127,7 @@ def merge_slice_into_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.No
 @rewrite_rule(RELATIVE_SHIFT_BACKWARD)
 def merge_slice_backward_into_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """relative_shift_backward(slice_backward(dy, :n), first, w) -> relative_shift_backward(dy, first, w)"""
-    padded = _before_copies(node_argument(node))
+    padded = before_copies(node_argument(node))
     if padded.target is not aten.slice_backward.default:
         return None
     gradient = node_argument(padded)
@@ -144,10 +144,3 @@ def _first_columns(slice_arguments: dict[str, Any], shift: fx.Node, shape: tuple
     if isinstance(shape[column], int):
         return shape[column]
     return end if is_size(end) and size_of(end.meta[VALUE]) == shape[column] else None
-
-
-def _before_copies(node: fx.Node) -> fx.Node:
-    """Return the value before copies."""
-    while node.target in COPIES:
-        node = node_argument(node)
-    return node

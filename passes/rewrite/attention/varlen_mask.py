@@ -10,13 +10,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from streamfx.ir.joint import node_argument
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
+from streamfx.passes.ops.traits import before_copies
 
 aten = torch.ops.aten
 
-COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 
 WindowSize: TypeAlias = "tuple[int, int]"
 """How many keys before and after a row it sees; -1 means all."""
@@ -52,14 +51,7 @@ def emit_document_bias(
 
 def _is_same_value(first: fx.Node, second: fx.Node) -> bool:
     """Return whether two values are equal up to copies; values of a graph are never mutated."""
-    return _before_copies(first) is _before_copies(second)
-
-
-def _before_copies(node: fx.Node) -> fx.Node:
-    """Return the value before copies."""
-    while node.target in COPIES:
-        node = node_argument(node)
-    return node
+    return before_copies(first) is before_copies(second)
 
 
 def _emit_indices(query: fx.Node, size: Any, writer: GraphWriter) -> fx.Node:

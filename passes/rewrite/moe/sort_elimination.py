@@ -32,9 +32,9 @@ from streamfx.passes.ops.collectives import is_reduced_over_ranks
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.rules.registry import RuleCall, evaluate_rule, rule_for
+from streamfx.passes.ops.traits import overload_name
 from streamfx.passes.rewrite.driver import replace
 from streamfx.passes.rewrite.views.iota_index import find_row_index, is_arange, simplify_arange_index
-from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
@@ -71,7 +71,7 @@ class Permutations:
         for node in list(self.graph.nodes):
             if node.op != "call_function" or node in self.permuted or node in self.restored:
                 continue
-            handler = more_handlers.get(_operator_name(node), HANDLERS.get(node.target))
+            handler = more_handlers.get(overload_name(node.target), HANDLERS.get(node.target))
             if handler is not None:
                 handler(self, node)
             if node not in self.permuted and node not in self.restored and node not in self.inverse:
@@ -128,11 +128,6 @@ def _reachable(graph: fx.Graph, replacements: Mapping[fx.Node, Permuted]) -> set
             reachable.add(node)
             todo.extend(node.all_input_nodes)
     return reachable
-
-
-def _operator_name(node: fx.Node) -> str:
-    """Return the name of an operator, or the empty string for a function."""
-    return node.target.name() if isinstance(node.target, OpOverload) else ""
 
 
 # -- operators whose rules treat all rows alike

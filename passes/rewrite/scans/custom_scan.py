@@ -19,10 +19,10 @@ from streamfx.ir.sizes import shape_of
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import FALLBACK_REASON, FORWARD_OPERATOR, VALUE
 from streamfx.passes.ops.rules.stateful import STATEFUL
+from streamfx.passes.ops.traits import overload_name
 from streamfx.passes.rewrite.pattern import RewriteRule, getitems_by_index
 from streamfx.passes.rewrite.views.no_ops import remove_alias
 from streamfx.runtime.custom_scan import Backward, Forward
-from streamfx.torch_private import OpOverload
 
 UNPACKED_RESULTS = "results that are used as one tuple"
 TENSOR_LIST = "a list of tensors"
@@ -55,7 +55,7 @@ def stateful_operator_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mappi
     """scan(x, first) -> y, last                       ->   recurrence(x, first) -> y, last
     scan_backward(dy, dlast, x, first) -> dx, dfirst   ->   recurrence(dy, dlast, x, first) -> dx, dfirst, in reverse
     """
-    declared = STATEFUL[operator_name(node)]
+    declared = STATEFUL[overload_name(node.target)]
     backwards: list[ScanCall] = []
     try:
         call = read_call(node, declared)
@@ -72,11 +72,6 @@ STATEFUL_OPERATOR_TO_RECURRENCE = RewriteRule("stateful_operator_to_recurrence",
 
 
 # -- reading calls
-
-
-def operator_name(node: fx.Node) -> str:
-    """Return the name of an operator, or the empty string for a function."""
-    return node.target.name() if isinstance(node.target, OpOverload) else ""
 
 
 def read_call(node: fx.Node, declared: Stateful) -> ScanCall:
@@ -129,7 +124,7 @@ def _calls_sharing_operands(call: ScanCall, declared: Stateful, index: int) -> I
         user: None
         for source in sources
         for user in users_through_aliases(source)
-        if operator_name(user) == declared.operators[index]
+        if overload_name(user.target) == declared.operators[index]
     }
     return (read_call(user, declared) for user in users)
 

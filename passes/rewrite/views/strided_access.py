@@ -206,7 +206,7 @@ def _emit_difference(left: Any, right: Any, writer: GraphWriter) -> Any:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return the value at the start of a chain of views, for the operators in `SHOWS_MEMORY`."""
+    """Return the value at the start of a chain of views, for the operators in `VIEW_OPERATORS`."""
     while node.target in VIEW_OPERATORS or (node.target is operator.getitem and node_argument(node).target in VIEW_OPERATORS):
         node = node_argument(node)
     return node

@@ -40,13 +40,14 @@ def findings() -> dict[str, Any]:
     """Return the installed versions, the usable device and kernels, and the result of the self-test."""
     import torch
 
+    from streamfx.integrations.minimum_versions import installed_version
     from streamfx.kernels.sdpa import KERNELS
     from streamfx.torch_private.versions import untested
 
     return {
         "streamfx": streamfx.__version__,
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed_version(name) for name in PACKAGES},
         "untested": untested(),
         "device": _device(),
         "fused_attention": sorted(KERNELS),
@@ -54,14 +55,6 @@ def findings() -> dict[str, Any]:
         "optimize_ddp": bool(torch._dynamo.config.optimize_ddp),
         "self_test": self_test(),
     }
-
-
-def _version(name: str) -> str | None:
-    """Return the installed version of a package, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _device() -> str:

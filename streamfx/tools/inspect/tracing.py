@@ -28,6 +28,7 @@ from streamfx.log import log
 from streamfx.node_meta import VALUE
 from streamfx.options import Options, resolve_options
 from streamfx.passes import run_analyses, run_pipeline
+from streamfx.passes.partition.unchunked import GraphPair
 from streamfx.runtime.stagewise import GradientReleaseChain
 from streamfx.tools.inspect.eager import EagerCall, allow_real_inputs, checkpointed, faker_of
 from streamfx.tools.inspect.full_depth import LayerSubset, of_all_layers
@@ -62,7 +63,6 @@ NO_LAYERS = "no list of layers was found in the model"
 NOT_TRAINED = "this call trains nothing, so there is nothing to checkpoint"
 NOT_CALLED = "the layers of the model are not called"
 NOT_TRACED = "with checkpoints, the call cannot be traced without data"
-Halves = tuple[fx.GraphModule, fx.GraphModule | None]
 
 
 @dataclass
@@ -71,17 +71,17 @@ class TracedGraph:
 
     module: fx.GraphModule
     facts: Facts
-    plain: Callable[[], Halves]  # creates `halves`, which are rarely needed and slow for deep models
+    plain: Callable[[], GraphPair]  # creates `halves`, which are rarely needed and slow for deep models
     num_outputs: int
     chain: GradientReleaseChain | None = None  # gradients that can be released before the end of the backward pass
 
     @cached_property
-    def halves(self) -> Halves:
+    def halves(self) -> GraphPair:
         """The default forward graph, and the backward graph if there is one."""
         return self.plain()
 
     @property
-    def that_run(self) -> Halves:
+    def that_run(self) -> GraphPair:
         """The forward and backward graph of the program, or of the default partition if there is no program."""
         program = self.facts.program
         return self.halves if program is None else (program.forward, program.backward)
@@ -203,7 +203,7 @@ def _trace(
     faker: FakeConverter,
     subset: LayerSubset | None = None,
 ) -> TracedCall:
-    """Return `call` with its graphs, traced in the active fake mode. With `subset`, trace the kept layers and expand it."""
+    """Return `call` with its graphs, traced in the active fake mode; with `subset`, of kept layers, expanded to all."""
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         with real_values(), unwrapped_errors(module.graph):

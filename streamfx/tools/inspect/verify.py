@@ -42,8 +42,8 @@ def verify(
     """Run `model(*args, **kwargs)` and its gradients in eager mode and through the backend, and compare.
 
     `loss` maps the model's output to the scalar to differentiate. By default that is `output.loss`, the output itself if it is a
-    scalar, or a fixed random combination of all its floating point tensors. Compare the gradients of all parameters and inputs.
-    The model's state, its `.grad`s and all random generators are left unchanged. If chunk sizes are automatic, loops have three.
+    scalar, or a fixed random combination of all its floating point tensors. Gradients of parameters and inputs are compared. The
+    model's state, its `.grad`s and all random generators are left unchanged. Automatic chunk sizes give at least three chunks.
 
     Args:
         model: a module, or a function of one.

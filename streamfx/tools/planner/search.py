@@ -16,7 +16,7 @@ from streamfx.passes.partition.budget_search import KEEP_EVERY
 from streamfx.tools.planner.predict import Prediction
 from streamfx.tools.planner.scaling import Growth, growth_of, size_within
 
-FIRST_LENGTH = 65536  # per device; if stage inputs are offloaded, `OFFLOADED` times as many fit
+FIRST_LENGTH = 65536  # per device; if stage inputs are offloaded, `OFFLOAD_LENGTH_FACTOR` times as many fit
 OFFLOAD_LENGTH_FACTOR = 4
 MAX_TRACES = 6
 MIN_GUESS_RATIO = 1.5  # ratio of sizes from which the growth of the chunk work matters

@@ -9,7 +9,7 @@ from typing import Any
 
 from streamfx.budget import format_bytes
 from streamfx.options import Options
-from streamfx.tools.report.stage_titles import joint_name, names_together, unnumbered
+from streamfx.tools.report.stage_titles import group_key, joint_name, names_together
 from streamfx.tools.report.text import in_flops, in_seconds, obstacles_of
 from streamfx.tools.report.timeline import MemoryTimeline, Timeline
 from streamfx.tools.report.verdict import StepCost, ratio, times
@@ -130,13 +130,7 @@ def place_of_peak(course: MemoryTimeline, stages: Sequence[Stage]) -> str:
 
 def stage_rows(stages: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> tuple[StageRow, ...]:
     """Group consecutive stages whose names differ only in a number and whose figures are equal."""
-    return tuple(_stage_row(list(run), flops, sequences) for _, run in groupby(stages, key=_group_key))
-
-
-def _group_key(stage: Stage) -> tuple[Any, ...]:
-    """Return the key under which stages share a line: everything but a number in the name."""
-    keys = ("graph", "kind", "chunk_size", "loops", "saved_bytes", "flops")
-    return unnumbered(stage["name"]), tuple(stage["attention"]), *(stage[key] for key in keys)
+    return tuple(_stage_row(list(run), flops, sequences) for _, run in groupby(stages, key=group_key))
 
 
 def _stage_row(run: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> StageRow:
@@ -159,7 +153,7 @@ def fallback_rows(stages: Sequence[Stage], matters: bool) -> tuple[FallbackRow, 
 
 
 def _fallback_row(where: str, do: str, named_obstacles: Sequence[tuple[str, Stage]]) -> FallbackRow:
-    """Return the line of the unchunked operators of one source line, given with the names of their stages."""
+    """Return the row of the unchunked operators of one source line, given with the names of their stages."""
     operators = tuple(dict.fromkeys(obstacle["operator"] for _, obstacle in named_obstacles))
     reasons = tuple(dict.fromkeys(obstacle["found"] for _, obstacle in named_obstacles))
     size = sum(obstacle["bytes"] for _, obstacle in named_obstacles)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def unnumbered(name: str) -> str:
     """Replace each number in a name by `#`."""
     return re.sub(r"\d+", "#", name)
+
+
+def group_key(stage: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the key under which stages share a line: everything but a number in the name."""
+    keys = ("graph", "kind", "chunk_size", "loops", "saved_bytes", "flops")
+    return unnumbered(stage["name"]), tuple(stage["attention"]), *(stage[key] for key in keys)
 
 
 def joint_name(names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from streamfx.budget import format_bytes
 from streamfx.tools.report.comm_text import wire_table, wire_totals
-from streamfx.tools.report.stage_titles import joint_name, names_together, unnumbered
+from streamfx.tools.report.stage_titles import group_key, joint_name, names_together
 from streamfx.tools.report.verdict import CHECKPOINTING, EAGER, NOTHING, StepCost, gains, verdict, why_nothing_streams
 
 Stage = Mapping[str, Any]
@@ -239,7 +239,7 @@ def _peak_values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
 
 def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
     """Yield a line per group of similar stages, with aligned columns."""
-    rows = [HEADER, *(_table_row(list(run), flops) for _, run in groupby(stages, key=_table_key))]
+    rows = [HEADER, *(_table_row(list(run), flops) for _, run in groupby(stages, key=group_key))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     for row in rows:
         cells = [
@@ -251,12 +251,6 @@ def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
 def suffix_of(stage: Stage) -> str:
     """Return the suffix for the name of a stage that does not fully stream."""
     return "" if extent(stage) == "streamed" else f" ({extent(stage)})"
-
-
-def _table_key(stage: Stage) -> tuple[Any, ...]:
-    """Return the key under which stages share a table line: everything but a number in the name."""
-    keys = ("graph", "kind", "chunk_size", "loops", "saved_bytes", "flops")
-    return unnumbered(stage["name"]), tuple(stage["attention"]), *(stage[key] for key in keys)
 
 
 def _table_row(run: list[Stage], flops: int) -> tuple[str, ...]:
