@@ -59,7 +59,7 @@ def test_transformers_trainer_is_the_same(tmp_path: Path) -> None:
     arguments["preprocess_logits_for_metrics"] = lambda logits, labels: logits.argmax(-1)
     trainer, done = assert_same_training(lambda: build("transformers", tmp_path, **arguments))
     assert any("eval_accuracy" in entry for entry in trainer.state.log_history)
-    assert "the whole model" in str(done)
+    assert "the full model" in str(done)
 
 
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
@@ -137,11 +137,11 @@ def test_old_libraries_are_refused(name: str, found: str, tmp_path: Path, lora: 
     """Nothing is compiled. Libraries that no trainer here uses do not matter."""
     pytest.importorskip("trl")
     trainer = build("sft", tmp_path, peft=lora)
-    monkeypatch.setattr(minimum_versions, "_installed_version", lambda asked: found if asked == name else "99.0")
+    monkeypatch.setattr(minimum_versions, "installed_version", lambda asked: found if asked == name else "99.0")
     with pytest.raises(IntegrationError, match=rf"(?s){name} {found}, which defines \w+.*pip install '{name}>="):
         enable(trainer)
     assert all(module._compiled_call_impl is None for module in trainer.model.modules())
-    monkeypatch.setattr(minimum_versions, "_installed_version", lambda asked: found if asked == "lightning" else None)
+    monkeypatch.setattr(minimum_versions, "installed_version", lambda asked: found if asked == "lightning" else None)
     with enable(trainer) as done:
         assert done.is_enabled
 
