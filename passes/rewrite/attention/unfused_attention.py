@@ -69,8 +69,8 @@ class Scores:
             scaling = node.target, float(node.args[1])
             node = through_views(node.args[0])
         operands = match_bmm(node)
-        mask_has_known_rank = mask is None or 2 <= len(shape_of_node(mask)) <= 4
-        if operands is None or shape_of_node(node) != _flat_shape(shape) or not mask_has_known_rank:
+        is_mask_supported = mask is None or 2 <= len(shape_of_node(mask)) <= 4
+        if operands is None or shape_of_node(node) != _flat_shape(shape) or not is_mask_supported:
             return None
         return Scores(*operands, scaling, mask)
 
