@@ -1,8 +1,9 @@
 """The pass pipeline: passes in order, each a function from `Facts` to `Facts`.
 
-This package turns a joint graph into two host programs of loops over chunks. It knows every graph-level fact, and
-nothing of the user's module but the graph. It may import `cost`, `runtime`, `kernels`, `ir` and the layers below
-them, and is imported by the frontend and the tools.
+`Facts` (ir/facts.py) holds AOTAutograd's joint graph, the results of each analysis, and finally two *host programs*: graphs
+that replace forward and backward, and call loops over chunks of the sequence. An operator that no loop can run *falls back*:
+it runs on the full sequence, between loops. The passes know nothing of the user's module but its graph. This package may
+import `cost`, `runtime`, `kernels`, `ir` and the layers below them, and is imported by the frontend and the tools.
 """
 
 if __name__ != "streamfx.passes":
@@ -67,22 +68,25 @@ class Fixpoint:
     def apply(self, facts: Facts) -> Facts:
         """Run the analysis; after each rewrite that changes the graph, run it again."""
         facts = self.analysis.apply(facts)
-        while (rewritten := self._rewritten(facts)) is not facts:
+        while (rewritten := self._apply_one_rewrite(facts)) is not facts:
             facts = apply_guarded(self.name, rewritten, self.analysis.apply)
         return facts
 
-    def _rewritten(self, facts: Facts) -> Facts:
-        """Return the facts after the first rewrite that changes them, or the same object if none does."""
+    def _apply_one_rewrite(self, facts: Facts) -> Facts:
+        """Try the rewrites in order; return the facts after the first one that changes the graph.
+
+        A rewrite that does not apply returns its argument itself. If none applies, return `facts`, the same object.
+        """
         rewrites = (apply_guarded(rewrite.name, facts, rewrite.apply) for rewrite in self.rewrites)
         return next((rewritten for rewritten in rewrites if rewritten is not facts), facts)
 
     def without(self, rewrite_names: Container[str]) -> Pass:
-        """Return a copy without the rewrites of these names."""
+        """Return a copy of this fixpoint without the rewrites of these names; the analysis stays."""
         return replace(self, rewrites=tuple(rewrite for rewrite in self.rewrites if rewrite.name not in rewrite_names))
 
 
 def analyses(options: Options) -> tuple[Pass, ...]:
-    """Return the passes that analyze the graph and reduce it to fewer operators, before it is divided into stages."""
+    """Return the passes before the graph is divided into stages: they find facts, and rewrite it to fewer operators."""
     return (
         Unshard(),  # remove collectives on weights alone: later passes see the unsharded model
         Canonicalize(),  # rewrite to the fewest operators
@@ -97,11 +101,11 @@ def analyses(options: Options) -> tuple[Pass, ...]:
 
 
 def pipeline(options: Options) -> tuple[Pass, ...]:
-    """Return all passes, in order."""
+    """Return all passes, in order: from the traced joint graph to two host programs with loops over chunks."""
     reinsert_collectives = ReinsertCollectives(options)
     return (
         *analyses(options),
-        FindStages(),  # find the cheapest cuts
+        FindStages(),  # cut the graph into stages, where the fewest bytes cross
         LossGradient(),  # compute the loss gradient with the loss, if the loss stage can (the one rewrite that needs stages)
         ChunkPlan(options),  # choose the chunk size and the values to store
         BuildProgram(),  # replace the joint graph by loops
@@ -123,8 +127,9 @@ def run_pipeline(
 ) -> Facts:
     """Run all passes on a fresh graph, which `capture` returns, and return the final facts.
 
-    If a pass cannot run an operator in a loop, or fails at it, the operator falls back and all passes run again. If there
-    is no sequence axis, the passes stop after the axis analysis. `after` is called with each pass and its facts.
+    If a pass cannot run an operator in a loop, or fails at it, the operator falls back (runs on the full sequence, between
+    loops), and all passes run again. If there is no sequence axis, the passes stop after the axis analysis.
+    `after(pass, facts)` is called after each pass. With the option `strict`, a failed pass raises `NotStreamedError`.
 
     For dry runs, `capture_analyzed` returns a graph with the facts of all analyses. Only the later passes run, without
     `compile_bodies`; if one fails, all passes run on the graph of `capture`.
@@ -153,45 +158,53 @@ def _within_budget(
     after: Callable[[Pass, Facts], None] | None,
     skipped: Container[str] = (),
 ) -> Facts:
-    """Run the passes. If no plan fits the memory budget, run them without a separate stage for the head.
+    """Run the passes, without those named in `skipped`, on the graph that `capture` returns; return the final facts.
 
-    If that does not fit either, raise the `OverBudgetError` with the smaller peak.
+    If no plan fits the memory budget, run them again without a separate stage for the model's head (`may_cut`). If that
+    does not fit either, raise the `OverBudgetError` with the smaller peak.
     """
-    passes = [_without_rewrites(item, skipped) for item in pipeline(options) if item.name not in skipped]
+    passes = [_without_rewrites(a_pass, skipped) for a_pass in pipeline(options) if a_pass.name not in skipped]
     if options.memory_budget is None:
         return _run(capture(), passes, options, after)
     try:
         return _run(capture(), passes, options, after)
     except OverBudgetError as error:
         try:
-            passes = [LossGradient(may_cut=False) if isinstance(item, LossGradient) else item for item in passes]
+            passes = [LossGradient(may_cut=False) if isinstance(a_pass, LossGradient) else a_pass for a_pass in passes]
             return _run(capture(), passes, options, after)
-        except OverBudgetError as other:
-            raise min(error, other, key=lambda item: item.smallest) from None
+        except OverBudgetError as second_error:
+            smaller = min(
+                error, second_error, key=lambda over_budget: over_budget.smallest
+            )  # peak of the smallest plan, in bytes
+            raise smaller from None
 
 
-def _without_rewrites(item: Pass, skipped: Container[str]) -> Pass:
-    """Return the pass without the rewrites named in `skipped`."""
-    return item.without(skipped) if isinstance(item, Fixpoint) else item
+def _without_rewrites(a_pass: Pass, skipped: Container[str]) -> Pass:
+    """Return the pass; if it is a fixpoint of an analysis and rewrites, without the rewrites named in `skipped`."""
+    return a_pass.without(skipped) if isinstance(a_pass, Fixpoint) else a_pass
 
 
 def run_analyses(facts: Facts, options: Options) -> Facts:
-    """Run the analyses, with the rewrites among them."""
+    """Run only the analyses, and the rewrites among them, on facts of a traced graph; return the facts they establish."""
     return _run(facts, analyses(options), options, None)
 
 
 def _run(facts: Facts, passes: Iterable[Pass], options: Options, after: Callable[[Pass, Facts], None] | None) -> Facts:
-    """Run passes in order, except analyses whose facts exist; stop if the graph runs unchunked or has no sequence axis."""
-    if facts.found_key_spans is not None:
-        analysis_names = {*(item.name for item in analyses(options)), CompileBodies.name}
-        passes = [item for item in passes if item.name not in analysis_names]
+    """Run passes in order; return the facts after the last. Call `after(pass, facts)` after each.
+
+    If `facts` has the result of the last analysis (a dry run), omit the analyses and the compilation of loop bodies.
+    Stop early if a pass decides that the graph runs unchunked, or the graph has no sequence axis.
+    """
+    if facts.found_key_spans is not None:  # key spans are the last analysis
+        omitted = {*(analysis.name for analysis in analyses(options)), CompileBodies.name}
+        passes = [a_pass for a_pass in passes if a_pass.name not in omitted]
     verifier = Verifier.of(facts.joint.graph) if options.check_passes else None
-    for item in passes:
-        facts = apply_guarded(item.name, facts, item.apply)
+    for a_pass in passes:
+        facts = apply_guarded(a_pass.name, facts, a_pass.apply)
         if verifier is not None:
-            verifier.check(item.name, facts)
+            verifier.check(a_pass.name, facts)
         if after is not None:
-            after(item, facts)
+            after(a_pass, facts)
         if facts.unchunked_reason is not None or (facts.found_axes is not None and facts.axes.sequence is None):
             break
     return facts

@@ -1,9 +1,9 @@
 """If a pass raises an unexpected exception, run the passes again without the part at which it failed.
 
 The traceback shows which operator the pass was processing: the innermost frame with an operator in a local variable.
-The passes restart on a fresh copy of the traced graph, with one more remedy each time, until they succeed:
+The passes restart on a fresh copy of the traced graph, with one more *remedy* each time, until they succeed:
 
-    the operator falls back         as if a pass had raised `FallbackError`; passes after `access_roles` respect that
+    the operator falls back         it runs on the full sequence, not in a loop; passes after `access_roles` respect that
     the operator becomes opaque     its target is a `RestridedOperator`, which has no axis rules and no rewrite rules
     the pass is skipped             if it only reduces the memory or time of a step
     an earlier pass is skipped      if nothing else helps: it may have inserted an operator that the traced graph lacks
@@ -54,17 +54,20 @@ class PassFailedError(Exception):
         self.pass_name, self.facts, self.error = pass_name, facts, error
 
     def operators(self) -> Iterator[fx.Node]:
-        """Yield the operators that the pass was processing, from the innermost frame outwards."""
-        by_name = {node.name: node for node in self.facts.joint.graph.nodes}
+        """Yield operators of the joint graph that the pass was probably processing when it raised.
+
+        These are the nodes in local variables of the traceback's frames, from the innermost frame outwards.
+        """
+        joint_nodes = {node.name: node for node in self.facts.joint.graph.nodes}
         frames = [frame for frame, _ in traceback.walk_tb(self.error.__traceback__)]
         for value in (value for frame in reversed(frames) for value in frame.f_locals.values()):
-            if isinstance(value, fx.Node):  # of the joint graph, or of a program: then its metadata names the joint node
-                traced = by_name.get(value.meta.get(TRACED_NAME) or value.meta.get(JOINT, value.name))
-                if traced is not None and traced.op == "call_function":
-                    yield producer_of(traced)
+            if isinstance(value, fx.Node):  # of the joint graph, or of a host program: then its metadata names the joint node
+                joint_node = joint_nodes.get(value.meta.get(TRACED_NAME) or value.meta.get(JOINT, value.name))
+                if joint_node is not None and joint_node.op == "call_function":
+                    yield producer_of(joint_node)
 
     def as_strict_error(self) -> NotStreamedError:
-        """Return the error to raise instead of a remedy if `strict` requires every stage to stream."""
+        """Return the error for the user if the option `strict` forbids remedies: it names the pass, operator and line."""
         node = next(self.operators(), None)
         at = "" if node is None else f" at {node.target}"
         return NotStreamedError(
@@ -76,7 +79,10 @@ class PassFailedError(Exception):
 
 
 def apply_guarded(pass_name: str, facts: Facts, apply: Callable[[Facts], Facts]) -> Facts:
-    """Apply a pass to facts; any unexpected exception becomes `PassFailedError`."""
+    """Return `apply(facts)`, where `apply` is the method of the pass `pass_name`.
+
+    An unexpected exception becomes a `PassFailedError`. Deliberate errors (`FallbackError`, errors for the user) pass through.
+    """
     try:
         return apply(facts)
     except (PassFailedError, FallbackError, StreamFXError):
@@ -89,7 +95,7 @@ Remedy: TypeAlias = "Callable[[fx.Node, str], bool]"  # applies to an operator, 
 
 
 class FailureKind(NamedTuple):
-    """Failures at operators that differ in name only: they get the same remedy."""
+    """Failures of one pass by one type of error at operators with one target: they get the same remedy."""
 
     remedy: Remedy
     pass_name: str
@@ -120,7 +126,11 @@ class Remedies:
     failures_of_kind: Counter[FailureKind] = field(default_factory=Counter)
 
     def apply_to(self, facts: Facts) -> Facts:
-        """Apply the restrictions to a freshly traced graph: make operators opaque in place, and record the fallbacks."""
+        """Apply all remedies so far to a freshly traced graph; return its facts.
+
+        Replace opaque operators in the graph in place, and record fallbacks and the descriptions of remedies in the facts.
+        Also note the graph's operators, to which later failures refer by name.
+        """
         self.traced = {node.name: node for node in facts.joint.graph.nodes}
         self.observable_views = _observable_views(facts.joint)
         for name, reason in self.opaque.items():
@@ -130,9 +140,9 @@ class Remedies:
         return replace(facts, fallbacks=dict(self.fallbacks), faults=tuple(self.faults))
 
     def add_fallback(self, error: FallbackError) -> bool:
-        """Let an operator fall back that a pass cannot run in a loop, or make it opaque if it already falls back.
+        """Make an operator fall back (run on the full sequence), because a pass cannot run it in a loop.
 
-        Return False if neither is possible.
+        If it already falls back, make it opaque: no pass has rules for it. Return False if neither is possible.
         """
         if error.name not in self.fallbacks:
             self.fallbacks[error.name] = error.why
@@ -140,30 +150,38 @@ class Remedies:
         return error.name in self.traced and self._make_opaque(self.traced[error.name], error.why)
 
     def add_remedy(self, failed: PassFailedError) -> bool:
-        """Add a remedy for an unexpected exception in a pass. Return False if none is left."""
+        """Add one remedy for an unexpected exception in a pass. Return False if none is left.
+
+        In this order: skip the pass, if that costs little; restrict an operator that it was processing (at most
+        `MAX_REMEDIES` times per pass); skip the pass, if it is optional; skip an optional pass that inserts operators.
+        """
         if failed.pass_name in SKIPPED_FIRST:
             return self._skip_pass(failed)
-        may_add_remedy = self.remedies_at_operators[failed.pass_name] < MAX_REMEDIES
-        if may_add_remedy and any(self._apply_remedy(node, failed) for node in failed.operators()):
+        may_restrict_operator = self.remedies_at_operators[failed.pass_name] < MAX_REMEDIES
+        if may_restrict_operator and any(self._restrict_operator(node, failed) for node in failed.operators()):
             self.remedies_at_operators[failed.pass_name] += 1
             return True
         return self._skip_pass(failed) or any(self._skip_pass(failed, pass_name) for pass_name in SKIPPED_LAST)
 
     def _skip_pass(self, failed: PassFailedError, pass_name: str = "") -> bool:
-        """Skip the pass that failed, or another one. Return False if it is not optional, or already skipped."""
+        """Skip the pass `pass_name`, by default the one that failed, from now on, and log a warning.
+
+        Return False, and change nothing, if that pass is not optional, or is already skipped.
+        """
         pass_name = pass_name or failed.pass_name
         if pass_name not in OPTIONAL_PASSES or pass_name in self.skipped:
             return False
-        name = "it" if pass_name == failed.pass_name else f"'{failed.pass_name}'"
-        reason = SKIPPED.format(pass_name=pass_name, failed=name, error=describe_error(failed.error))
+        failed_name = "it" if pass_name == failed.pass_name else f"'{failed.pass_name}'"
+        reason = SKIPPED.format(pass_name=pass_name, failed=failed_name, error=describe_error(failed.error))
         self.skipped[pass_name] = reason
         self._record(reason, failed.error)
         return True
 
-    def _apply_remedy(self, node: fx.Node, failed: PassFailedError) -> bool:
-        """Apply the next remedy that is possible for this operator: fall back, or become opaque. Return False if none is left.
+    def _restrict_operator(self, node: fx.Node, failed: PassFailedError) -> bool:
+        """Make an operator fall back (run on the full sequence), or opaque to all passes: the next that is possible.
 
         Before the access analysis, opaque is tried first, because the passes until then do not respect fallbacks.
+        Record the remedy and log a warning. Return False if no remedy is left for this operator.
         """
         reason = FAILED_AT.format(target=node.target, pass_name=failed.pass_name, error=describe_error(failed.error))
         remedies: tuple[Remedy, Remedy] = (self._make_opaque, self._make_fallback)
@@ -178,26 +196,34 @@ class Remedies:
         return True
 
     def _extend_to_similar(self, node: fx.Node, failed: PassFailedError, remedy: Remedy, reason: str) -> None:
-        """Apply a remedy also to similar operators, so that layers do not fail one by one.
+        """After repeated failures, apply the remedy that `node` got also to similar operators: layers need not fail one by one.
 
-        The first failure of a kind affects this operator only. The second affects all operators of its type from the same
-        source line, the third all operators of its type.
+        A kind of failure is one pass that raises one type of error at operators with one target. Its first failure affects
+        `node` only, the second all operators with this target from the same source line, later ones all with this target.
         """
-        kind, line = FailureKind(remedy, failed.pass_name, type(failed.error), node.target), source_line(node)
+        kind = FailureKind(remedy, failed.pass_name, type(failed.error), node.target)
+        line = source_line(node)
         for other in failed.facts.joint.nodes if self.failures_of_kind[kind] else ():
             if other.target == node.target and (self.failures_of_kind[kind] > 1 or source_line(other) == line):
                 remedy(other, reason)
         self.failures_of_kind[kind] += 1
 
     def _make_fallback(self, node: fx.Node, reason: str) -> bool:
-        """Let an operator fall back. Return False if it already does, or is an assertion, a collective or a size."""
+        """Make an operator fall back: it runs on the full sequence, not in a loop; `reason` is reported to the user.
+
+        Return False if it already falls back, or is an assertion, a collective or a size.
+        """
         if node.name in self.fallbacks or is_assertion(node) or is_collective(node) or is_size(node):
             return False
         self.fallbacks[node.name] = reason
         return True
 
     def _make_opaque(self, node: fx.Node, reason: str) -> bool:
-        """Make the traced operator opaque from which a pass derived this one. Return False if that is not possible."""
+        """Make an operator opaque in the next attempt: no pass has rules for it, and it runs exactly as traced.
+
+        If a pass wrote `node` (its metadata has `ORIGIN`), the traced operator becomes opaque that it replaces. Return False
+        if there is none, it is already opaque, or it must not be opaque (for example a view that users can observe).
+        """
         traced = self.traced.get(node.meta.get(ORIGIN, node.name))
         if traced is None or traced.name in self.opaque or traced in self.observable_views or not _may_be_opaque(traced):
             return False
@@ -211,7 +237,7 @@ class Remedies:
 
 
 def _replace_by_opaque(node: fx.Node, reason: str) -> None:
-    """Replace a traced operator, in place, by an opaque one: no pass has rules for it."""
+    """Replace a traced operator, in place, by a `RestridedOperator` that calls it: no pass has rules for that target."""
     target: Any = node.target
     with node.graph.inserting_before(node):
         opaque = node.graph.call_function(RestridedOperator(target, is_view(target)), node.args, node.kwargs)
@@ -221,7 +247,11 @@ def _replace_by_opaque(node: fx.Node, reason: str) -> None:
 
 
 def _may_be_opaque(node: fx.Node) -> bool:
-    """Return whether a `RestridedOperator` may call an operator, with the same result: it restores the operands' strides."""
+    """Return whether a `RestridedOperator` may wrap an operator: it copies operands to their traced strides, then calls it.
+
+    It may not wrap an operator that writes to operands, reads memory by strides or draws random numbers, nor collectives,
+    assertions and sizes, which the passes must recognize.
+    """
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False
     reads_memory = node.target in READS_STRIDES
@@ -229,9 +259,9 @@ def _may_be_opaque(node: fx.Node) -> bool:
 
 
 def _observable_views(joint: JointGraph) -> frozenset[fx.Node]:
-    """Return the views through which aliasing is observable.
+    """Return the view operators that must stay views, because a user or an operator could observe that they alias memory.
 
-    These are views that the graph returns, or all views if an operator reads strides.
+    These are the views of which the graph returns a result, or all views if an operator such as `as_strided` reads memory.
     """
     results = (producer_of(node) for result in filter(is_tensor, joint.outputs) for node in view_chain(result))
     candidates = joint.nodes if any(node.target in READS_STRIDES for node in joint.nodes) else results

@@ -31,7 +31,10 @@ class InconsistentFactsError(Exception):
 
 @dataclass
 class Verifier:
-    """`known` holds the target and arguments of each node whose result is known to be right: traced, or already checked."""
+    """Checks facts after each pass. A node is checked when it is new, or if its target or arguments changed.
+
+    `known`: the target and arguments of each node whose recorded result is right, because it was traced or checked.
+    """
 
     known: dict[fx.Node, tuple[Any, ...]]
 
@@ -41,7 +44,10 @@ class Verifier:
         return cls({node: _call(node) for node in traced.nodes})
 
     def check(self, name: str, facts: Facts) -> None:
-        """Raise `InconsistentFactsError` if the pass called `name` left the facts inconsistent."""
+        """Raise `InconsistentFactsError` if the pass called `name` left the facts inconsistent.
+
+        Check that the graph is valid, that results of new operators are recorded right, and that facts refer to its nodes.
+        """
         try:
             facts.joint.graph.lint()
         except RuntimeError as error:
@@ -51,7 +57,10 @@ class Verifier:
             raise InconsistentFactsError(f"after {name}: {'; '.join(wrong[:5])}")
 
     def _wrong_results(self, graph: fx.Graph) -> Iterator[str]:
-        """Yield an error for each new or changed call whose recorded result is wrong."""
+        """Yield an error text for each new or changed call of a tensor operator whose recorded dtype or shape is wrong.
+
+        Mark all nodes as checked (`known`). Opaque operators are trusted: they run as they were traced.
+        """
         for node in graph.nodes:
             call = _call(node)
             if self.known.get(node) != call and isinstance(node.target, OpOverload) and is_tensor(node) and not is_opaque(node):
@@ -60,12 +69,16 @@ class Verifier:
 
 
 def _call(node: fx.Node) -> tuple[Any, ...]:
-    """Return a node's target and arguments, to detect changes."""
+    """Return a node's target and arguments; compared with an earlier result, it shows if a pass changed the node."""
     return node.target, node.args, tuple(node.kwargs.items())
 
 
 def _wrong_result(node: fx.Node) -> Iterator[str]:
-    """Run a call on fake tensors; yield an error if dtype or shape differs from the recorded result."""
+    """Run a node's call on fake tensors; yield an error text if dtype or shape differs from the recorded fake result.
+
+    Views that the runtime executes as copies (`COPYING_VIEWS`) are checked as copies. Sizes that depend on data get a new
+    symbol on each run: all symbols that operands do not contain compare as equal.
+    """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta[VALUE])
     mode, function = fake_mode_of([node.meta[VALUE]]), COPYING_VIEWS.get(node.target, node.target)
     operands = [value for operand in node.all_input_nodes for value in (*results_of(operand), operand.meta[VALUE])]
@@ -77,19 +90,22 @@ def _wrong_result(node: fx.Node) -> Iterator[str]:
 
 
 def _format_type(value: torch.Tensor, known_symbols: set[sympy.Symbol]) -> str:
-    """Format dtype and shape; sizes that depend on data are "?", since their symbols differ on each run."""
+    """Format dtype and shape, for example "torch.float32 [2, s0, '?']".
+
+    A size with a symbol outside `known_symbols` depends on data; it is "?", since its symbol differs on each run.
+    """
     return f"{value.dtype} {[size if free_symbols([size]) <= known_symbols else '?' for size in shape_of(value)]}"
 
 
 def _sizes(value: Any) -> tuple[Size, ...]:
-    """Return the sizes of a tensor, or a scalar as its only size."""
+    """Return the sizes of a tensor; for an integer or SymInt, that size alone; `()` for any other value."""
     if isinstance(value, torch.Tensor):
         return shape_of(value)
     return (size_of(value),) if isinstance(value, (int, torch.SymInt)) else ()
 
 
 def _foreign_nodes(facts: Facts) -> Iterator[str]:
-    """Yield an error for each kind of facts that refers to operators outside the graph."""
+    """Yield an error text for each kind of facts that refers to nodes outside the graph, such as nodes that a pass removed."""
     inside = set(facts.joint.graph.nodes)
     for name, nodes in _nodes_by_fact(facts):
         if unknown := [node.name for node in nodes if node not in inside]:
@@ -97,7 +113,7 @@ def _foreign_nodes(facts: Facts) -> Iterator[str]:
 
 
 def _nodes_by_fact(facts: Facts) -> Iterator[tuple[str, Iterable[fx.Node]]]:
-    """Yield each kind of facts by name, with the nodes that it refers to."""
+    """Yield (name of a kind of facts, nodes that it refers to) for each analysis and plan that exists so far."""
     if facts.found_axes is not None:
         yield "axes", facts.axes.shapes
         yield "signatures", facts.axes.signatures

@@ -1,4 +1,7 @@
-"""Find the values whose memory a value may share."""
+"""Find the values whose memory a value may share: views share their operand's memory, and unknown functions may.
+
+An in-place update needs this: it must not change a value that is read later.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class MemoryPlace(NamedTuple):
 
 
 def memories(node: fx.Node) -> frozenset[fx.Node]:
-    """Return the values whose memory a value may alias: only the value itself if an operator allocates it."""
+    """Return the values whose memory `node` may alias: graph inputs, and results of operators that allocate.
+
+    Only the value itself if its own operator allocates it. For `z = y.view(-1)` with `y = x + 1`, the result is {y}.
+    """
     owners, todo, seen = set[fx.Node](), [node], {node}
     while todo:
         value = todo.pop()
@@ -53,7 +59,7 @@ def memories(node: fx.Node) -> frozenset[fx.Node]:
 
 
 def computed_memories(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the values computed in the graph, and not its inputs, whose memory any of the nodes may alias."""
+    """Return the values, computed by the graph itself (not graph inputs), whose memory any of the nodes may alias."""
     return {memory for node in nodes for memory in memories(node) if memory.op == "call_function"}
 
 

@@ -1,6 +1,7 @@
-"""Collectives: operators that all ranks of a group run together, and the operators that may surround them.
+"""Collectives: operators that all ranks of a process group run together, and the operators that may surround them.
 
-They are identified by name, since a torch build without distributed packages does not define them.
+A collective of torch returns at once; a *wait* on its result follows. Streamfx's own all-reduce includes its wait, so that
+it may run in a loop. Operators are identified by name, since a torch build without distributed packages does not define them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ REASSEMBLES = frozenset(  # operators that assemble a tensor from shards, or cut
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Return whether a node is a collective, also in Dynamo's graphs, whose operators have no overloads."""
+    """Return whether a node is a collective or a wait for one; in Dynamo's graphs, too, whose operators have no overloads."""
     return node.op == "call_function" and (str(node.target).split(".")[0] in NAMESPACES or is_reduced_over_ranks(node))
 
 
@@ -69,28 +70,31 @@ def has_collectives(graph: fx.Graph) -> bool:
 
 
 def is_gather(node: fx.Node) -> bool:
-    """Return whether a node gathers shards from all ranks."""
+    """Return whether a node is an all-gather, which returns the concatenated shards of all ranks."""
     return isinstance(node.target, OpOverload) and node.target.name() in GATHERS
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Return whether a node reduces values over ranks, or reduces and scatters them."""
+    """Return whether a node is an all-reduce or a reduce-scatter, of one value or coalesced."""
     return isinstance(node.target, OpOverload) and node.target.name() in REDUCTIONS
 
 
 def is_all_reduce(node: fx.Node) -> bool:
-    """Return whether a node is an elementwise reduction over ranks, whose result must be waited for."""
+    """Return whether a node is torch's all-reduce of one value; a separate node waits for its result."""
     return isinstance(node.target, OpOverload) and node.target.name() in ALL_REDUCES
 
 
 def find_group_name(node: fx.Node) -> str | None:
-    """Return the name of the process group that runs a collective; None if there is none (a wait) or it has no name."""
+    """Return the name of the process group that runs a collective.
+
+    None if the operator has no group (a wait), or its group is given in another way than by name.
+    """
     group = find_group(bound_arguments(node))
     return group if isinstance(group, str) else None
 
 
 def find_group_names(nodes: Iterable[fx.Node]) -> list[str]:
-    """Return the distinct groups of the collectives among these nodes."""
+    """Return the names of the distinct process groups of the collectives among these nodes, in order."""
     groups = (find_group_name(node) for node in nodes if is_collective(node))
     return list(dict.fromkeys(group for group in groups if group is not None))
 
@@ -106,7 +110,10 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def coalesced_operator(node: fx.Node) -> OpOverload | None:
-    """Return the coalesced variant of a collective, which takes several values at once; None if there is none."""
+    """Return the coalesced variant of a collective, which sends several values in one call.
+
+    For example, `all_reduce_coalesced` for a node that calls `all_reduce`. None if there is none.
+    """
     if not isinstance(node.target, OpOverload) or node.kwargs or node.target.name() not in COALESCED:
         return None
     coalesced: OpOverload = getattr(torch.ops._c10d_functional, COALESCED[node.target.name()]).default
@@ -123,5 +130,5 @@ def is_deterministic(node: fx.Node) -> bool:
 
 
 def is_linear_reduction(node: fx.Node) -> bool:
-    """Return whether the reduction commutes with sums."""
+    """Return whether a node reduces over ranks by a sum or average, so that reducing a sum equals summing the reduced terms."""
     return is_reduction(node) and node.args[1] in LINEAR_REDUCTIONS

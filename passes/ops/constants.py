@@ -1,4 +1,4 @@
-"""Values whose elements all equal one number by the definition of the operator."""
+"""Values whose elements all equal one number by the definition of their operator, such as `aten.full` and `aten.zeros`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ FILLERS: dict[Any, float | None] = {  # None: the fill value is an argument
 
 
 def find_fill(node: Any) -> float | None:
-    """Return the number that all elements of a value equal; None if they differ or are not known before the run."""
+    """Return the number that all elements of a value equal, such as 0.0 for `aten.zeros`.
+
+    None if the operator is not a fill, the number is computed at run time, or the value's dtype would round it.
+    """
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     if node.target is aten.scalar_tensor.default:
@@ -35,7 +38,10 @@ def find_fill(node: Any) -> float | None:
 
 
 def exact_number(value: Any, dtype: torch.dtype) -> float | None:
-    """Return a scalar as a float if the dtype represents it exactly, else None."""
+    """Return a Python scalar, stored in a tensor of this dtype, as a float.
+
+    None if the value is not a bool, int or float, or if the dtype (or float64) does not represent it exactly.
+    """
     if not isinstance(value, (int, float)) or dtype.is_complex:
         return None
     if dtype == torch.bool:

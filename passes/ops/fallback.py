@@ -1,4 +1,7 @@
-"""The error of a pass that cannot run an operator in a loop: the operator is marked, and the passes restart."""
+"""The error that a pass raises if it cannot run an operator in a loop.
+
+The passes then restart, and the operator falls back: it runs on the full sequence, between loops.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ from streamfx.passes.ops.traits import producer_of
 
 
 class FallbackError(Exception):
-    """An operator that earlier passes planned to chunk must run on the full sequence; `why` is the reason for the user."""
+    """An operator that earlier passes planned to chunk must run on the full sequence.
+
+    `name`: the operator in the joint graph; for an item of a tuple, the operator that returns the tuple.
+    `why`: the reason, as text for the user.
+    """
 
     def __init__(self, node: fx.Node, why: str) -> None:
         super().__init__(f"{node.name}: {why}")

@@ -29,7 +29,11 @@ ARGUMENTS = {
 
 
 def operator_name(target: Any) -> str | None:
-    """Return an operator's name, with flash-attn's namespace if a build of that kernel defines it; None for a function."""
+    """Return an operator's name, such as `aten::mm`; None for a Python function.
+
+    For an operator of a flash-attn build from the Hub with the arguments of the original, return the original's name:
+    `_flash_attn2_cuda_8f3c1d2::_flash_attn_forward -> flash_attn::_flash_attn_forward`.
+    """
     if not isinstance(target, OpOverload):
         return None
     name = target._schema.name.partition("::")[2]
@@ -38,10 +42,10 @@ def operator_name(target: Any) -> str | None:
 
 
 def is_attention(target: Any) -> bool:
-    """Return whether an operator's namespace belongs to an attention kernel; the user may select another kernel."""
+    """Return whether an operator's namespace looks like an attention package, so that the user could choose another kernel."""
     return isinstance(target, OpOverload) and ATTENTION_NAMESPACES.fullmatch(target.namespace) is not None
 
 
 def _arguments(name: str) -> list[str]:
-    """Return the argument names of a flash-attn operator."""
+    """Return the argument names, in order, of the flash-attn operator `name`; empty for an unknown name."""
     return ARGUMENTS.get(name, "").split()

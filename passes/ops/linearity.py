@@ -41,7 +41,11 @@ class Linear:
     conditions: Mapping[str, Condition] = field(default_factory=dict)
 
     def holds(self, node: fx.Node, driven: Collection[fx.Node]) -> bool:
-        """Return whether this row proves that a call is linear in the nodes `driven`."""
+        """Return whether this row proves that a call is jointly linear in those of its operands that are in `driven`.
+
+        At least one of the row's linear arguments must contain a driven node; all their other items must be zero. Each other
+        argument must contain no driven node and meet the row's condition for it.
+        """
         arguments = bound_arguments(node)
         return any(not _is_fixed(arguments[name], driven) for name in self.linear_arguments) and all(
             all(item in driven or _is_zero_or_zero_constant(item) for item in _flat_items(arguments[argument.name]))
@@ -51,7 +55,10 @@ class Linear:
         )
 
     def _admits(self, argument: Any, value: Any) -> bool:
-        """Return whether a fixed argument meets its condition, or has its default if the row does not name it."""
+        """Return whether a fixed argument (from the operator's schema) may have this value.
+
+        It must meet the row's condition for it. If the row does not name the argument, it must have its schema default.
+        """
         condition = self.conditions.get(argument.name)
         if condition is not None:
             return condition(value)
@@ -61,42 +68,49 @@ class Linear:
 
 
 def is_linear(node: fx.Node, driven: Collection[fx.Node]) -> bool:
-    """Return whether a row of the table proves that an operator is linear in the driven nodes."""
+    """Return whether a row of the table proves that a call is jointly linear in those of its operands that are in `driven`.
+
+    Operands that are not driven are constants. False if the operator has no row, or no operand is driven.
+    """
     return any(row.holds(node, driven) for row in LINEAR.get(node.target, ()))
 
 
 def preserves_scale(dtype: torch.dtype, scale: torch.dtype, gradient: torch.dtype) -> bool:
-    """Return whether a cotangent scale may be applied to a gradient late, after an intermediate value was rounded to `dtype`.
+    """Return whether a gradient may be multiplied by its scale at the end, after an intermediate value was rounded to `dtype`.
 
-    The dtype needs the exponent range of float32 (loss scaling keeps float16 gradients from underflowing, and a
-    gradient computed for a tangent of one is not scaled). It also needs the precision of the scale, or of the
-    gradient, or at most as many bits fewer as bfloat16 has fewer than float32.
+    The gradient is computed for a tangent of one, before the tangent is known; `scale` and `gradient` are the dtypes of the
+    true tangent and of the final gradient. `dtype` needs the exponent range of float32, since loss scaling, which keeps
+    float16 from underflowing, is missing in between. It also needs at least bfloat16's precision, and the smallest of:
+    the precision of `scale`, that of `gradient`, and the higher of both less the 16 bits by which float32 exceeds bfloat16.
     """
     if not (dtype.is_floating_point and scale.is_floating_point and gradient.is_floating_point):
         return False
     try:
-        limits, reference = torch.finfo(dtype), torch.finfo(torch.float32)
-        reaches = math.frexp(limits.max)[1] >= math.frexp(reference.max)[1] and limits.tiny <= reference.tiny
+        limits, float32_limits = torch.finfo(dtype), torch.finfo(torch.float32)
+        has_range = math.frexp(limits.max)[1] >= math.frexp(float32_limits.max)[1] and limits.tiny <= float32_limits.tiny
         spare_bits = _significand_bits(torch.float32) - _significand_bits(torch.bfloat16)
         end_bits = _significand_bits(scale), _significand_bits(gradient)
         needed_bits = min(*end_bits, max(end_bits) - spare_bits)
-        return reaches and _significand_bits(dtype) >= max(needed_bits, _significand_bits(torch.bfloat16))
+        return has_range and _significand_bits(dtype) >= max(needed_bits, _significand_bits(torch.bfloat16))
     except NotImplementedError:  # finfo is not defined for packed types
         return False
 
 
 def all_preserve_scale(node: fx.Node, scale: torch.dtype, gradient: torch.dtype) -> bool:
-    """Return whether `preserves_scale` holds for the dtypes of all results of a node."""
+    """Return whether no result of a node is rounded so much that a scale can no longer be applied after it.
+
+    `scale`, `gradient`: the dtypes of the scale and of the final gradient; see `preserves_scale`.
+    """
     return all(result is None or preserves_scale(result.dtype, scale, gradient) for result in results_of(node))
 
 
 def _significand_bits(dtype: torch.dtype) -> int:
-    """Return the number of significand bits of a dtype."""
+    """Return the number of significand bits of a floating-point dtype, with the implicit one: 24 for float32."""
     return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
 def _flat_items(value: Any) -> Iterator[Any]:
-    """Yield the items of a nested list or tuple, or the value itself."""
+    """Yield the items of an argument: `[a, (b, c)]` yields a, b, c; a value that is not a list or tuple yields itself."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _flat_items(item)
@@ -105,12 +119,12 @@ def _flat_items(value: Any) -> Iterator[Any]:
 
 
 def _is_fixed(value: Any, driven: Collection[fx.Node]) -> bool:
-    """Return whether an argument contains none of the driven nodes."""
+    """Return whether an argument, a node, scalar or list, contains none of the driven nodes."""
     return not any(isinstance(item, fx.Node) and item in driven for item in _flat_items(value))
 
 
 def _is_zero_or_zero_constant(value: Any) -> bool:
-    """Return whether a value is a zero tensor or the number zero."""
+    """Return whether a value is a tensor of constant zeros, or the number zero."""
     return is_zero(value) or (isinstance(value, (int, float)) and value == 0)
 
 
@@ -128,7 +142,7 @@ def is_float(value: Any) -> bool:
 
 
 def is_true(value: Any) -> bool:
-    """Accept True, for `accumulate`. (Without accumulation, the last of two writes to one index is not defined.)"""
+    """Accept True, for the argument `accumulate`. (Without it, which of two writes to one index wins is not defined.)"""
     return value is True
 
 
@@ -138,7 +152,10 @@ def requests_only_weight(value: Any) -> bool:
 
 
 def _linear_in(*linear_arguments: str, **conditions: Condition) -> Linear:
-    """Return the row of an operator that is jointly linear in some arguments, if its other arguments meet `conditions`."""
+    """Return the row of an operator that is jointly linear in the named arguments, if its other arguments meet `conditions`.
+
+    `_linear_in("self", dim=any_value)`: linear in `self` for any `dim`.
+    """
     return Linear(linear_arguments, conditions)
 
 

@@ -47,12 +47,12 @@ READS_MEMORY |= {target: target for target in READS_STRIDES}
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Return whether an operator has no axis rule."""
+    """Return whether an operator has no axis rule, so that it falls back to the full sequence; tuple items are not operators."""
     return node.op == "call_function" and node.target is not operator.getitem and rule_for(node) is None
 
 
 def describe_opaque(node: fx.Node) -> str:
-    """Return the reason why an operator has no axis rule, as text for the user."""
+    """Return the reason why an operator without an axis rule falls back (is not chunked), as text for the user."""
     if node.target in READS_MEMORY:
         return f"{READS_MEMORY[node.target]} reads memory by strides, and loops store values in another layout"
     if is_triton(node):
@@ -87,12 +87,13 @@ def may_be_merged(node: fx.Node) -> bool:
 
 
 def match_operand_dims(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] | None]:
-    """Return, for each dimension of an opaque operator's result, an operand and its dimension of equal index and size.
+    """Guess, for each dimension of an opaque operator's result `value`, which operand's dimension is the same axis.
 
-    Only operands of equal rank match; None if there is none.
+    Return (operand, dimension) per dimension: of equal index and size, of the first such operand of equal rank; None for
+    size 1 or if there is none. For x[2, 10] -> value[2, 5]: [(x, 0), None].
 
-    The two dimensions are treated as one axis. This needs no proof, because the operator is not chunked, and loops may slice
-    its result along any axis. After a wrong guess, fewer operators are chunked.
+    This needs no proof, because the operator is not chunked, and loops may slice its result along any axis. After a wrong
+    guess, fewer operators are chunked.
     """
     operands = [operand for operand in tensor_operands(node) if operand.meta[VALUE].dim() == value.dim()]
     operand_sizes: list[tuple[Size, ...]] = [shape_of(operand.meta[VALUE]) for operand in operands]
@@ -103,5 +104,5 @@ def match_operand_dims(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node
 
 
 def is_nested_result(node: fx.Node) -> bool:
-    """Return whether a node selects a tensor of a nested result."""
+    """Return whether a node selects a tensor of a nested result, such as the list in `(tensor, [tensor, tensor])`."""
     return node.target is item_at and is_tensor(node)

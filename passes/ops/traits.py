@@ -1,4 +1,4 @@
-"""Facts about operators that do not depend on axes: data movement, randomness, cost."""
+"""Facts about single operators that do not depend on axes: whether one moves data, is random, or is expensive."""
 
 from __future__ import annotations
 
@@ -77,19 +77,22 @@ def only_moves_elements(node: fx.Node) -> bool:
 
 
 def overload_name(target: Any) -> str:
-    """Return the name of an operator, such as `aten::add.Tensor`; the empty string for a function."""
+    """Return the name of an operator, such as `aten::add.Tensor`; the empty string for a Python function."""
     return target.name() if isinstance(target, OpOverload) else ""
 
 
 def before_copies(node: fx.Node) -> fx.Node:
-    """Return the value before copies."""
+    """Return the value of which this one is a copy or alias, through any number of clones; the value itself if it is none."""
     while node.target in COPIES:
         node = node_argument(node)
     return node
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return whether an operator draws random numbers, so that a second run may return another result."""
+    """Return whether an operator draws random numbers, so that a second run may return another result.
+
+    A dropout with probability 0 does not, nor does attention without dropout.
+    """
     if node.target is draw_seed:
         return True
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
@@ -101,12 +104,12 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_expensive(node: fx.Node) -> bool:
-    """Return whether recomputing a value is so expensive that it should be stored."""
+    """Return whether a value is so expensive that it should be stored, not recomputed: a matmul, recurrence, all-reduce."""
     return node.target is ALL_REDUCE or is_product(node)
 
 
 def is_product(node: fx.Node) -> bool:
-    """Return whether an operator dominates run time, as matrix products and recurrences do."""
+    """Return whether a value is computed by an operator that dominates run time: a matmul, convolution, attention, recurrence."""
     producer = node.args[0] if node.target is operator.getitem else node
     return isinstance(producer, fx.Node) and (producer.target in CONTRACTIONS or isinstance(producer.target, Recurrence))
 
@@ -120,10 +123,10 @@ def is_dequantizer(node: fx.Node) -> bool:
 
 
 def is_tuple_item(node: fx.Node) -> bool:
-    """Return whether a node selects one result of a tuple-valued operator."""
+    """Return whether a node selects one item of an operator's tuple (`getitem`), or of its nested result (`item_at`)."""
     return node.target is operator.getitem or node.target is item_at
 
 
 def producer_of(node: fx.Node) -> fx.Node:
-    """Return the operator that computes a value; for an item of a tuple-valued operator, that operator."""
+    """Return the operator that computes a value: for an item of a tuple, the operator that returns the tuple, else `node`."""
     return node_argument(node) if is_tuple_item(node) else node

@@ -1,5 +1,7 @@
 """Ranges of the numbers in a graph: one lattice (`streamfx/ir/ranges.py`) and one table of transfer functions.
 
+A `Range` [low, high] bounds all elements of a value. Passes use it to prove, for example, that a mask hides a key.
+
 transfer.py     registration and lookup of transfer functions
 arithmetic.py   sums, products, quotients, comparisons, logic, selections
 unary.py        functions of one number: exp, log, tanh ...

@@ -1,4 +1,9 @@
-"""Transfer functions of sums, products, quotients, comparisons, logic and selections."""
+"""Transfer functions of sums, products, quotients, comparisons, logic and selections.
+
+A `Range` bounds every element of a value: it lies in [low, high], or may be NaN if `nan` is set. A transfer function gets the
+ranges of an operator's arguments, under their ATen names, and returns the range of the result. A condition has the range
+[0, 0] (never true), [1, 1] (always) or [0, 1].
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,10 @@ ANYTHING = Range(-INFINITY, INFINITY, nan=True)
 
 
 def plus(a: Range, b: Range) -> Range:
-    """Return [a.low + b.low, a.high + b.high]; infinities of opposite signs add up to NaN."""
+    """Return the range of x + y for x in `a`, y in `b`: [a.low + b.low, a.high + b.high].
+
+    Infinities of opposite signs add up to NaN. If one operand is always the same infinity, so is the sum.
+    """
     nan = a.nan or b.nan or _are_opposite(a, b) or _are_opposite(b, a)
     for operand in (a, b):
         if operand.low == operand.high and math.isinf(operand.low):
@@ -33,29 +41,32 @@ def plus(a: Range, b: Range) -> Range:
 
 
 def _are_opposite(a: Range, b: Range) -> bool:
-    """Return whether `a` may be infinite and `b` minus infinite."""
+    """Return whether `a` may contain plus infinity and `b` minus infinity, whose sum is NaN."""
     return a.high == INFINITY and b.low == -INFINITY
 
 
 def negated(a: Range) -> Range:
-    """Return the range of -x."""
+    """Return the range of -x for x in `a`."""
     return Range(-a.high, -a.low, a.nan)
 
 
 def minus(a: Range, b: Range) -> Range:
-    """Return the range of a - b."""
+    """Return the range of x - y for x in `a`, y in `b`."""
     return plus(a, negated(b))
 
 
 def times(a: Range, b: Range) -> Range:
-    """Multiply ranges; zero times infinity is NaN."""
+    """Return the range of x * y for x in `a`, y in `b`: between products of bounds. Zero times infinity is NaN."""
     nan = a.nan or b.nan or (a.has_zero and math.isinf(b.magnitude)) or (b.has_zero and math.isinf(a.magnitude))
     corners = [0 if 0 in (x, y) else x * y for x in (a.low, a.high) for y in (b.low, b.high)]
     return widen_range(min(corners), max(corners), nan)
 
 
 def over(a: Range, b: Range) -> Range:
-    """Return the true quotient. Division by zero gives an infinity of either sign; 0 / 0 and inf / inf are NaN."""
+    """Return the range of the true quotient x / y for x in `a`, y in `b`.
+
+    Division by zero gives an infinity of either sign; 0 / 0 and inf / inf are NaN.
+    """
     if b.has_zero:
         return Range(0, 0, nan=True) if a.is_zero else ANYTHING
     nan = a.nan or b.nan or (math.isinf(a.magnitude) and math.isinf(b.magnitude))
@@ -64,7 +75,10 @@ def over(a: Range, b: Range) -> Range:
 
 
 def _quotient(x: Number, y: Number) -> float:
-    """Divide two bounds; infinite divisors give zero, or an infinity if the dividend is infinite."""
+    """Divide the bound x by the nonzero bound y.
+
+    An infinite y gives zero, or an infinity if x is infinite, too. An integer x too large for a float counts as infinite.
+    """
     if math.isinf(y):
         return 0.0 if not math.isinf(x) else math.copysign(INFINITY, x) * math.copysign(1, y)
     return float(x) / float(y) if not (isinstance(x, int) and abs(x) > 2**1000) else math.copysign(INFINITY, x)
@@ -77,7 +91,7 @@ def _add(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Rang
 
 @elementwise(aten.sub.Tensor, aten.sub.Scalar)
 def _sub(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Range:
-    """Subtract ranges. `x - x.max()` is at most zero."""
+    """Return the range of `self - alpha * other`. If `other` is provably the maximum of `self`, it is at most zero."""
     difference = _plus_scaled(self, negated(other), alpha, call.dtype)
     if alpha == ONE and is_largest_of(call.arguments["other"], call.arguments["self"]):
         return Range(min(difference.low, 0), 0, difference.nan)
@@ -90,7 +104,7 @@ def _rsub(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Ran
 
 
 def _plus_scaled(a: Range, b: Range, alpha: Range, dtype: torch.dtype) -> Range:
-    """Return `a + alpha * b`. Devices differ in whether they round the product before the addition."""
+    """Return the range of `a + alpha * b`, computed in `dtype`. Some devices round the product before the addition."""
     if alpha == ONE:
         return plus(a, b)
     scaled = times(b, alpha)
@@ -104,7 +118,10 @@ def _mul(self: Range, other: Range) -> Range:
 
 @elementwise(aten.div.Tensor, aten.div.Scalar)
 def _div(call: RangeCall, self: Range, other: Range) -> Range:
-    """Divide ranges. A summand of a sum of nonnegative numbers, divided by the sum, is at most one."""
+    """Return the range of `self / other`.
+
+    If `other` is provably the sum of `self`, which is nonnegative, the quotient is at most one, up to rounding; 0 / 0 is NaN.
+    """
     quotient = over(self, other)
     if (
         self.low >= 0
@@ -116,13 +133,13 @@ def _div(call: RangeCall, self: Range, other: Range) -> Range:
 
 
 def _is_floating_point(item: Any) -> bool:
-    """Return whether a value is floating point: integer sums may wrap."""
+    """Return whether an argument is a floating-point tensor; sums of other tensors may wrap."""
     return is_tensor(item) and bool(item.meta[VALUE].is_floating_point())
 
 
 @elementwise(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def _div_mode(self: Range, other: Range, rounding_mode: Any) -> Range:
-    """Return the quotient, rounded outward if a rounding mode is given."""
+    """Return the range of a quotient that is rounded ("floor", "trunc", or not: None): rounded outward to integers."""
     quotient = over(self, other)
     if rounding_mode is None:
         return quotient
@@ -138,7 +155,10 @@ def _floor_divide(self: Range, other: Range) -> Range:
 
 @elementwise(aten.remainder.Tensor, aten.remainder.Scalar)
 def _remainder(call: RangeCall, self: Range, other: Range) -> Range:
-    """Return the range of a remainder: it has the divisor's sign, and is smaller in magnitude, up to rounding."""
+    """Return the range of `self % other` for positive divisors: from 0 to below the divisor, or up to it after rounding.
+
+    For other divisors, infinities and NaN, nothing is known (the full range of the dtype).
+    """
     if not other.low > 0 or math.isinf(self.magnitude) or self.nan or other.nan:
         return full_range(call.dtype)
     is_integer = not call.dtype.is_floating_point
@@ -195,7 +215,7 @@ def _clamp_max(self: Range, max: Range) -> Range:
 
 
 def truth(is_always: bool, is_never: bool) -> Range:
-    """Return the range of a condition that is always true, never true, or either."""
+    """Return the range of a condition: [1, 1] if always true, [0, 0] if never, [0, 1] if neither is proven."""
     if is_always:
         return Range(1, 1)
     return Range(0, 0) if is_never else Range(0, 1)
@@ -247,7 +267,7 @@ def _isinf(self: Range) -> Range:
 
 
 def _as_boolean(operand: Range) -> Range:
-    """Convert numbers to booleans; NaN is true."""
+    """Return the range of `x != 0`, as a condition, for x in `operand`; NaN is true."""
     return truth(not operand.has_zero, operand.constant == 0)
 
 
@@ -274,7 +294,7 @@ def _logical_not(self: Range) -> Range:
 
 @elementwise(aten.bitwise_and.Tensor, aten.bitwise_and.Scalar)
 def _bitwise_and(call: RangeCall, self: Range, other: Range) -> Range:
-    """Return the conjunction of booleans; of integers, at most the smaller nonnegative operand."""
+    """Return the range of `self & other`: for booleans, of the conjunction; for integers, at most each nonnegative operand."""
     if call.dtype == torch.bool:
         return _logical_and(self, other)
     bounds = [operand.high for operand in (self, other) if operand.low >= 0]
@@ -283,7 +303,7 @@ def _bitwise_and(call: RangeCall, self: Range, other: Range) -> Range:
 
 @elementwise(aten.bitwise_or.Tensor, aten.bitwise_or.Scalar)
 def _bitwise_or(call: RangeCall, self: Range, other: Range) -> Range:
-    """Return the disjunction of booleans; of nonnegative integers, a range up to the next power of two."""
+    """Return the range of `self | other`: for booleans, of the disjunction; for nonnegative integers, below a power of two."""
     if call.dtype == torch.bool:
         return _logical_or(self, other)
     if self.low < 0 or other.low < 0:
@@ -298,7 +318,7 @@ def _bitwise_xor(call: RangeCall, self: Range, other: Range) -> Range:
 
 @elementwise(aten.bitwise_not.default)
 def _bitwise_not(call: RangeCall, self: Range) -> Range:
-    """Return the negation of booleans; of integers, -1 - x, or the maximum minus x for unsigned types."""
+    """Return the range of `~self`: for booleans, of the negation; for signed integers x, of -1 - x; for unsigned, max - x."""
     if call.dtype == torch.bool:
         return _logical_not(self)
     limits = full_range(call.dtype)

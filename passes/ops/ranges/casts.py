@@ -1,4 +1,4 @@
-"""Type conversions that keep numbers exact."""
+"""Type conversions that keep numbers exact: `ValueRanges` knows the interval [low, high] of each value's elements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ RESHAPED = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape
 
 
 def holds_integers(node: fx.Node, values: ValueRanges) -> bool:
-    """Return whether all numbers of a value are integers, and its dtype represents each integer of their range."""
+    """Return whether all elements of a value are provably integers, and its dtype represents each integer of their range.
+
+    A floating-point value is proven if copies, casts and views of integers compute it.
+    """
     dtype: torch.dtype = node.meta[VALUE].dtype
     value_range = values.of(node)
     if not is_exact_in(dtype, value_range.low, value_range.high):
@@ -28,7 +31,10 @@ def holds_integers(node: fx.Node, values: ValueRanges) -> bool:
 
 
 def keeps_elements(node: fx.Node, values: ValueRanges) -> bool:
-    """Return whether a copy, cast or view has the same elements as its operand, up to their shape."""
+    """Return whether a node is a copy, cast or view with the same elements as its operand, in the same order.
+
+    A cast must be of integers, all of which the new dtype represents. False for any other operator.
+    """
     if node.target in RESHAPED or node.target is aten.clone.default:
         return True
     if node.target is not aten._to_copy.default:
@@ -39,7 +45,10 @@ def keeps_elements(node: fx.Node, values: ValueRanges) -> bool:
 
 
 def source_of_exact_copies(node: fx.Node, values: ValueRanges, through: frozenset[object] = SAME_SHAPES) -> fx.Node:
-    """Return the source of a chain of operators in `through` that keep the elements."""
+    """Return the value whose elements `node` has: follow its first operands through exact copies.
+
+    `through`: the operators that may be followed. Return `node` itself if it is not such a copy.
+    """
     while node.target in through and keeps_elements(node, values):
         node = node_argument(node)
     return node

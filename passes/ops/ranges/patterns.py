@@ -16,7 +16,10 @@ COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.detach.defau
 
 
 def is_largest_of(largest: Any, operand: Any) -> bool:
-    """Return whether `largest` is the maximum of `operand` along some dimensions, which are kept with size one."""
+    """Return whether `largest` is computed as `operand.amax(dims, keepdim=True)` (or `max`), up to copies.
+
+    Then `operand - largest` is at most zero.
+    """
     if not isinstance(largest, fx.Node) or not isinstance(operand, fx.Node):
         return False
     largest = _skip_copies(largest)
@@ -28,7 +31,10 @@ def is_largest_of(largest: Any, operand: Any) -> bool:
 
 
 def is_share_of(part: Any, total: Any) -> bool:
-    """Return whether `total` is at least the sum of `part` along some dimensions, if no element of `part` is negative."""
+    """Return whether `total` is computed as `part.sum(dims, keepdim=True)`, up to copies, additions of constants and clamps.
+
+    If no element of `part` is negative, `part / total` is then at most one.
+    """
     if not isinstance(part, fx.Node) or not isinstance(total, fx.Node):
         return False
     total = _skip_copies(total)
@@ -41,7 +47,7 @@ def is_share_of(part: Any, total: Any) -> bool:
 
 
 def _skip_copies(node: Any) -> Any:
-    """Skip copies of the same dtype and expansions."""
+    """Return the value that a chain of copies (of equal dtype) and expansions starts from; other arguments unchanged."""
     while isinstance(node, fx.Node) and (_is_copy(node) or _is_expansion(node)):
         node = node.args[0]
     return node
@@ -54,11 +60,11 @@ def _is_copy(node: fx.Node) -> bool:
 
 
 def _is_expansion(node: fx.Node) -> bool:
-    """Return whether a node expands dimensions of size one; results of `keepdim` broadcast either way."""
+    """Return whether a node expands dimensions of size one, and adds none: a result of `keepdim` broadcasts in any case."""
     return node.target is aten.expand.default and len(shape_of_node(node)) == len(shape_of_node(node.args[0]))  # type: ignore[arg-type]
 
 
-_NEVER_DECREASES: dict[Any, Any] = {
+_NEVER_DECREASES: dict[Any, Any] = {  # whether a call returns at least its first operand: x + 1e-6, clamp(x, min)
     aten.add.Tensor: lambda node: isinstance(node.args[1], (int, float)) and node.args[1] >= 0 and not node.kwargs,
     aten.add.Scalar: lambda node: isinstance(node.args[1], (int, float)) and node.args[1] >= 0 and len(node.args) == 2,
     aten.clamp.default: lambda node: bound_arguments(node)["max"] is None and not isinstance(node.args[1], fx.Node),

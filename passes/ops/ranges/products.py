@@ -1,4 +1,4 @@
-"""Ranges of matrix products and attention.
+"""Ranges of matrix products and attention: a `Range` [low, high] bounds all elements of a value, which may be NaN if `nan`.
 
 This module makes the one assumption about magnitudes (docs/internals.md): weights are trained, so a product of
 ordinary numbers is an ordinary number. It does not extend to operands that may be infinite, or so large that they
@@ -28,10 +28,10 @@ aten = torch.ops.aten
 
 
 def product(dtype: torch.dtype, count: int, *operands: Range) -> Range:
-    """Return the range of a sum of `count` products.
+    """Return the range, in `dtype`, of a sum of at most `count` products of one element of each operand.
 
-    It is an ordinary number if the operands are ordinary and a weight or activation is among them; else the bound is
-    the product of all magnitudes times `count`.
+    It is an ordinary number (assumed: at most 1e6) if the operands are ordinary and one is a weight or activation
+    (`assumed`). Otherwise, the bound is `count` times the product of all magnitudes, with 1 % for rounding.
     """
     nan = any(operand.nan for operand in operands)
     if not dtype.is_floating_point:
@@ -70,10 +70,13 @@ def _baddbmm(call: RangeCall) -> Range:
     return _scaled_sum(call, "batch1")
 
 
-def _scaled_sum(call: RangeCall, first: str) -> Range:
-    """Return the range of beta * self + alpha * (first @ second); `self` is not read if beta is zero."""
-    other = call.range("mat2" if first == "mat1" else "batch2")
-    product_range = times(product(call.dtype, max_size(call.shape(first)[-1]), call.range(first), other), call.range("alpha"))
+def _scaled_sum(call: RangeCall, left: str) -> Range:
+    """Return the range of beta * self + alpha * (left @ right), of `addmm` or `baddbmm`; zero beta: `self` is not read.
+
+    `left`: the name of the left factor's argument, "mat1" or "batch1".
+    """
+    right = call.range("mat2" if left == "mat1" else "batch2")
+    product_range = times(product(call.dtype, max_size(call.shape(left)[-1]), call.range(left), right), call.range("alpha"))
     beta = call.range("beta")
     return product_range if beta.constant == 0 else plus(times(call.range("self"), beta), product_range)
 
@@ -86,7 +89,11 @@ def _convolution(call: RangeCall) -> Range:
 
 @structural(aten._cdist_forward.default, arguments="x1 x2 p compute_mode")
 def _distance(call: RangeCall) -> Range:
-    """Bound a norm of order one or above by the sum of all differences, widened because kernels compute squares."""
+    """Return the range of pairwise distances `cdist(x1, x2, p)`: at most the sum of all coordinate differences, for p >= 1.
+
+    For smaller p, or if squares, which kernels compute, may overflow, it is unbounded. Weights and activations
+    (`assumed`) are assumed to have ordinary distances.
+    """
     x1, x2, count = call.range("x1"), call.range("x2"), max_size(call.shape("x1")[-1])
     distance = x1.magnitude + x2.magnitude
     if not call.arguments["p"] >= 1 or count * distance * distance > torch.finfo(call.dtype).max / 4:
@@ -108,7 +115,10 @@ def _grouped_outer(call: RangeCall) -> Range:
 
 @structural(ATTENTION, arguments="query key value attn_mask is_causal scale")
 def _attention(call: RangeCall) -> tuple[Range, ...]:
-    """Return a convex combination of the values; zero if a query position sees no key."""
+    """Return the range of attention's first result: convex combinations of the values; zero if a query sees no key.
+
+    Scores that may be infinite or NaN make it NaN. 1.01 allows for rounding.
+    """
     value = call.range("value")
     scores = product(call.dtype, max_size(call.shape("query")[-1]), call.range("query"), call.range("key"))
     nan = value.nan or scores.nan or math.isinf(scores.magnitude) or math.isinf(value.magnitude)
@@ -117,7 +127,7 @@ def _attention(call: RangeCall) -> tuple[Range, ...]:
 
 
 def unpacked_product(node: fx.Node, reader: Reader) -> Range | None:
-    """Return the range of a product with a packed weight, or of an unpacked weight.
+    """Return the range of `x @ unpacked` for a packed (quantized) weight, or of an unpacked weight; `reader`: ranges by node.
 
     They are ordinary numbers if all packed operands are parameters. None for any other operator or operand.
     """

@@ -1,4 +1,8 @@
-"""Transfer functions of sums, means, norms, counts and softmax, which depend on the number of elements."""
+"""Transfer functions of sums, means, norms, counts and softmax, which depend on the number of elements.
+
+A `Range` bounds every element of a value: it lies in [low, high], or may be NaN if `nan` is set. A transfer function gets a
+`RangeCall`, which knows the arguments, shapes and operand ranges of one call, and returns the range of each result.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +25,25 @@ SUM_SLACK = 1.01  # factor by which a sum in low precision may exceed its bound
 
 
 def sum_range(operand: Range, count: Number, dtype: torch.dtype) -> Range:
-    """Return the range of a sum of at most `count` numbers, each first converted to the dtype of the accumulation."""
+    """Return the range of a sum of 0 to `count` numbers in `operand`, each first converted to `dtype`, in which they add up.
+
+    Floating-point sums are widened by their rounding. NaN if partial sums may overflow to infinities of both signs.
+    """
     in_dtype = cast_range(operand, dtype)
     total = times(hull(in_dtype, ZERO), Range(0, count))
     if not dtype.is_floating_point:
         return total
-    wider = 1.0 + min(count * torch.finfo(dtype).eps, 1.0)
-    low, high, most = total.low * wider, total.high * wider, torch.finfo(dtype).max
-    return Range(low, high, in_dtype.nan or (low < -most and high > most))  # partial sums may overflow
+    rounding = 1.0 + min(count * torch.finfo(dtype).eps, 1.0)
+    low, high = total.low * rounding, total.high * rounding
+    max_number = torch.finfo(dtype).max
+    return Range(low, high, in_dtype.nan or (low < -max_number and high > max_number))
 
 
 def reduced_count(call: RangeCall, name: str = "dim") -> Number:
-    """Return the number of elements that are reduced to one."""
+    """Return how many elements of `self` are reduced to one, at most; `name`: the argument with the reduced dimensions.
+
+    None or an empty list means all dimensions.
+    """
     shape = call.shape("self")
     dims: Any = call.arguments.get(name)
     if dims is None or dims == []:
@@ -67,7 +78,10 @@ def _mean_dim(call: RangeCall) -> Range:
 
 
 def _mean_of(call: RangeCall, count: Number) -> Range:
-    """Return the range of a mean: within the operand's, unless the sum overflows; the mean of no elements is NaN."""
+    """Return the range of a mean of `count` elements of `self`: within the operand's, up to rounding.
+
+    If their sum may overflow, it is unbounded. The mean of no elements is NaN.
+    """
     operand = cast_range(call.range("self"), call.dtype)
     total = cast_range(sum_range(operand, count, call.dtype), call.dtype)
     if not math.isfinite(total.magnitude):
@@ -84,7 +98,10 @@ def _any(call: RangeCall) -> Range:
 
 @structural(aten.var.correction, arguments="self dim correction keepdim")
 def _var(call: RangeCall) -> Range:
-    """Return the range of a variance: the sum of squared differences from the mean, divided by the count less the correction."""
+    """Return the range of a variance: the sum of squared differences from the mean, divided by the count less `correction`.
+
+    Bounded by twice the squared spread for a correction of at most 1 (the default); NaN for too few elements.
+    """
     operand, correction = call.range("self"), call.arguments["correction"]
     if not operand.is_finite or correction not in (None, 0, 1):
         return Range(0, INFINITY, nan=True)
@@ -94,7 +111,10 @@ def _var(call: RangeCall) -> Range:
 
 @structural(aten.linalg_vector_norm.default, arguments="self ord dim keepdim dtype")
 def _norm(call: RangeCall) -> Range:
-    """Return the range of a Euclidean norm: at most sqrt(count) times the largest magnitude."""
+    """Return the range of a Euclidean norm: at most sqrt(count) times the largest magnitude, unless squares overflow.
+
+    For other orders, nothing is known (the full range of the dtype).
+    """
     operand, order = call.range("self"), call.arguments["ord"]
     if order != 2:
         return full_range(call.dtype)
@@ -106,6 +126,7 @@ def _norm(call: RangeCall) -> Range:
 
 @structural(aten.logsumexp.default, arguments="self dim keepdim")
 def _logsumexp(call: RangeCall) -> Range:
+    """Return the range of log-sum-exp: from the smallest operand up to the largest plus the log of their count."""
     operand, count = cast_range(call.range("self"), call.dtype), reduced_count(call)
     slack = 1e-3 + 8 * torch.finfo(call.dtype).eps  # error of the sum, which a low-precision type rounds before the logarithm
     return plus(operand, Range(-slack, math.log(max(count, 1)) + slack))
@@ -113,7 +134,7 @@ def _logsumexp(call: RangeCall) -> Range:
 
 @structural(aten._softmax.default, arguments="self dim half_to_float")
 def _softmax(call: RangeCall) -> Range:
-    """Return the range [0, 1]; NaN if all elements are minus infinity, or one is infinite."""
+    """Return the range of softmax: [0, 1], up to rounding; NaN if all elements are minus infinity, or one is infinite."""
     operand = call.range("self")
     return Range(0, 1 + 1e-3, operand.nan or math.isinf(operand.magnitude))
 
@@ -125,7 +146,10 @@ def _safe_softmax(call: RangeCall) -> Range:
 
 @structural(aten._log_softmax.default, arguments="self dim half_to_float")
 def _log_softmax(call: RangeCall) -> Range:
-    """Return a range of at most zero, up to rounding; the scores' spread and the logarithm of their count bound it below."""
+    """Return the range of log-softmax: at most zero, up to rounding; at least -(high - low) - log(count).
+
+    Low and high bound the scores; without such bounds, it is unbounded below.
+    """
     operand = call.range("self")
     if not operand.is_finite:
         return Range(-INFINITY, 1e-3, nan=True)
@@ -136,7 +160,7 @@ def _log_softmax(call: RangeCall) -> Range:
 
 @structural(aten._softmax_backward_data.default, arguments="grad_output output dim input_dtype")
 def _softmax_backward(call: RangeCall) -> Range:
-    """Return the range of output * (grad_output - sum): zero if the output is zero."""
+    """Return the range of softmax's gradient, output * (grad_output - sum): zero (or NaN) if the output is zero, else any."""
     return Range(0, 0, nan=True) if call.range("output").is_zero else full_range(call.dtype)
 
 
@@ -155,22 +179,24 @@ def _rms_norm(call: RangeCall) -> tuple[Range, ...]:
 
 
 def _normalized(call: RangeCall) -> Range:
-    """Return the range of the input divided by its norm, which is at least sqrt(eps).
+    """Return the range of a layer norm's or RMS norm's input divided by its norm, which is at least sqrt(eps).
 
-    The bound by the number of elements does not hold for large, nearly equal numbers, because the mean is rounded.
+    The result is also at most sqrt(number of elements), but not for large, nearly equal numbers, because the mean is
+    rounded: this bound is used for activations (`assumed`) only, which are assumed not to be such numbers.
     """
     operand, eps = call.range("input"), call.arguments["eps"]
     eps = MIN_EPS if eps is None else eps
     if not isinstance(eps, float) or eps <= 0 or math.isinf(operand.magnitude):
         return Range(-INFINITY, INFINITY, nan=True)
     bound = 2 * SUM_SLACK * operand.magnitude / math.sqrt(eps)
-    if operand.assumed:  # activations are assumed not to be large and nearly equal
+    if operand.assumed:
         bound = min(bound, SUM_SLACK * math.sqrt(max_num_elements(*call.shape("input"))))
-    return Range(-bound, bound, operand.nan or not operand.magnitude < 1e15)  # squares may overflow
+    may_overflow = not operand.magnitude < 1e15  # in its square
+    return Range(-bound, bound, operand.nan or may_overflow)
 
 
 def _apply_weight_and_bias(call: RangeCall, normalized: Range) -> Range:
-    """Multiply a normalized range by the weight and add the bias, if there are any."""
+    """Return the range of `normalized * weight + bias`; the call may have neither, either or both."""
     for name, operation in (("weight", times), ("bias", plus)):
         if call.arguments.get(name) is not None:
             normalized = operation(normalized, call.range(name))
@@ -182,7 +208,10 @@ def _apply_weight_and_bias(call: RangeCall, normalized: Range) -> Range:
 
 @structural(aten.histc.default, arguments="self bins min max")
 def _histogram(call: RangeCall) -> Range:
-    """Return the range of counts. If the size is dynamic, counts in the operand's dtype are assumed to be exact, as in eager."""
+    """Return the range of a histogram's counts: from 0 to the number of elements.
+
+    If a size is dynamic, at most 2^24, up to which float32 counts exactly: counts are assumed to be exact, as in eager.
+    """
     shape = call.shape("self")
     count = max_num_elements(*shape)
     return Range(0, count if all(isinstance(size, int) for size in shape) else min(count, MAX_FLOAT32_COUNT))

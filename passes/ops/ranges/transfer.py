@@ -1,7 +1,9 @@
-"""Registration and lookup of transfer functions.
+"""Registration and lookup of transfer functions, which map the ranges of operands to the range of a result.
 
-A row of the table maps the ranges of operands to the range of a result. It names the arguments that it knows; a call
-with any other argument is not covered. For an operator without a row, only the range of its dtype is known.
+A `Range` bounds every element of a value: it lies in [low, high], or may be NaN if `nan` is set. `assumed` is nonzero if it
+relies on the assumption that weights and activations are ordinary numbers. A `Reader` returns the range of a node. A row of
+the table names the arguments that it knows; a call with any other argument is not covered. For an operator without a row,
+only the range of its dtype is known.
 """
 
 from __future__ import annotations
@@ -36,7 +38,13 @@ SELECTORS = CONDITIONS | {"attn_mask"}  # arguments that select numbers, or weig
 
 @dataclass(frozen=True)
 class TransferFunction:
-    """A transfer function and the `names` of its arguments. If `elementwise`, it is called with ranges in one dtype."""
+    """A row of the table.
+
+    `names`: the operator's arguments that `function` knows.
+    `elementwise`: the function gets each argument's range, converted to the dtype of the computation; otherwise a `RangeCall`.
+    `is_exact`: all devices return the same numbers; otherwise, the range is widened.
+    `takes_call`: an elementwise function gets the `RangeCall`, too.
+    """
 
     function: Transfer
     names: frozenset[str]
@@ -49,10 +57,14 @@ TRANSFERS: dict[Any, TransferFunction] = {}
 
 
 def elementwise(*operators: Any, exact: bool = True) -> Callable[[F], F]:
-    """Register a function of ranges, whose parameters have the operator's argument names. If `exact`, all devices agree."""
+    """Decorator: register the transfer function of elementwise operators.
+
+    Its parameters have the names of the operator's arguments, and get their ranges; a parameter `call` gets the `RangeCall`.
+    If not `exact`, devices differ in the last digits, and the result is widened.
+    """
 
     def register(function: F) -> F:
-        """Register the function for all operators."""
+        """Put the function into the table for each operator; return it unchanged."""
         names = frozenset(inspect.signature(function).parameters)
         for operator in operators:
             TRANSFERS[operator] = TransferFunction(
@@ -64,10 +76,13 @@ def elementwise(*operators: Any, exact: bool = True) -> Callable[[F], F]:
 
 
 def structural(*operators: Any, arguments: str) -> Callable[[F], F]:
-    """Register a function of a `RangeCall` for operators that are not elementwise; `arguments` are the supported arguments."""
+    """Decorator: register the transfer function, of a `RangeCall`, of operators that are not elementwise.
+
+    `arguments`: the names of the arguments that it knows, as in "self dim keepdim"; other arguments must have their default.
+    """
 
     def register(function: F) -> F:
-        """Register the function for all operators."""
+        """Put the function into the table for each operator; return it unchanged."""
         for operator in operators:
             TRANSFERS[operator] = TransferFunction(function, frozenset(arguments.split()), elementwise=False)
         return function
@@ -77,7 +92,7 @@ def structural(*operators: Any, arguments: str) -> Callable[[F], F]:
 
 @dataclass(frozen=True)
 class RangeCall:
-    """One call of an operator, as the argument of a transfer function."""
+    """One call of an operator, as the argument of a transfer function: `reader` has ranges of nodes, `arguments` by name."""
 
     node: fx.Node
     reader: Reader
@@ -91,11 +106,11 @@ class RangeCall:
         return result.dtype
 
     def range(self, name: str) -> Range:
-        """Return the range of a tensor, a number or a size."""
+        """Return the range of the argument `name`: a tensor, a number or a size."""
         return range_of_argument(self.arguments[name], self.reader)
 
     def ranges(self, name: str) -> list[Range]:
-        """Return the ranges of a list of tensors."""
+        """Return the range of each tensor in the argument `name`, a list."""
         return [range_of_argument(item, self.reader) for item in self.arguments[name]]
 
     def shape(self, name: str) -> tuple[Size, ...]:
@@ -104,7 +119,7 @@ class RangeCall:
 
 
 def range_of_argument(item: Any, reader: Reader) -> Range:
-    """Return the range of a numeric argument."""
+    """Return the range of a numeric argument: of a tensor, from `reader`; of a size, its bounds; a number is a constant."""
     if is_tensor(item):
         return reader(item)
     if is_size(item):
@@ -113,7 +128,7 @@ def range_of_argument(item: Any, reader: Reader) -> Range:
 
 
 def _range_of_size(value: Any) -> Range:
-    """Return the range of a size or a number that is known before the run."""
+    """Return the range of the value of a node that is a size: a number, a dynamic size (0 to 2^31 - 1), or unknown."""
     if isinstance(value, (bool, int, float)):
         return constant(value)
     if not isinstance(value, torch.SymInt):
@@ -125,17 +140,21 @@ def _range_of_size(value: Any) -> Range:
 
 
 def max_size(size: Size) -> int:
-    """Return the upper bound of a dimension's size."""
+    """Return a dimension's size, or its upper bound (2^31 - 1) if it is dynamic."""
     return size if isinstance(size, int) else MAX_ROWS
 
 
 def max_num_elements(*sizes: Size) -> int:
-    """Return the upper bound of the number of elements."""
+    """Return an upper bound of the number of elements of a tensor with these sizes: dynamic sizes count as 2^31 - 1."""
     return math.prod(max_size(size) for size in sizes)
 
 
 def evaluate_transfer(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
-    """Return the range of each result of an operator, given the ranges of its operands."""
+    """Return the range of each result of an operator, given the ranges of its operands (`reader`).
+
+    Each is converted to the result's dtype, and notes if it relies on assumed magnitudes. Without a transfer function for
+    this call, only the range of the dtype is known.
+    """
     results = results_of(node)
     unknown = tuple(full_range(torch.float64 if result is None else result.dtype) for result in results)
     transfer = TRANSFERS.get(node.target)
@@ -162,7 +181,10 @@ def evaluate_transfer(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
 
 
 def _assumed_growth(node: fx.Node, transfer: TransferFunction, reader: Reader, result_range: Range) -> Number:
-    """Return how far a result relies on assumed magnitudes of its operands, without arguments that only select elements."""
+    """Return by which factor a result has grown from weights or activations whose magnitude is assumed; 0 for none.
+
+    Arguments that only select elements, such as masks, do not count.
+    """
     operands = tensor_operands(node)
     if not transfer.elementwise:
         selectors = [item for name, item in bound_arguments(node).items() if name in SELECTORS]
@@ -174,7 +196,10 @@ def _assumed_growth(node: fx.Node, transfer: TransferFunction, reader: Reader, r
 
 
 def named_arguments(node: fx.Node, names: frozenset[str]) -> dict[str, Any] | None:
-    """Return a node's arguments by name, with defaults filled in; None if the call passes an argument not in `names`."""
+    """Return a node's arguments by name, of those in `names`, with defaults filled in.
+
+    None if another argument differs from its default, except for those that do not affect numbers (`device` ...).
+    """
     arguments: dict[str, Any] = {}
     for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if position < len(node.args) and not argument.kwarg_only:
@@ -196,7 +221,11 @@ def _is_default(value: Any, default: Any) -> bool:
 def _elementwise(
     node: fx.Node, transfer: TransferFunction, arguments: dict[str, Any], reader: Reader
 ) -> Range | tuple[Range, ...]:
-    """Apply the transfer function of an elementwise operator to its operands, converted to the dtype of the computation."""
+    """Apply the transfer function of an elementwise operator to its operands' ranges, in the dtype of the computation.
+
+    Return the range of the result, or a tuple of one per result. If all operands are constants, run the operator itself on
+    them instead. `()`, no known range, for complex numbers.
+    """
     dtype = computation_dtype(node, arguments)
     if dtype is None:
         return ()
@@ -222,7 +251,7 @@ def _elementwise(
 
 
 def _widen_for_devices(value_range: Range, dtype: torch.dtype) -> Range:
-    """Widen a function's range by the differences between devices.
+    """Widen the range of a function such as `exp`, computed in `dtype`, by the differences between devices.
 
     Half types round intermediate results. Subnormal results may be flushed to zero or rounded up to the least normal
     number. Results within the last two powers of two may be infinite, because an intermediate result may overflow.
@@ -240,7 +269,7 @@ def _widen_for_devices(value_range: Range, dtype: torch.dtype) -> Range:
 
 
 def _in_computation_dtype(value_range: Range, argument: Any, dtype: torch.dtype) -> Range:
-    """Convert an operand's range to the dtype of the computation.
+    """Return the range of an operand (`argument`: node or number) after its conversion to the dtype of the computation.
 
     With half-precision tensors, a scalar may be kept in single precision: 1e-8 is not zero there, and 1e5 is not
     infinite (ATen/native/cpu/BinaryOpsKernel.cpp: opmath_t, original_scalar_value).
@@ -256,7 +285,10 @@ def _is_numeric(item: Any) -> bool:
 
 
 def computation_dtype(node: fx.Node, arguments: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype to which an operator converts its operands: its result's, or the common type of the operands."""
+    """Return the dtype to which an elementwise operator converts its operands: its result's.
+
+    For comparisons, whose result is boolean, the promoted type of the operands; None if that is complex or unknown.
+    """
     result = results_of(node)[0]
     assert result is not None
     if result.dtype != torch.bool:
@@ -269,7 +301,7 @@ def computation_dtype(node: fx.Node, arguments: Mapping[str, Any]) -> torch.dtyp
 
 
 def _promotion_placeholder(item: Any) -> Any:
-    """Return a placeholder with the argument's dtype and rank, for type promotion."""
+    """Return a stand-in for an argument, for `torch.result_type`: an empty tensor of its dtype and rank, or a number."""
     if is_tensor(item):
         value = item.meta[VALUE]
         return torch.empty((0,) * value.dim(), dtype=value.dtype, device="cpu")
@@ -280,7 +312,11 @@ def _promotion_placeholder(item: Any) -> Any:
 
 
 def _constant_result(node: fx.Node, transfer: TransferFunction, range_by_name: Mapping[str, Range]) -> Range | None:
-    """Return the range of the operator's results for constant operands, with both signs of each zero; None if it fails."""
+    """Run an operator whose operands all have constant ranges (`range_by_name`); return the range of its results.
+
+    It runs on one-element tensors, once for each sign of each zero. None if that fails, no operand is a tensor, or devices
+    may differ.
+    """
     arguments = named_arguments(node, transfer.names) or {}
     numbers = {
         item: range_by_name[name].constant
@@ -303,7 +339,10 @@ def _constant_result(node: fx.Node, transfer: TransferFunction, range_by_name: M
 
 
 def _with_both_zero_signs(numbers: Mapping[fx.Node, Number | None]) -> Iterator[tuple[Any, ...]]:
-    """Yield the numbers with either sign for each zero: comparisons do not distinguish them, but divisions do."""
+    """Yield tuples of the operands' numbers: all combinations of signs of zeros, for example (1, -0.0) and (1, 0.0).
+
+    Ranges do not distinguish zeros, but divisions do.
+    """
     return itertools.product(
         *(
             (-0.0, 0.0) if number == 0 and is_tensor(item) and item.meta[VALUE].is_floating_point() else (number,)
@@ -313,7 +352,10 @@ def _with_both_zero_signs(numbers: Mapping[fx.Node, Number | None]) -> Iterator[
 
 
 def _run_on_constants(node: fx.Node, numbers: Mapping[fx.Node, Any], dtype: torch.dtype) -> Number | None:
-    """Run an operator on one-element operands; return None if it fails or its result is not one element of the dtype."""
+    """Run a node's operator on one-element operands that hold `numbers`; return the resulting number.
+
+    None if it fails, or if its result is not one element of `dtype`.
+    """
 
     def placeholder(item: fx.Node) -> Any:
         """Return a one-element tensor that holds the operand's number, or the number of a size."""
@@ -334,7 +376,10 @@ def _run_on_constants(node: fx.Node, numbers: Mapping[fx.Node, Any], dtype: torc
 
 
 def widen_constant(number: float) -> Range:
-    """Return the range around a function's value, because devices round its last digits differently."""
+    """Return the range of 0.1 % around a function's value, because devices round its last digits differently.
+
+    0, 1, infinities and NaN are exact on all devices.
+    """
     if number in (0, 1) or number != number or math.isinf(number):
         return constant(number)
     return Range(number - 1e-3 * abs(number), number + 1e-3 * abs(number))

@@ -1,4 +1,8 @@
-"""Transfer functions of unary operators: where they are monotonic, how they are bounded, where they are NaN."""
+"""Transfer functions of unary operators: where they are monotonic, how they are bounded, where they are NaN.
+
+A `Range` bounds every element of a value: it lies in [low, high], or may be NaN if `nan` is set. A transfer function gets the
+ranges of an operator's arguments, under their ATen names, and returns the range of the result.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,16 @@ FUNCTION_ERROR = 1e-3  # devices compute functions to fewer digits than sums: bo
 
 
 def _increasing(function: Callable[[float], float], low: Number = -INFINITY, high: Number = INFINITY) -> Callable[..., Range]:
-    """Return the transfer function of an operator that is increasing on [low, high] and NaN elsewhere."""
+    """Return the transfer function of an operator that is increasing on its domain [low, high] and NaN elsewhere.
+
+    `function` computes it for one number.
+    """
 
     def transfer(self: Range) -> Range:
-        """Return the range between the function's values at the operand's bounds, clamped to its domain."""
+        """Return the range from the function's value at the operand's low bound to that at the high bound.
+
+        Bounds are clamped to the domain; NaN if the operand may lie outside.
+        """
         overlaps = self.low <= high and self.high >= low
         if not overlaps:
             return ANYTHING
@@ -36,14 +46,14 @@ def _increasing(function: Callable[[float], float], low: Number = -INFINITY, hig
 
 
 def _rounded_range(low: Number, high: Number, nan: bool = False) -> Range:
-    """Return a range widened by the error of devices; anything if a bound is NaN."""
+    """Return [low, high], widened by the relative error of devices (`FUNCTION_ERROR`); any number if a bound is NaN."""
     if low != low or high != high:
         return ANYTHING
     return Range(scaled(low, -FUNCTION_ERROR), scaled(high, FUNCTION_ERROR), nan)
 
 
 def _call_or_infinity(function: Callable[[float], float], x: Number) -> float:
-    """Call a function on a bound; infinity if it overflows."""
+    """Return `function(x)` for the bound x of a range; infinity if it overflows."""
     try:
         return function(float(x))
     except OverflowError:
@@ -97,13 +107,13 @@ for _operator, _transfer in INCREASING.items():
 
 @elementwise(aten.erf.default, exact=False)
 def _erf(self: Range) -> Range:
-    """Return the range of erf, widened by an absolute error: the relative error of approximations may be large near zero."""
+    """Return the range of erf, also widened by 1e-6: the relative error of approximations may be large near zero."""
     value_range = _increasing(math.erf)(self)
     return Range(value_range.low - 1e-6, value_range.high + 1e-6, value_range.nan)
 
 
 def _rounding(function: Callable[[Any], Number]) -> Callable[..., Range]:
-    """Return the transfer function of an operator that rounds to integers."""
+    """Return the transfer function of an operator that rounds to integers: bounds are rounded, infinities stay."""
 
     def transfer(self: Range) -> Range:
         low, high = (x if math.isinf(x) else function(x) for x in (self.low, self.high))
@@ -138,7 +148,7 @@ def _softplus_of(self: Range, beta: Range, threshold: Range) -> Range:
 
 
 def _softplus_range(operand: Range) -> Range:
-    """Return the range of softplus with beta one."""
+    """Return the range of softplus with beta 1, log(1 + exp(x)), for x in `operand`."""
     return _rounded_range(_call_or_infinity(_softplus, operand.low), _call_or_infinity(_softplus, operand.high), operand.nan)
 
 
@@ -154,7 +164,7 @@ def _wave(self: Range) -> Range:
 
 @elementwise(aten.silu.default, aten.gelu.default, aten.mish.default, exact=False)
 def _gated(self: Range, approximate: Any = None) -> Range:
-    """Return the range of x times a share of x: at least -0.31, at most x."""
+    """Return the range of silu, gelu and mish, x times a factor in [0, 1] that depends on x: at least -0.31, at most x."""
     nan = self.nan or math.isinf(self.magnitude)
     return Range(-0.31 if self.low < 0 else 0, max(self.high, 0) * 1.001, nan)
 
@@ -178,7 +188,7 @@ def _reciprocal(self: Range) -> Range:
 
 @elementwise(aten.rsqrt.default, exact=False)
 def _rsqrt(self: Range) -> Range:
-    """Return the range of 1 / sqrt(x); unbounded and NaN if x may be zero or negative."""
+    """Return the range of 1 / sqrt(x) for x in `self`; unbounded, or NaN, if x may be zero or negative."""
     if self.low < 0 or self.has_zero:
         return Range(-INFINITY, INFINITY, nan=True)
     high = 1 / math.sqrt(self.low)
@@ -187,7 +197,10 @@ def _rsqrt(self: Range) -> Range:
 
 @elementwise(aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar, exact=False)
 def _pow(self: Range, exponent: Range) -> Range:
-    """Return the range of a power: for positive bases from the corners; otherwise only for small positive integer exponents."""
+    """Return the range of `self ** exponent`: for positive bases, between the powers of all bounds.
+
+    For other bases, only if the exponent is an integer from 1 to 16, or 0.5; otherwise, any number.
+    """
     power = exponent.constant
     if power == 0.5 and self.low >= 0:
         return INCREASING[aten.sqrt.default](self)
@@ -204,7 +217,7 @@ def _pow(self: Range, exponent: Range) -> Range:
 
 
 def _power_or_infinity(x: Number, y: Number) -> float:
-    """Return x ** y; infinity on overflow and for zero to a negative power."""
+    """Return x ** y for bounds of ranges; infinity on overflow and for zero to a negative power."""
     try:
         return float(x) ** float(y)
     except OverflowError:
@@ -230,7 +243,7 @@ def _tanh_backward(call: RangeCall, grad_output: Range, output: Range) -> Range:
 
 
 def _maybe_rounded(value_range: Range, dtype: torch.dtype) -> Range:
-    """Return the range of an intermediate result, which a device may round to the result's dtype."""
+    """Return the range of an intermediate result, which some devices round to `dtype`, the result's, and others do not."""
     return hull(value_range, cast_range(value_range, dtype))
 
 

@@ -1,4 +1,8 @@
-"""Transfer functions of operators that keep numbers (views, indexing, concatenation) or write constants."""
+"""Transfer functions of operators that keep numbers (views, indexing, concatenation) or write constants.
+
+A `Range` bounds every element of a value: it lies in [low, high], or may be NaN if `nan` is set. A transfer function gets a
+`RangeCall`, which knows the arguments, shapes and operand ranges of one call, and returns the range of each result.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +94,7 @@ def _argmax(call: RangeCall) -> Range:
 
 
 def index_range(call: RangeCall, dim: int | None) -> Range:
-    """Return the range of indices along a dimension."""
+    """Return the range of indices along dimension `dim` of the argument `self`; of flat indices if `dim` is None."""
     shape = call.shape("self")
     if dim is None or not shape:
         return Range(0, MAX_ROWS)
@@ -98,7 +102,7 @@ def index_range(call: RangeCall, dim: int | None) -> Range:
 
 
 def _all_results(call: RangeCall) -> tuple[Range, ...]:
-    """Return the operand's range for each result."""
+    """Return the range of `self` once per result: each result has elements of `self`."""
     return (call.range("self"),) * len(call.node.meta[VALUE])
 
 
@@ -232,7 +236,10 @@ def _arange_start_step(call: RangeCall) -> Range:
 
 
 def _arange_range(start: Range, end: Range, step: Range, dtype: torch.dtype) -> Range:
-    """Return the range from start to end, exclusive; floating-point steps may round up to the end, and slightly beyond."""
+    """Return the range of `arange(start, end, step)` in `dtype`: from `start` to `end`, exclusive.
+
+    Floating-point steps may round up to the end, and slightly beyond: the range is widened by a step.
+    """
     is_integer = all(isinstance(bound, int) for known in (start, end, step) for bound in (known.low, known.high))
     if not is_integer or dtype.is_floating_point or step.has_zero:
         low, high = min(start.low, end.low), max(start.high, end.high)
@@ -265,7 +272,7 @@ def _bernoulli(call: RangeCall) -> Range:
 
 @structural(aten.native_dropout.default, arguments="input p train")
 def _native_dropout(call: RangeCall) -> tuple[Range, Range]:
-    """Return the range of dropout's result, in which each element is scaled or zero, and of its mask."""
+    """Return the ranges of dropout's result, in which each element is scaled by 1 / (1 - p) or zero, and of its mask."""
     operand, p = call.range("input"), call.arguments["p"]
     if not isinstance(p, (int, float)) or not 0 <= p < 1:
         return full_range(call.dtype), Range(0, 1)

@@ -1,4 +1,9 @@
-"""Rules of fused attention: queries keep their rows, keys are contracted."""
+"""Axis rules of fused attention: queries keep their rows, keys are contracted.
+
+A rule returns a `Signature`: axis labels (integers) for each dimension of each operand and result. Dimensions with one label
+share an axis, and a dimension of size one has none: `()`. A label in `index` is needed in full: the operator cannot run on a
+slice of that axis. `keys` marks the label of key positions, of which a chunk of queries reads the rows that it sees.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +23,44 @@ QUERY, KEY, VALUE, OUT, LSE = (
 )
 
 
-def _mask_letters(call: RuleCall, position: int) -> LetterShape:
-    """Return the labels of the mask operand, aligned at the last dimension; dimensions of size one have none."""
-    full: LetterShape = ((B,), (H,), (M,), (N,))
-    shape = call.shapes[position]
-    return tuple(full[4 - len(shape) + i] if size != 1 else () for i, size in enumerate(shape))
+def _mask_labels(call: RuleCall, operand_index: int) -> LetterShape:
+    """Return the axis labels of the mask, the operand with this index: (batch, heads, queries, keys) or its last dimensions.
+
+    Dimensions of size one are broadcast and have no label.
+    """
+    all_labels: LetterShape = ((B,), (H,), (M,), (N,))
+    shape = call.shapes[operand_index]
+    return tuple(all_labels[4 - len(shape) + i] if size != 1 else () for i, size in enumerate(shape))
 
 
-def _key_value_labels(call: RuleCall, query: int, key: int) -> tuple[LetterShape, LetterShape]:
-    """Return the labels of keys and values. If there are as many key heads as query heads, both have the same head label."""
-    if call.shapes[query][1] == call.shapes[key][1]:
+def _key_value_labels(call: RuleCall, query_index: int, key_index: int) -> tuple[LetterShape, LetterShape]:
+    """Return the axis labels of keys and values; `query_index`, `key_index`: which operands are queries and keys.
+
+    With as many key heads as query heads, the head label is the queries' (H); with fewer (grouped queries), it is G.
+    """
+    if call.shapes[query_index][1] == call.shapes[key_index][1]:  # dimension 1: heads
         return ((B,), (H,), (N,), (D,)), ((B,), (H,), (N,), (E,))
     return KEY, VALUE
 
 
 def _full_labels(key: LetterShape) -> dict[Letter, Index]:
-    """Return the labels needed in full: heads only if several query heads share a key head."""
+    """Return the labels that attention needs in full, given the labels of keys: head widths, and key positions.
+
+    Heads are needed in full only if several query heads share a key head, so that `key` has the label G (`KEY`).
+    """
     return FULL_AXES if key is KEY else full_axes(*FULL_AXES.keys() - {H, G})
 
 
 def _position_dependent(call: RuleCall) -> frozenset[Letter]:
-    """Return the labels whose indices matter: query and key positions, if the causal flag compares them."""
+    """Return the labels along which a row's index changes the result: query and key positions, if attention is causal."""
     return frozenset({M, N}) if call.arguments()["is_causal"] else frozenset()
 
 
 @rule(ATTENTION)
 def attention(call: RuleCall) -> Signature:
-    """Map (q, k, v, mask?) to (out, log-sum-exp)."""
+    """Axis rule of attention: (q, k, v, mask?) -> (out, log-sum-exp), with labels for all dimensions."""
     key, value = _key_value_labels(call, 0, 1)
-    mask = (_mask_letters(call, 3),) if len(call.operands) == 4 else ()
+    mask = (_mask_labels(call, 3),) if len(call.operands) == 4 else ()
     return Signature(
         (QUERY, key, value, *mask), (OUT, LSE), _full_labels(key), keys=frozenset({N}), index_dependent=_position_dependent(call)
     )
@@ -54,9 +68,9 @@ def attention(call: RuleCall) -> Signature:
 
 @rule(ATTENTION_BACKWARD)
 def attention_backward(call: RuleCall) -> Signature:
-    """Map (dout, q, k, v, out, lse, mask?) to (dq, dk, dv)."""
+    """Axis rule of attention's backward: (dout, q, k, v, out, log-sum-exp, mask?) -> (dq, dk, dv)."""
     key, value = _key_value_labels(call, 1, 2)
-    mask = (_mask_letters(call, 6),) if len(call.operands) == 7 else ()
+    mask = (_mask_labels(call, 6),) if len(call.operands) == 7 else ()
     return Signature(
         (OUT, QUERY, key, value, OUT, LSE, *mask),
         (QUERY, key, value),

@@ -1,8 +1,9 @@
 """Operators that AOTAutograd decomposes before any rule applies.
 
 A mean of pointwise terms as a single operator (`mse_loss`) hides the number of terms: a chunk's sum would be divided by the
-number of terms in the chunk. Other operators hide which axis they mix. Rules exist for the decompositions, which keep the
-operators' assertions on their operands.
+number of terms in the chunk. Other operators hide which axis they mix. Axis rules (which say how an operator maps the axes of
+its operands to its results) exist for the decompositions, which keep the operators' assertions on their operands. A
+decomposition that returns `NotImplemented` leaves the call as it is.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ WHOLE_OPERATORS = (
 
 
 def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> Tensor:
-    """Return the result of torch's decomposition, after the assertions of torch's kernels."""
+    """Decompose the loss as torch does, after the assertions of torch's kernels: input and target are between 0 and 1."""
     for name, probability in (("input", input), ("target", target)):
         inside = ((probability >= 0) & (probability <= 1)).all()
         aten._assert_async.msg(inside, f"all elements of {name} should be between 0 and 1")
@@ -50,7 +51,10 @@ def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None =
 
 
 def _avg_pool2d(x: Tensor, size: Sizes, stride: Sizes = (), padding: Sizes = (0,), ceil: bool = False, *options: Any) -> Tensor:
-    """Return the means of adjacent blocks, or of short windows with stride 1; `NotImplemented` for other windows."""
+    """Decompose `avg_pool2d` (x: [..., rows, columns]) into views and a mean, whose axes the rules know.
+
+    Covers adjacent blocks, and short windows along the last dimension with stride 1; `NotImplemented` for others.
+    """
     if _are_windows(x, size, stride, padding, ceil, *options):
         return x.unfold(-1, size[-1], 1).mean(-1)
     if not _are_blocks(size, stride, padding, ceil, *options):
@@ -61,7 +65,11 @@ def _avg_pool2d(x: Tensor, size: Sizes, stride: Sizes = (), padding: Sizes = (0,
 
 
 def _avg_pool2d_backward(gradient: Tensor, x: Tensor, size: Sizes, *options: Any) -> Tensor:
-    """Spread the gradient of each block, or window, evenly over its elements."""
+    """Decompose the backward of `avg_pool2d`: spread the gradient of each block, or window, evenly over its elements.
+
+    Return the gradient of x; elements that no block covers get zero. `NotImplemented` for the windows that
+    `_avg_pool2d` does not cover.
+    """
     if _are_windows(x, size, *options):
         per_element = (gradient / size[-1]).unsqueeze(-1).expand(*gradient.shape, size[-1])
         windows: Tensor = aten.unfold_backward(per_element, x.shape, x.dim() - 1, size[-1], 1)
@@ -77,15 +85,21 @@ def _avg_pool2d_backward(gradient: Tensor, x: Tensor, size: Sizes, *options: Any
 
 
 def _are_blocks(size: Sizes, stride: Sizes, padding: Sizes, ceil: bool, _: bool = True, divisor: int | None = None) -> bool:
-    """Return whether the windows are adjacent blocks without padding."""
-    steps = (stride[0], stride[-1]) if stride else (size[0], size[-1])
-    return steps == (size[0], size[-1]) and not any(padding) and not ceil and divisor is None
+    """Return whether pooling windows are adjacent blocks without padding: the stride is their size, or missing.
+
+    The arguments are `avg_pool2d`'s; one number in `size` or `stride` holds for both dimensions.
+    """
+    strides = (stride[0], stride[-1]) if stride else (size[0], size[-1])
+    return strides == (size[0], size[-1]) and not any(padding) and not ceil and divisor is None
 
 
 def _are_windows(
     x: Tensor, size: Sizes, stride: Sizes, padding: Sizes, ceil: bool, _: bool = True, divisor: int | None = None
 ) -> bool:
-    """Return whether the windows cover a few elements of the last dimension, with a stride of one and without padding."""
+    """Return whether pooling windows are 1 x 2 to 1 x `WIDEST` elements, with stride 1 and without padding.
+
+    The arguments are `avg_pool2d`'s.
+    """
     is_narrow = len(size) == 2 and size[0] == 1 < size[1] <= WIDEST
     return is_narrow and tuple(stride) == (1, 1) and not any(padding) and not ceil and divisor is None and x.shape[-1] >= size[1]
 

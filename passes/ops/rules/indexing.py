@@ -1,4 +1,9 @@
-"""Rules of indexing: rows follow the index tensor; the indexed axis of the table is needed in full."""
+"""Axis rules of indexing: rows follow the index tensor; the indexed axis of the table is needed in full.
+
+A rule returns a `Signature`: a tuple of axis labels (integers, local to the call) for each dimension of each operand and
+result. Dimensions with one label share an axis, `()` has size one, and a label of operands alone is summed over. A label in
+`full_axes(...)` is needed in full: the operator cannot run on a slice of that axis. None: no rule covers the arguments.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ aten = torch.ops.aten
 
 @rule(aten.embedding.default)
 def embedding(call: RuleCall) -> Signature:
-    """The result's rows have the labels of the index; the vocabulary is needed in full."""
+    """Axis rule of (table [vocabulary, width], index [...]) -> rows [..., width]; the vocabulary is needed in full."""
     rank = len(call.shapes[1])
     index = tuple((i,) for i in range(rank))
     vocabulary, width = (rank,), (rank + 1,)
@@ -29,7 +34,10 @@ def embedding(call: RuleCall) -> Signature:
 
 @rule(aten.embedding_dense_backward.default)
 def embedding_dense_backward(call: RuleCall) -> Signature | None:
-    """Sum the rows of the gradient into a table: the positions are contracted, the vocabulary is needed in full."""
+    """Axis rule of (gradient [..., width], index [...]) -> table [vocabulary, width]: a sum over the indexed rows.
+
+    The vocabulary is produced in full. None if gradients are scaled by frequency, which needs all indices at once.
+    """
     if call.arguments()["scale_grad_by_freq"]:
         return None
     rank = len(call.shapes[1])
@@ -40,7 +48,7 @@ def embedding_dense_backward(call: RuleCall) -> Signature | None:
 
 @rule(aten.bucketize.Tensor)
 def bucketize(call: RuleCall) -> Signature:
-    """Compare each number with all boundaries, which are needed in full."""
+    """Axis rule of (numbers [...], boundaries [n]) -> [...]: each number is compared with all boundaries."""
     rank = len(call.shape)
     numbers = tuple((i,) for i in range(rank))
     return Signature((numbers, ((rank,),)), (numbers,), index=full_axes(rank))
@@ -48,7 +56,10 @@ def bucketize(call: RuleCall) -> Signature:
 
 @rule(aten.gather.default)
 def gather(call: RuleCall) -> Signature | None:
-    """The indexed dimension is needed in full; all other dimensions must have equal sizes."""
+    """Axis rule of `gather` along `dim`: the result has the index's labels; the source's `dim` is needed in full.
+
+    None unless source and index have equal sizes in all other dimensions.
+    """
     rank, dim = len(call.shape), call.arguments()["dim"]
     if not rank:
         return None
@@ -56,17 +67,18 @@ def gather(call: RuleCall) -> Signature | None:
     source, index = call.shapes
     if any(source[i] != index[i] for i in range(rank) if i != dim):
         return None
-    letters = tuple((i,) for i in range(rank))
-    indexed = (*letters[:dim], (rank,), *letters[dim + 1 :])
-    return Signature((indexed, letters), (letters,), index=full_axes(rank))
+    labels = tuple((i,) for i in range(rank))
+    indexed = (*labels[:dim], (rank,), *labels[dim + 1 :])
+    return Signature((indexed, labels), (labels,), index=full_axes(rank))
 
 
 @rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.scatter_reduce.two)
 def scatter(call: RuleCall) -> Signature | None:
-    """The transpose of `gather`: the written dimension of the target is needed in full.
+    """Axis rule of `scatter` along `dim`, (target, index, source?) -> target: the target's `dim` is needed in full.
 
-    If each index is written exactly once, the target's old values do not matter, and the result is a sum over the
-    source rows.
+    The rows of index and source have a separate label, needed in full, too: their order matters. But if each target row is
+    written exactly once (`WRITES_EACH_ONCE`), the target's old values do not matter, and the result is a sum over source
+    rows. None if other dimensions differ in size.
     """
     rank, dim = len(call.shape), call.arguments()["dim"]
     if not rank:
@@ -74,29 +86,32 @@ def scatter(call: RuleCall) -> Signature | None:
     dim %= rank
     if any(shape[i] != call.shape[i] for shape in call.shapes for i in range(rank) if i != dim):
         return None
-    letters = tuple((i,) for i in range(rank))
-    index = (*letters[:dim], (rank,), *letters[dim + 1 :])
-    positions = () if WRITES_EACH_ONCE in call.node.meta else (rank,)
-    return Signature((letters, *(index,) * (len(call.operands) - 1)), (letters,), index=full_axes(dim, *positions))
+    labels = tuple((i,) for i in range(rank))
+    index = (*labels[:dim], (rank,), *labels[dim + 1 :])
+    full_source = () if WRITES_EACH_ONCE in call.node.meta else (rank,)
+    return Signature((labels, *(index,) * (len(call.operands) - 1)), (labels,), index=full_axes(dim, *full_source))
 
 
 @rule(aten.index_select.default)
 def index_select(call: RuleCall) -> Signature | None:
-    """The result's rows have the label of the index; the indexed dimension is needed in full."""
+    """Axis rule of (x, index [n]) -> x with the n indexed rows along `dim`, which is needed in full. None for a scalar x."""
     rank = len(call.shapes[0])
     if not rank:
         return None
     dim = call.arguments()["dim"] % rank
-    letters = tuple((i,) for i in range(rank))
+    labels = tuple((i,) for i in range(rank))
     selected = (rank,)
-    result = (*letters[:dim], selected, *letters[dim + 1 :])
+    result = (*labels[:dim], selected, *labels[dim + 1 :])
     index = (selected,) if call.shapes[1] else ()
-    return Signature((letters, index), (result,), index=full_axes(dim))
+    return Signature((labels, index), (result,), index=full_axes(dim))
 
 
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(call: RuleCall) -> Signature | None:
-    """`x[i, j, :]`: index tensors are broadcast together, and the dimensions that they index are needed in full."""
+    """Axis rule of `x[i, j, :]`: index tensors are broadcast together, and the dimensions that they index are needed in full.
+
+    None if an index is a boolean mask.
+    """
     labels = _index_labels(call)
     if labels is None:
         return None
@@ -106,8 +121,10 @@ def index(call: RuleCall) -> Signature | None:
 
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(call: RuleCall) -> Signature | None:
-    """The transpose of `index`. Accumulation into zeros is a sum over positions; otherwise all positions are needed
-    at once.
+    """Axis rule of `target[i, j, :] = values`, or `+=` with `accumulate`: the indexed dimensions are needed in full.
+
+    Accumulation into zeros is a sum over the rows of the indices; otherwise, all of them are needed at once. None if an
+    index is a boolean mask.
     """
     labels = _index_labels(call)
     if labels is None:
@@ -116,13 +133,16 @@ def index_put(call: RuleCall) -> Signature | None:
     values_shape = call.shapes[-1]
     values = tuple(rows[len(rows) - len(values_shape) + i] if size != 1 else () for i, size in enumerate(values_shape))
     adds_up = call.arguments()["accumulate"] and is_zero(call.operands[0]) and not _is_rounded_count(call)
-    positions = frozenset() if adds_up else frozenset(letter for shape in indices for dim in shape for letter in dim)
-    return Signature((target, *indices, values), (target,), full_axes(*indexed, *positions))
+    full_rows = frozenset() if adds_up else frozenset(label for shape in indices for dim in shape for label in dim)
+    return Signature((target, *indices, values), (target,), full_axes(*indexed, *full_rows))
 
 
 @rule(aten.index_add.default)
 def index_add(call: RuleCall) -> Signature | None:
-    """Rows are accumulated into a dimension, which is needed in full; if the target is zero, this is a sum over the rows."""
+    """Axis rule of (target, index [n], source with n rows) -> target plus source rows, along `dim`, which is needed in full.
+
+    If the target is zero, this is a sum over the n rows; otherwise, all of them are needed at once.
+    """
     rank = len(call.shape)
     if not rank or len(call.operands) != 3:
         return None
@@ -136,9 +156,10 @@ def index_add(call: RuleCall) -> Signature | None:
 
 
 def _is_rounded_count(call: RuleCall) -> bool:
-    """Return whether integers are summed in a dtype that may not represent the sum, as bfloat16 above 256.
+    """Return whether the last operand holds integers in a dtype of at most 16 bits that may round their sum (bfloat16: 256).
 
-    Eager's result then depends on the order of summation, and the sum may be used as a number of rows.
+    The result of a loop would then differ from eager's, which depends on its order of summation, and the sum may be used
+    as a number of rows: such a sum is not split into chunks.
     """
     values, source = ValueRanges(), call.operands[-1]
     dtype: torch.dtype = source.meta[VALUE].dtype
@@ -151,19 +172,24 @@ def _is_rounded_count(call: RuleCall) -> bool:
 
 
 def _index_labels(call: RuleCall) -> tuple[LetterShape, tuple[LetterShape, ...], LetterShape, frozenset[int]] | None:
-    """Return the labels of `x`, of each index tensor and of `x[indices]`, and the labels of `x` that are indexed."""
+    """Return the axis labels of `x`, of each index tensor and of `x[indices]`, and the labels of `x` that are indexed.
+
+    `x[i, :]`, x [5, 4], i [3]: ((0,), (1,)), (((2,),),), ((2,), (1,)), {0}. None if an index is a boolean mask.
+    """
     indices, rank = call.arguments()["indices"], len(call.shapes[0])
     indexed = [dim for dim, item in enumerate(indices) if item is not None]
     shapes = call.shapes[1 : 1 + len(indexed)]
     if len(shapes) != len(indexed) or any(item.meta[VALUE].dtype == torch.bool for item in call.operands[1 : 1 + len(indexed)]):
         return None
-    width = max(len(shape) for shape in shapes)
-    full_size_dims = {width - len(shape) + i for shape in shapes for i, size in enumerate(shape) if size != 1}
-    positions = tuple((rank + i,) if i in full_size_dims else () for i in range(width))
-    letters = tuple(
-        tuple(positions[width - len(shape) + i] if size != 1 else () for i, size in enumerate(shape)) for shape in shapes
+    index_rank = max(len(shape) for shape in shapes)  # of the indices after broadcasting
+    full_size_dims = {index_rank - len(shape) + i for shape in shapes for i, size in enumerate(shape) if size != 1}
+    broadcast_index = tuple((rank + i,) if i in full_size_dims else () for i in range(index_rank))
+    index_labels = tuple(
+        tuple(broadcast_index[index_rank - len(shape) + i] if size != 1 else () for i, size in enumerate(shape))
+        for shape in shapes
     )
     source = tuple((dim,) for dim in range(rank))
     kept = tuple(dim for i, dim in enumerate(source) if i not in indexed)
-    first = indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
-    return source, letters, (*kept[:first], *positions, *kept[first:]), frozenset(indexed)
+    are_adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    index_dim = indexed[0] if are_adjacent else 0  # where torch puts the indices' dimensions in the result
+    return source, index_labels, (*kept[:index_dim], *broadcast_index, *kept[index_dim:]), frozenset(indexed)

@@ -1,4 +1,8 @@
-"""Rules of losses. `canonicalize` rewrites means over tokens into sums and a count before these rules apply."""
+"""Axis rules of losses. `canonicalize` rewrites means over tokens into sums and a count before these rules apply.
+
+A rule returns a `Signature`: axis labels (integers) for each dimension of each operand and result. A label of operands alone
+is summed; one in `full_axes(...)` is needed in full: the operator cannot run on a slice of that axis.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +13,39 @@ from streamfx.passes.ops.rules.registry import RuleCall, rule
 
 aten = torch.ops.aten
 
-NONE, MEAN, SUM = 0, 1, 2
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers of the argument `reduction`
 
 
 @rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def nll_loss_forward(call: RuleCall) -> Signature | None:
-    """Map (log-probabilities [n, v, ...], labels [n, ...], weight [v]?) to (loss, total weight)."""
+    """Axis rule of (log-probabilities [n, v, ...], targets [n, ...], weight [v]?) -> (loss, total weight).
+
+    The classes v are needed in full; a mean needs all rows, too. None without the dimension n.
+    """
     reduction = call.arguments()["reduction"]
     if len(call.shapes[0]) < 2:
         return None
-    scores, labels, v = _score_letters(len(call.shapes[0]))
+    scores, targets, v = _label_scores(len(call.shapes[0]))
     weight = ((v,),) * (len(call.operands) - 2)
-    rows = [letter for dim in labels for letter in dim] if reduction == MEAN else []
-    return Signature((scores, labels, *weight), (labels if reduction == NONE else (), ()), full_axes(*v, *rows))
+    rows = [label for dim in targets for label in dim] if reduction == MEAN else []
+    return Signature((scores, targets, *weight), (targets if reduction == NONE else (), ()), full_axes(*v, *rows))
 
 
 @rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def nll_loss_backward(call: RuleCall) -> Signature | None:
-    """Map (gradient, log-probabilities [n, v, ...], labels [n, ...], weight [v]?, total weight) to [n, v, ...]."""
+    """Axis rule of (gradient, log-probabilities [n, v, ...], targets [n, ...], weight [v]?, total weight) -> [n, v, ...].
+
+    The gradient is a scalar, or [n, ...] without reduction. The classes v are needed in full.
+    """
     if len(call.shapes[1]) < 2:
         return None
-    scores, labels, v = _score_letters(len(call.shapes[1]))
-    gradient = labels if call.shapes[0] else ()
+    scores, targets, v = _label_scores(len(call.shapes[1]))
+    gradient = targets if call.shapes[0] else ()
     weight = ((v,),) * (len(call.operands) - 4)
-    return Signature((gradient, scores, labels, *weight, ()), (scores,), full_axes(*v))
+    return Signature((gradient, scores, targets, *weight, ()), (scores,), full_axes(*v))
 
 
-def _score_letters(rank: int) -> tuple[LetterShape, LetterShape, LetterDim]:
-    """Return the axis labels of scores [n, v, ...], of labels [n, ...], and of v."""
-    labels = ((0,), *((i,) for i in range(2, rank)))
-    return ((0,), (1,), *((i,) for i in range(2, rank))), labels, (1,)
+def _label_scores(rank: int) -> tuple[LetterShape, LetterShape, LetterDim]:
+    """Return the axis labels of scores [n, v, ...] of this rank, of target classes [n, ...], and of v alone."""
+    targets = ((0,), *((i,) for i in range(2, rank)))
+    return ((0,), (1,), *((i,) for i in range(2, rank))), targets, (1,)

@@ -1,4 +1,8 @@
-"""Rules of products with a packed (quantized) weight: rows are kept, and the packed layout is opaque."""
+"""Axis rules of products with a packed (quantized) weight: rows are kept, and the packed layout is opaque.
+
+Labels are integers, one per dimension; a label in `full_axes(...)` is needed in full: the operator cannot run on a slice of
+that axis.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ from streamfx.passes.ops.rules.registry import RULES_BY_NAME, RuleCall
 
 
 def packed_product(call: RuleCall) -> Signature | None:
-    """`x @ unpacked.T`, with x [..., k] first: each row of the result needs the same row of x, and the other operands
-    in full.
+    """Axis rule of (x [..., k], packed weight, scales, ...) -> `x @ unpacked.T` [..., n].
+
+    Each row of the result needs the same row of x, and the other operands in full. None if x and the result differ in rank.
     """
     leading = len(call.shape) - 1
     if len(call.shapes[0]) != leading + 1:
         return None
-    rows = tuple((letter,) for letter in range(leading))
+    rows = tuple((label,) for label in range(leading))
     contracted, out = leading, leading + 1
     other_operands, next_label = [], leading + 2
     for shape in call.shapes[1:]:

@@ -1,5 +1,6 @@
-"""Rules of recurrences, whether detected in `passes/scan/recurrences.py` or declared as scans: rows are computed in
-sequence.
+"""Axis rule of recurrences, whether detected in `passes/scan/recurrences.py` or declared as scans.
+
+Rows are computed in sequence, and a state passes from row to row. Axis labels (integers) name the dimensions.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from streamfx.runtime.scan import ChunkedScan
 
 @rule(UnrolledRecurrence, ChunkedScan, Forward, Backward, Associative, AssociativeBackward)
 def recurrence(call: RuleCall) -> Signature:
-    """All axes are needed in full, except for the axis of steps, along which a loop in the right direction carries
-    the state.
+    """Axis rule of a recurrence operator, which itself holds the axis labels of its operands and results.
+
+    All axes are needed in full, except for the axis of steps (`axes.rows`): a loop in the recurrence's direction computes its
+    rows chunk by chunk and carries the state (`RunningSum`).
     """
-    run: Recurrence = call.node.target  # type: ignore[assignment]
-    axes = run.axes
-    letters = Signature(axes.operands, axes.results).letters()
-    return Signature(axes.operands, axes.results, {**full_axes(*letters), axes.rows: RunningSum(run.reverse)})
+    operator: Recurrence = call.node.target  # type: ignore[assignment]
+    axes = operator.axes
+    all_labels = Signature(axes.operands, axes.results).letters()
+    return Signature(axes.operands, axes.results, {**full_axes(*all_labels), axes.rows: RunningSum(operator.reverse)})

@@ -1,4 +1,9 @@
-"""Registration and lookup of axis rules."""
+"""Registration and lookup of axis rules: how an operator maps the axes of its operands to those of its results.
+
+A rule turns a call into a `Signature`: for each dimension of each operand and result a tuple of *axis labels*, integers that
+are local to the call. `m k, k n -> m n` is operands (((0,), (1,)), ((1,), (2,))) and results (((0,), (2,)),). A label of
+operands alone is summed; an axis is *needed in full* if the operator cannot run on a slice of it (`FullAxis`).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,10 @@ class RuleCall:
     """One call of an operator, as the argument of a rule: arguments by name, shapes, and the operands' axes."""
 
     def __init__(self, node: fx.Node, axes: AxisTable, dims: Mapping[fx.Node, tuple[Dim, ...]]) -> None:
-        """Read the operands, the shapes and the result shapes of a node; `dims` holds the axes of all values before it."""
+        """Read the tensor operands and all shapes of `node`.
+
+        `axes` knows all axis factors; `dims` holds, for each value before this node, the axis factors of each dimension.
+        """
         self.node = node
         self.axes = axes
         self.operands = tensor_operands(node)
@@ -44,12 +52,12 @@ class RuleCall:
         return self.result_shapes[0]
 
     def dims(self, operand: int) -> tuple[Dim, ...]:
-        """Return the resolved axes of an operand's dimensions."""
+        """Return, for each dimension of the tensor operand with this index, the axis factors whose product it is."""
         return tuple(self.axes.resolve(dim) for dim in self._dims[self.operands[operand]])
 
-    def axis_of(self, value: fx.Node, position: int) -> Dim | None:
-        """Return the axes of a dimension of any value before this node, if known."""
-        return self._dims[value][position] if value in self._dims else None
+    def axis_of(self, value: fx.Node, dim: int) -> Dim | None:
+        """Return the axis factors of dimension `dim` of any value before this node; None if they are not known."""
+        return self._dims[value][dim] if value in self._dims else None
 
     def arguments(self) -> dict[str, Any]:
         """Return the node's arguments by name, with defaults."""
@@ -61,10 +69,13 @@ RULES_BY_NAME: dict[str, Rule] = {}  # by operator name, for operators of packag
 
 
 def rule(*operators: Any) -> Callable[[Rule], Rule]:
-    """Register a function from a `RuleCall` to its `Signature` (None: the arguments are not covered)."""
+    """Decorator: register the decorated axis rule for these operators.
+
+    The rule gets a `RuleCall` and returns its `Signature`, or None if it does not cover the arguments.
+    """
 
     def register(function: Rule) -> Rule:
-        """Register the function for all operators."""
+        """Put the rule into the table for each operator; return it unchanged."""
         for operator in operators:
             RULES[operator] = function
         return function
@@ -73,7 +84,7 @@ def rule(*operators: Any) -> Callable[[Rule], Rule]:
 
 
 def signatures(table: Mapping[Any, str]) -> None:
-    """Register operators whose signature does not depend on arguments, in einsum notation.
+    """Register axis rules, given in einsum notation, of operators whose signature does not depend on arguments.
 
     `m k, k n -> m n` has one label per dimension; `k!` is needed in full; `...` represents any leading dimensions,
     the same ones everywhere; commas separate several results.
@@ -83,9 +94,10 @@ def signatures(table: Mapping[Any, str]) -> None:
 
 
 def notation_rule(notation: str) -> Rule:
-    """Return the rule for one string of notation; the rule returns None for a call with other operands or dimensions.
+    """Return the axis rule for one string of notation, such as `m k, k n -> m n` (see `signatures`).
 
-    A label that no operand has is a new dimension, which the operator produces in full.
+    The rule returns None for a call with other operands, ranks or unequal sizes of one label. A label that no operand has is
+    a new dimension, which the operator produces in full.
     """
     left, right = ([part.split() for part in side.split(",")] for side in notation.split("->"))
 
@@ -93,69 +105,80 @@ def notation_rule(notation: str) -> Rule:
         """Return the signature of a call, or None if its operands do not fit the notation."""
         if len(left) != len(call.operands):
             return None
-        numbers = count()
-        letters: dict[str, int] = {}
+        fresh_labels = count()
+        label_of_name: dict[str, int] = {}
         full_axes: dict[int, Index] = {}
-        spread_ranks: set[int] = set()
+        ellipsis_ranks: set[int] = set()
 
         def labels_of(tokens: Sequence[str], rank: int) -> LetterShape:
-            """Return the labels of one tensor, with `...` expanded to its rank; record labels that are needed in full."""
+            """Return the axis labels of one tensor of this rank. `...` becomes the names `...0`, `...1` to fill the rank.
+
+            Equal names share a label across the call. Also note labels that are needed in full (`k!`).
+            """
             names: list[str] = []
-            spread = rank - len(tokens) + 1
+            ellipsis_rank = rank - len(tokens) + 1
             for token in tokens:
-                names.extend(f"...{i}" for i in range(spread)) if token == "..." else names.append(token)
+                names.extend(f"...{i}" for i in range(ellipsis_rank)) if token == "..." else names.append(token)
             if "..." in tokens:
-                spread_ranks.add(spread)
+                ellipsis_ranks.add(ellipsis_rank)
             dims = []
             for name in names:
-                letter = letters.setdefault(name.rstrip("!"), next(numbers))
+                label = label_of_name.setdefault(name.rstrip("!"), next(fresh_labels))
                 if name.endswith("!"):
-                    full_axes[letter] = FullAxis()
-                dims.append((letter,))
+                    full_axes[label] = FullAxis()
+                dims.append((label,))
             return tuple(dims)
 
         operands = tuple(labels_of(tokens, len(shape)) for tokens, shape in zip(left, call.shapes, strict=True))
-        operand_labels = set(letters.values())
+        operand_labels = set(label_of_name.values())
         results = tuple(labels_of(tokens, len(shape)) for tokens, shape in zip(right, call.result_shapes, strict=False))
         shapes = (*zip(operands, call.shapes, strict=True), *zip(results, call.result_shapes, strict=False))
-        if any(len(dims) != len(shape) for dims, shape in shapes) or len(spread_ranks) > 1 or not _sizes_match(shapes):
+        if any(len(dims) != len(shape) for dims, shape in shapes) or len(ellipsis_ranks) > 1 or not _sizes_match(shapes):
             return None
-        return Signature(
-            operands, results, {**full_axes, **{letter: FullAxis() for letter in set(letters.values()) - operand_labels}}
-        )
+        new_labels = set(label_of_name.values()) - operand_labels
+        return Signature(operands, results, {**full_axes, **{label: FullAxis() for label in new_labels}})
 
     return from_notation
 
 
 def _sizes_match(shapes: Iterable[tuple[LetterShape, tuple[Size, ...]]]) -> bool:
-    """Return whether all dimensions that share a label have the same size: a broadcast row must not share the label."""
+    """Return whether all dimensions that share a label have the same size: `shapes` pairs labels with sizes, per tensor.
+
+    A dimension of size one that torch would broadcast does not fit its label.
+    """
     sizes: dict[LetterDim, Size] = {}
     return all(sizes.setdefault(dim, size) == size for dims, shape in shapes for dim, size in zip(dims, shape, strict=True))
 
 
 def broadcast(call: RuleCall, operands: Sequence[int] | None = None, results: int | None = None) -> Signature:
-    """Align every operand with the result at the last dimension; operands of size one are broadcast."""
+    """Axis rule of pointwise operators: align every operand with the result at the last dimension, as torch broadcasts.
+
+    Dimensions of size one have no label. `results`: how many results to label, by default all, all like the first.
+    """
     shape = call.shape
-    letters = tuple((position,) if size != 1 else () for position, size in enumerate(shape))
+    labels = tuple((dim,) if size != 1 else () for dim, size in enumerate(shape))
 
     def align(operand_shape: tuple[Size, ...]) -> LetterShape:
-        """Return the labels of an operand, aligned at the last dimension."""
-        skipped = len(shape) - len(operand_shape)
-        return tuple(letters[skipped + position] if size != 1 else () for position, size in enumerate(operand_shape))
+        """Return the result's labels for an operand's dimensions: its last dimension has the result's last label."""
+        num_missing_dims = len(shape) - len(operand_shape)
+        return tuple(labels[num_missing_dims + dim] if size != 1 else () for dim, size in enumerate(operand_shape))
 
     return Signature(
         operands=tuple(align(operand_shape) for operand_shape in call.shapes),
-        results=tuple(letters for _ in range(len(call.result_shapes) if results is None else results)),
+        results=tuple(labels for _ in range(len(call.result_shapes) if results is None else results)),
     )
 
 
 def rule_for(node: fx.Node) -> Rule | None:
-    """Return the rule of a node's operator, or None."""
+    """Return the axis rule of a node's operator; None if it has none, so that the operator falls back."""
     return find_operator_rule(node.target)
 
 
 def find_operator_rule(target: Any) -> Rule | None:
-    """Return the rule of an operator, or None. Operators that torch tags as pointwise need no entry in the table."""
+    """Return the axis rule registered for an operator, its type (for operators that are objects), or its name.
+
+    Other operators that torch tags as pointwise have the rule `broadcast`; the rest have none (None).
+    """
     registered = RULES.get(target) or RULES.get(type(target)) or RULES_BY_NAME.get(overload_name(target))
     if registered is not None:
         return registered
@@ -163,7 +186,11 @@ def find_operator_rule(target: Any) -> Rule | None:
 
 
 def evaluate_rule(rule: Rule, call: RuleCall) -> Signature | str:
-    """Return a rule's signature for a call if its dimensions match the call, or the reason why there is none."""
+    """Apply an axis rule to a call. Return the signature, or a text for the user that says why there is none.
+
+    There is none if the rule raises, does not cover the arguments, or returns another number of tensors or dimensions than
+    the call has.
+    """
     target = call.node.target
     try:
         signature: Any = rule(call)
@@ -176,7 +203,7 @@ def evaluate_rule(rule: Rule, call: RuleCall) -> Signature | str:
     if not isinstance(signature, Signature):
         return NO_SIGNATURE.format(target=target, found=describe_value(signature))
     labeled = (*zip(signature.operands, call.shapes, strict=False), *zip(signature.results, call.result_shapes, strict=False))
-    fits = len(signature.operands) == len(call.shapes) and all(len(letters) == len(shape) for letters, shape in labeled)
+    fits = len(signature.operands) == len(call.shapes) and all(len(labels) == len(shape) for labels, shape in labeled)
     return signature if fits else OTHER_DIMENSIONS.format(target=target)
 
 

@@ -1,4 +1,7 @@
-"""Rules of prefix reductions: each row depends on all rows before it, which a loop in the right direction carries."""
+"""Axis rules of scans, such as `cumsum`: each row depends on all rows before it (reversed: after it).
+
+A loop over chunks in the scan's direction carries the last value from chunk to chunk.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ REVERSE_SCAN_NAMES: dict[Any, str] = {getattr(own, f"reverse_{kind}").default: k
 
 @rule(*SCAN_NAMES, *REVERSE_SCAN_NAMES)
 def scan(call: RuleCall) -> Signature:
-    """The scanned dimension is needed in full, unless it is the sequence and the loop runs in the scan's direction."""
+    """Axis rule of a scan along `dim`: all axes are kept, and `dim` is a running sum, forward or reverse.
+
+    A running sum is needed in full, unless it is along the sequence and the loop runs in the scan's direction.
+    """
     dim = call.arguments()["dim"] % max(len(call.shape), 1)
-    return replace(
-        broadcast(call), index={dim: RunningSum(call.node.target in REVERSE_SCAN_NAMES)} if call.shape else full_axes(dim)
-    )
+    running_sum = RunningSum(reverse=call.node.target in REVERSE_SCAN_NAMES)
+    return replace(broadcast(call), index={dim: running_sum} if call.shape else full_axes(dim))

@@ -23,13 +23,19 @@ CONTEXT = ("h", "v_new", "qg", "kg", "ag", "bg", "w", "A_ab_inv", "A_ak", "A_qk"
 
 
 def _late_bound(name: str) -> Callable[..., Any]:
-    """Return a function that calls the operator with this name, which exists only after its package was imported."""
+    """Return a function of keyword arguments that calls the operator `name` ("fla::..."), looked up on each call.
+
+    The operator exists only after its package was imported.
+    """
     namespace, operator = name.split("::")
     return lambda **arguments: getattr(getattr(torch.ops, namespace), operator)(**arguments)
 
 
 def _delta_rule(suffix: str, context: tuple[str, ...]) -> Stateful:
-    """Return the declaration of one variant of the operator, which saves its block layout and the values `context`."""
+    """Return the declaration of one variant of the delta-rule operator, `fla::chunk_dplr_delta_rule_fwd<suffix>`.
+
+    After the rows and the final state, it returns the values that backward needs: its block layout, and `context`.
+    """
     names = f"fla::chunk_dplr_delta_rule_fwd{suffix}", f"fla::chunk_dplr_delta_rule_bwd{suffix}"
     saved = (*LAYOUT, *(f"{name}_ctx" for name in context))
     return Stateful(

@@ -1,4 +1,10 @@
-"""Rules of views and copies, which only move elements: they regroup, select and insert axes."""
+"""Axis rules of views and copies, which only move elements: they regroup, select and insert axes.
+
+A rule returns a `Signature`: a tuple of axis labels (integers, local to the call) for each dimension of each operand and
+result; `()` has size one. Its `index` says what is special along a label: `FullAxis` (`full_axes(...)`): the operator cannot
+run on a slice of the axis; `SingleRow`: one row is selected; `Window`: the rows of another label, shifted; `Tile`: blocks of
+another label's rows; `ConcatAxes`: other labels' rows one after another. None: no rule covers the arguments.
+"""
 
 from __future__ import annotations
 
@@ -22,44 +28,48 @@ aten = torch.ops.aten
 MAX_SINGLE_ROWS = 4  # single-row selections of one axis that stay in loops; if there are more, the axis is needed in full
 
 
-def _own_letters(rank: int) -> LetterShape:
-    """Return one label per dimension: 0, 1, 2, ..."""
-    return tuple((letter,) for letter in range(rank))
+def _label_each_dim(rank: int) -> LetterShape:
+    """Return one axis label per dimension: ((0,), (1,), (2,)) for rank 3."""
+    return tuple((label,) for label in range(rank))
 
 
 @rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default)
 def view(call: RuleCall) -> Signature | None:
-    """Regroup axis factors, with one label per factor.
+    """Axis rule of `view`: [(b t) d] -> [b t d] regroups axis factors (b, t and d), with one label per factor.
 
-    If an axis is split into blocks, or flattened from blocks, chunks must have complete blocks.
+    If an axis is split into blocks, or flattened from blocks, the block axis is a `Tile` of the axis of rows: chunks must
+    have complete blocks. None if the new sizes do not group the factors.
     """
-    groups = call.axes.regroup(tuple(atom for dim in call.dims(0) for atom in dim), call.shape)
-    if groups is None:
+    dims_after = call.axes.regroup(tuple(atom for dim in call.dims(0) for atom in dim), call.shape)
+    if dims_after is None:
         return None
-    before = call.dims(0)
+    dims_before = call.dims(0)  # read now, because `regroup` may split factors
     fresh_labels, atoms, index = count(), dict[int, Dim](), dict[int, Index]()
-    operand, result = list[int](), list[int]()
-    old, new = ([atom for dim in dims for atom in dim] for dims in (before, groups))
+    operand, result = list[int](), list[int]()  # one label per axis factor, in order
+    old, new = ([atom for dim in dims for atom in dim] for dims in (dims_before, dims_after))  # the factors still unmatched
     while old and new:
         prefix_lengths = _matching_prefix(call, old, new)
         if prefix_lengths is None:
             return None
-        old_count, new_count = prefix_lengths
-        is_same = old[:old_count] == new[:new_count]
-        old_labels = [next(fresh_labels) for _ in range(old_count)]
-        new_labels = old_labels if is_same else [next(fresh_labels) for _ in range(new_count)]
-        for letter, atom in zip((*old_labels, *new_labels), (*old[:old_count], *new[:new_count]), strict=True):
-            atoms[letter] = (atom,)
-        if not is_same:
-            tile, rows = (new_labels, old_labels) if old_count == 1 else (old_labels, new_labels)
-            index |= {**full_axes(*old_labels, *new_labels), tile[0]: Tile(rows[0])}
-        operand, result, old, new = operand + old_labels, result + new_labels, old[old_count:], new[new_count:]
-    letters = (_grouped(operand, before),), (_grouped(result, groups),)
-    return Signature(*letters, index, atoms=atoms)
+        num_old, num_new = prefix_lengths
+        is_same = old[:num_old] == new[:num_new]
+        old_labels = [next(fresh_labels) for _ in range(num_old)]
+        new_labels = old_labels if is_same else [next(fresh_labels) for _ in range(num_new)]
+        for label, atom in zip((*old_labels, *new_labels), (*old[:num_old], *new[:num_new]), strict=True):
+            atoms[label] = (atom,)
+        if not is_same:  # one axis of rows on one side, (blocks, rows per block) on the other
+            blocks, rows = (new_labels, old_labels) if num_old == 1 else (old_labels, new_labels)
+            index |= {**full_axes(*old_labels, *new_labels), blocks[0]: Tile(rows[0])}
+        operand, result = operand + old_labels, result + new_labels
+        old, new = old[num_old:], new[num_new:]
+    return Signature((_grouped(operand, dims_before),), (_grouped(result, dims_after),), index, atoms=atoms)
 
 
 def _matching_prefix(call: RuleCall, old: list[Atom], new: list[Atom]) -> tuple[int, int] | None:
-    """Return how many leading factors on each side cover the same elements: (1, 1), or (1, 2) for an axis and its blocks."""
+    """Return how many leading axis factors before (`old`) and after (`new`) a view cover the same elements.
+
+    (1, 1) for the same axis; (1, 2) if an axis is split into (blocks, rows per block); (2, 1) for the reverse; else None.
+    """
     if old[0] == new[0]:
         return 1, 1
     if call.axes.are_blocks(old[0], tuple(new[:2])):
@@ -67,20 +77,20 @@ def _matching_prefix(call: RuleCall, old: list[Atom], new: list[Atom]) -> tuple[
     return (2, 1) if call.axes.are_blocks(new[0], tuple(old[:2])) else None
 
 
-def _grouped(letters: Sequence[int], dims: Sequence[Dim]) -> LetterShape:
-    """Group labels by dimension."""
-    remaining = iter(letters)
+def _grouped(labels: Sequence[int], dims: Sequence[Dim]) -> LetterShape:
+    """Group a flat list of labels, one per axis factor, by dimension: [0, 1, 2] with dims (b t), d -> ((0, 1), (2,))."""
+    remaining = iter(labels)
     return tuple(tuple(next(remaining) for _ in dim) for dim in dims)
 
 
 @rule(aten.view.dtype)
 def view_dtype(call: RuleCall) -> Signature | None:
-    """Reinterpret the bytes as another dtype. With an equal element size all axes are kept.
+    """Axis rule of `view(dtype)`, which reinterprets bytes. With an equal element size, all axes are kept.
 
     Otherwise the last dimension changes its size: the operand's is read in full, and the result's is a new axis, also in
     full. A scalar has no dimension to resize: no rule.
     """
-    operand, result = _own_letters(len(call.shapes[0])), _own_letters(len(call.shape))
+    operand, result = _label_each_dim(len(call.shapes[0])), _label_each_dim(len(call.shape))
     if call.node.args[1].itemsize == node_argument(call.node).meta[VALUE].element_size():  # type: ignore[union-attr]
         return Signature((operand,), (result,))
     if not operand:
@@ -91,23 +101,26 @@ def view_dtype(call: RuleCall) -> Signature | None:
 
 @rule(aten.unsqueeze.default)
 def unsqueeze(call: RuleCall) -> Signature:
-    """Insert a dimension of size one."""
-    letters = list(_own_letters(len(call.shapes[0])))
-    result = letters.copy()
+    """Axis rule of `unsqueeze`: a dimension of size one, without a label, is inserted."""
+    labels = list(_label_each_dim(len(call.shapes[0])))
+    result = labels.copy()
     result.insert(call.arguments()["dim"] % len(call.shape), ())
-    return Signature((tuple(letters),), (tuple(result),))
+    return Signature((tuple(labels),), (tuple(result),))
 
 
 @rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def squeeze(call: RuleCall) -> Signature:
-    """Remove the requested dimensions that have size one."""
+    """Axis rule of `squeeze`: the requested dimensions that have size one disappear; others keep their labels."""
     removed = squeezed_dims(call.node)
-    letters = tuple((i,) if size != 1 else () for i, size in enumerate(call.shapes[0]))
-    return Signature((letters,), (tuple(dim for i, dim in enumerate(letters) if i not in removed),))
+    labels = tuple((i,) if size != 1 else () for i, size in enumerate(call.shapes[0]))
+    return Signature((labels,), (tuple(dim for i, dim in enumerate(labels) if i not in removed),))
 
 
 def squeezed_dims(node: fx.Node) -> list[int]:
-    """Return the dimensions that `squeeze` removes from a value on the full sequence."""
+    """Return the dimensions that a `squeeze` removes, in order: the requested ones (by default all) that have size one.
+
+    Sizes are those of the full sequence: a chunk of one row still has that dimension.
+    """
     shape, requested = shape_of_node(node_argument(node)), bound_arguments(node).get("dim")
     dims = range(len(shape)) if requested is None else (requested if isinstance(requested, (list, tuple)) else [requested])
     return sorted({dim % len(shape) for dim in dims if shape[dim] == 1}) if shape else []
@@ -115,47 +128,47 @@ def squeezed_dims(node: fx.Node) -> list[int]:
 
 @rule(aten.expand.default)
 def expand(call: RuleCall) -> Signature:
-    """Repeat dimensions of size one: each gets a new axis, of which any slice can be computed separately."""
+    """Axis rule of `expand`: a repeated dimension gets a new axis, of which any slice can be computed separately."""
     operand_shape, shape = call.shapes[0], call.shape
-    skipped = len(shape) - len(operand_shape)
-    result = _own_letters(len(shape))
-    operand = tuple(result[skipped + i] if size != 1 else () for i, size in enumerate(operand_shape))
+    num_new_dims = len(shape) - len(operand_shape)
+    result = _label_each_dim(len(shape))
+    operand = tuple(result[num_new_dims + i] if size != 1 else () for i, size in enumerate(operand_shape))
     return Signature((operand,), (result,))
 
 
 @rule(aten.permute.default)
 def permute(call: RuleCall) -> Signature:
-    """Reorder dimensions; each keeps its label."""
-    letters = _own_letters(len(call.shape))
+    """Axis rule of `permute`: each dimension keeps its label."""
+    labels = _label_each_dim(len(call.shape))
     order = call.arguments()["dims"]
-    return Signature((letters,), (tuple(letters[dim % len(letters)] for dim in order),))
+    return Signature((labels,), (tuple(labels[dim % len(labels)] for dim in order),))
 
 
 @rule(aten.transpose.int, aten.t.default)
 def transpose(call: RuleCall) -> Signature:
-    """Exchange two dimensions; of fewer than two dimensions, change nothing."""
-    letters = _own_letters(len(call.shape))
-    arguments, swapped, rank = call.arguments(), list(letters), len(letters)
+    """Axis rule of `transpose` and `t`: two dimensions exchange their labels; of fewer than two, nothing changes."""
+    labels = _label_each_dim(len(call.shape))
+    arguments, swapped, rank = call.arguments(), list(labels), len(labels)
     if rank > 1:
         a, b = arguments.get("dim0", 0) % rank, arguments.get("dim1", 1) % rank
         swapped[a], swapped[b] = swapped[b], swapped[a]
-    return Signature((letters,), (tuple(swapped),))
+    return Signature((labels,), (tuple(swapped),))
 
 
 @rule(aten.select.int)
 def select(call: RuleCall) -> Signature:
-    """Select one row: in the chunk that has it, or from the full axis if the graph selects many rows of such values."""
-    letters = _own_letters(len(call.shapes[0]))
-    dim = call.arguments()["dim"] % len(letters)
-    result = letters[:dim] + letters[dim + 1 :]
+    """Axis rule of `x.select(dim, index)`: one row is selected, in the chunk that has it (or see `_selected_row`)."""
+    labels = _label_each_dim(len(call.shapes[0]))
+    dim = call.arguments()["dim"] % len(labels)
+    result = labels[:dim] + labels[dim + 1 :]
     index, length = call.arguments()["index"], call.shapes[0][dim]
-    return Signature((letters,), (result,), _selected_row(call, dim, _nonnegative_index(index, length)))
+    return Signature((labels,), (result,), _selected_row(call, dim, _nonnegative_index(index, length)))
 
 
 @rule(aten.select_backward.default)
 def select_backward(call: RuleCall) -> Signature:
-    """Return the gradient of a row, with zeros elsewhere."""
-    result = _own_letters(len(call.shape))
+    """Axis rule of the backward of `select`: the gradient of one row becomes that row of the result, with zeros elsewhere."""
+    result = _label_each_dim(len(call.shape))
     dim = call.arguments()["dim"] % len(result)
     operand = result[:dim] + result[dim + 1 :]
     index, length = call.arguments()["index"], call.shape[dim]
@@ -164,31 +177,35 @@ def select_backward(call: RuleCall) -> Signature:
 
 @rule(aten.diagonal.default)
 def diagonal(call: RuleCall) -> Signature:
-    """Select the elements at (i, i + offset) of two dimensions, which are needed in full, as a new last dimension."""
+    """Axis rule of `diagonal`: the elements (i, i + offset) of two dimensions, needed in full, become a new last dimension."""
     return Signature(*_diagonal(call, len(call.shapes[0])))
 
 
 @rule(aten.diagonal_backward.default)
 def diagonal_backward(call: RuleCall) -> Signature:
-    """Return the gradient of a diagonal, with zeros elsewhere."""
+    """Axis rule of the backward of `diagonal`: the gradient fills the diagonal of two dimensions, which are new axes in full."""
     (full_value,), (selected,), index = _diagonal(call, len(call.shape))
     return Signature((selected,), (full_value,), index)
 
 
 def _diagonal(call: RuleCall, rank: int) -> tuple[tuple[LetterShape], tuple[LetterShape], dict[Letter, Index]]:
-    """Return the labels of a value with two dimensions, and of their diagonal."""
-    letters, dims = _own_letters(rank), {call.arguments()[name] % rank for name in ("dim1", "dim2")}
-    remaining = tuple(letter for dim, letter in enumerate(letters) if dim not in dims)
-    return (letters,), ((*remaining, (rank,)),), full_axes(*dims, rank)
+    """Return (labels of the full value, labels of its diagonal, access to labels). For dims 1, 2 of rank 3: [0 1 2], [0 3]."""
+    labels, dims = _label_each_dim(rank), {call.arguments()[name] % rank for name in ("dim1", "dim2")}
+    remaining = tuple(label for dim, label in enumerate(labels) if dim not in dims)
+    return (labels,), ((*remaining, (rank,)),), full_axes(*dims, rank)
 
 
 def _nonnegative_index(index: Any, length: Size) -> Any:
-    """Convert a negative index, which counts from the end, to one from the start."""
+    """Return an index along an axis of this length; a negative integer, which counts from the end, becomes nonnegative."""
     return simplified(length + index) if isinstance(index, int) and index < 0 else index
 
 
 def _selected_row(call: RuleCall, dim: int, row: Any) -> dict[Letter, Index]:
-    """Return the selected row as an index, or the full axis if many nodes select other rows: an unrolled recurrence."""
+    """Return how a node accesses the axis `dim` (= its label) of which it selects or writes one row.
+
+    `SingleRow(row)`: only the chunk with that row does. If the row is known only at run time, or if more than
+    `MAX_SINGLE_ROWS` nodes select rows of equal shapes (an unrolled recurrence), the axis is needed in full.
+    """
     node = call.node
     similar_nodes = (
         other for other in node.graph.find_nodes(op="call_function", target=node.target) if _differs_only_in_row(other, node)
@@ -198,31 +215,31 @@ def _selected_row(call: RuleCall, dim: int, row: Any) -> dict[Letter, Index]:
 
 
 def _differs_only_in_row(first: fx.Node, second: fx.Node) -> bool:
-    """Return whether two nodes select, or write, different rows of values of equal shape."""
+    """Return whether two nodes, calls of one operator, select (or write) different rows of values of equal shape."""
     (shapes, *row), (other_shapes, *other_row) = (_row_arguments(node) for node in (first, second))
     return shapes == other_shapes and row != other_row
 
 
 def _row_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return the shapes of the operand and the row with the dimension, and then the row index."""
-    operand = shape_of_node(node_argument(node))
-    if node.target in (aten.select.int, aten.slice.Tensor):
-        return (operand, shape_of_node(node), *node.args[1:2]), *node.args[2:]
-    return (operand, *node.args[1:3]), *node.args[3:]
+    """Return ((shape of the operand, shape of the row, dimension), row index ...) of a node that selects or writes a row."""
+    operand_shape = shape_of_node(node_argument(node))
+    if node.target in (aten.select.int, aten.slice.Tensor):  # (x, dim, index ...)
+        return (operand_shape, shape_of_node(node), *node.args[1:2]), *node.args[2:]
+    return (operand_shape, *node.args[1:3]), *node.args[3:]  # (gradient, shape of x, dim, index ...)
 
 
-def _new_axis_along(call: RuleCall, dim: int, rank: int, results: int = 1) -> Signature:
-    """Return a signature with separate axes of operand and result along `dim`, both needed in full; other axes are kept."""
-    operand = _own_letters(rank)
+def _new_axis_along(call: RuleCall, dim: int, rank: int, num_results: int = 1) -> Signature:
+    """Return a signature with separate axes along `dim`, both needed in full: label `dim` of operands, `rank` of results."""
+    operand = _label_each_dim(rank)
     result = (*operand[:dim], (rank,), *operand[dim + 1 :])
-    return Signature((operand,) * len(call.operands), (result,) * results, index=full_axes(dim, rank))
+    return Signature((operand,) * len(call.operands), (result,) * num_results, index=full_axes(dim, rank))
 
 
 def slice_start(start: Any, length: Any) -> Size | None:
-    """Return the first row of a slice of an axis with `length` rows, as torch defines it.
+    """Return the first row of a slice of an axis with `length` rows, as torch defines it; `start` is the slice's argument.
 
-    Negative indices count from the end, and clamp to the first row. A sign that depends on a dynamic size becomes a
-    guard; None if no guard is possible.
+    None starts at 0; negative indices count from the end, and clamp to the first row. A sign that depends on a dynamic size
+    becomes a guard; return None if no guard is possible.
     """
     number = start.meta[VALUE] if isinstance(start, fx.Node) else start
     if number is None:
@@ -238,11 +255,15 @@ def slice_start(start: Any, length: Any) -> Size | None:
 
 @rule(aten.slice.Tensor)
 def slice_(call: RuleCall) -> Signature | None:
-    """Select rows start..end of one dimension: a new axis, shifted against the operand's."""
+    """Axis rule of `x[start:end]` along one dimension: the result's axis is new, a `Window` that starts at row `start`.
+
+    A slice of one row is a `SingleRow`, of all rows the same axis; with a step other than 1, both axes are needed in full.
+    None if the start's sign is unknown.
+    """
     rank = len(call.shape)
     dim = call.arguments()["dim"] % rank
     length, kept_length = call.shapes[0][dim], call.shape[dim]
-    operand = _own_letters(rank)
+    operand = _label_each_dim(rank)
     if kept_length == length:
         return Signature((operand,), (operand,))
     start = slice_start(call.arguments()["start"], call.operands[0].meta[VALUE].shape[dim])
@@ -259,11 +280,11 @@ def slice_(call: RuleCall) -> Signature | None:
 
 @rule(aten.slice_backward.default)
 def slice_backward(call: RuleCall) -> Signature | None:
-    """Return the gradient of a slice: the rows of the operand, surrounded by zeros."""
+    """Axis rule of the backward of `slice`: the gradient's rows, surrounded by zeros, are a window of the result's rows."""
     rank = len(call.shape)
     dim = call.arguments()["dim"] % rank
     length, kept_length = call.shape[dim], call.shapes[0][dim]
-    operand = _own_letters(rank)
+    operand = _label_each_dim(rank)
     if kept_length == length:
         return Signature((operand,), (operand,))
     start = slice_start(call.arguments()["start"], call.node.meta[VALUE].shape[dim])
@@ -280,24 +301,24 @@ def slice_backward(call: RuleCall) -> Signature | None:
 
 @rule(aten.constant_pad_nd.default)
 def constant_pad_nd(call: RuleCall) -> Signature:
-    """Shift the axis that is padded; if two axes are padded at once, both are needed in full."""
+    """Axis rule of padding: row i of the padded axis is row i - before of the operand's (`Window`)."""
     rank, pad = len(call.shape), [scalar_argument(size) for size in call.arguments()["pad"]]
-    padded = {rank - 1 - i // 2 for i in range(len(pad)) if pad[i] != 0}
-    operand = _own_letters(rank)
+    padded = {rank - 1 - i // 2 for i in range(len(pad)) if pad[i] != 0}  # pad: (before, after), from the last dimension on
+    operand = _label_each_dim(rank)
     result = tuple((rank + i,) if i in padded else operand[i] for i in range(rank))
     if len(padded) == 1:
         (dim,) = padded
         before = pad[2 * (rank - 1 - dim)]
         return Signature((operand,), (result,), {rank + dim: Window(dim, -before)})
-    return Signature((operand,), (result,), full_axes(*padded, *(rank + dim for dim in padded)))
+    return Signature((operand,), (result,), full_axes(*padded, *(rank + dim for dim in padded)))  # several padded axes
 
 
 @rule(*CUTS)
 def split(call: RuleCall) -> Signature:
-    """Cut one dimension into slices: it is needed in full, and each slice has a new axis."""
+    """Axis rule of `split` and `unbind`: one dimension is needed in full, and each slice has a new axis (a row has none)."""
     rank = len(call.shapes[0])
     dim = call.arguments()["dim"] % rank
-    operand = _own_letters(rank)
+    operand = _label_each_dim(rank)
     if call.node.target is aten.unbind.int:
         kept = operand[:dim] + operand[dim + 1 :]
         return Signature((operand,), (kept,) * len(call.result_shapes), index=full_axes(dim))
@@ -308,16 +329,20 @@ def split(call: RuleCall) -> Signature:
 
 @rule(aten.cat.default, aten.stack.default)
 def cat(call: RuleCall) -> Signature:
-    """Concatenate along one dimension, needed in full on both sides unless the operands are slices of one sequence."""
+    """Axis rule of `cat` and `stack` along `dim`; each operand has its own axis there, needed in full (`stack`: none).
+
+    If all operands of `cat` have the result's rank, the result's axis is a `ConcatAxes`, with each operand's first row: the
+    axis analysis may find that the operands are slices of one sequence, so that the result can be chunked.
+    """
     rank = len(call.shape)
     dim = call.arguments()["dim"] % rank
-    result = _own_letters(rank)
+    result = _label_each_dim(rank)
     if call.node.target is aten.stack.default:
         return Signature((result[:dim] + result[dim + 1 :],) * len(call.operands), (result,), index=full_axes(dim))
     operand_labels = range(rank, rank + len(call.shapes))
-    pairs = list(zip(operand_labels, call.shapes, strict=True))
     operands = tuple(
-        (*result[:dim], (label,), *result[dim + 1 :]) if len(shape) == rank else ((label,),) for label, shape in pairs
+        (*result[:dim], (label,), *result[dim + 1 :]) if len(shape) == rank else ((label,),)  # torch allows empty vectors
+        for label, shape in zip(operand_labels, call.shapes, strict=True)
     )
     index: dict[Letter, Index] = full_axes(dim, *operand_labels)
     if all(len(shape) == rank for shape in call.shapes):
@@ -328,13 +353,16 @@ def cat(call: RuleCall) -> Signature:
 
 @rule(aten.repeat.default)
 def repeat(call: RuleCall) -> Signature:
-    """Repeat dimensions of size one like `expand`; others get the copies as an outer axis: [t] to [(n t)]."""
+    """Axis rule of `repeat`: dimensions of size one get a new axis, as in `expand`; others become [t] -> [(n t)].
+
+    The n copies are a new, outer axis factor (`atoms` maps both labels of such a dimension to their factors).
+    """
     repeats_argument = call.arguments()["repeats"]
     repeats = [size_of(item.meta[VALUE] if is_size(item) else item) for item in repeats_argument]
     rank = len(call.shape)
-    skipped = rank - len(call.shapes[0])
-    operand, result, atoms = list[LetterDim](), list[LetterDim](_own_letters(rank)), dict[int, Dim]()
-    for i, (size, dim) in enumerate(zip(call.shapes[0], call.dims(0), strict=True), skipped):
+    num_new_dims = rank - len(call.shapes[0])
+    operand, result, atoms = list[LetterDim](), list[LetterDim](_label_each_dim(rank)), dict[int, Dim]()
+    for i, (size, dim) in enumerate(zip(call.shapes[0], call.dims(0), strict=True), num_new_dims):
         operand.append(result[i] if size != 1 else ())
         if size != 1 and repeats[i] != 1:
             atoms |= {i: dim, rank + i: call.axes.fresh(repeats[i])}
@@ -344,28 +372,28 @@ def repeat(call: RuleCall) -> Signature:
 
 @rule(aten.select_scatter.default)
 def select_scatter(call: RuleCall) -> Signature:
-    """Overwrite one row."""
-    letters = _own_letters(len(call.shape))
-    dim = call.arguments()["dim"] % len(letters)
-    return Signature((letters, letters[:dim] + letters[dim + 1 :]), (letters,), index=full_axes(dim))
+    """Axis rule of (x, row) -> x with one row overwritten along `dim`, which is needed in full."""
+    labels = _label_each_dim(len(call.shape))
+    dim = call.arguments()["dim"] % len(labels)
+    return Signature((labels, labels[:dim] + labels[dim + 1 :]), (labels,), index=full_axes(dim))
 
 
 @rule(aten.slice_scatter.default)
 def slice_scatter(call: RuleCall) -> Signature:
-    """Overwrite some rows: the written rows and the result have separate axes."""
+    """Axis rule of (x, rows) -> x with a slice overwritten along `dim`; x and the rows have separate axes there, in full."""
     rank = len(call.shape)
     dim = call.arguments()["dim"] % rank
-    letters = _own_letters(rank)
-    written = (*letters[:dim], (rank,), *letters[dim + 1 :])
-    return Signature((letters, written), (letters,), index=full_axes(dim, rank))
+    labels = _label_each_dim(rank)
+    written = (*labels[:dim], (rank,), *labels[dim + 1 :])
+    return Signature((labels, written), (labels,), index=full_axes(dim, rank))
 
 
 @rule(aten.flip.default, aten.roll.default)
 def reorder(call: RuleCall) -> Signature:
-    """Permute rows along some dimensions, which are needed in full."""
+    """Axis rule of `flip` and `roll`: rows move along some dimensions, which are needed in full and new in the result."""
     rank = len(call.shape)
     dims = call.arguments()["dims"]
     full_dims = {dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else (dims,))} or set(range(rank))
-    operand = _own_letters(rank)
+    operand = _label_each_dim(rank)
     result = tuple((rank + i,) if i in full_dims else operand[i] for i in range(rank))
     return Signature((operand,), (result,), full_axes(*full_dims, *(rank + i for i in full_dims)))
