@@ -1,4 +1,8 @@
-"""Canonicalization: the table of rewrite rules, and the rewrites that read more than one operator and its neighbors."""
+"""Canonicalization: the table of rewrite rules, and the rewrites that read more than one operator and its neighbors.
+
+It runs before all analyses of the joint graph (forward and backward), and replaces the variants of an operation by the one
+variant that later passes read. For example, all attention kernels become `streamfx::attention`.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +131,11 @@ class Canonicalize:
     name: ClassVar[str] = "canonicalize"
 
     def apply(self, facts: Facts) -> Facts:
-        """Rewrite the joint graph in place, or return the reason why it runs unchunked (`Facts.unchunked_reason`)."""
+        """Rewrite the joint graph in place, and return the facts with the rewritten graph.
+
+        If an operator reads memory that lazily conjugates or negates its numbers, the graph is not rewritten: the returned
+        `Facts.unchunked_reason` makes it run unchunked.
+        """
         joint = facts.joint
         if (reason := lazy_conj.find_lazy_memory_read(joint.graph, joint.outputs)) is not None:
             return replace(facts, unchunked_reason=reason)
@@ -139,7 +147,11 @@ class Canonicalize:
 
 
 def canonicalize(graph: fx.Graph, num_results: int | None = None) -> None:
-    """Simplify a graph in place. It keeps its inputs and outputs; the first `num_results` outputs are returned to the caller."""
+    """Apply all rewrite rules to a graph in place, and remove permutations that are undone later, such as sorts by expert.
+
+    The graph keeps its inputs and outputs. The first `num_results` outputs (all, if None) are returned to the user, who may
+    write to them: they are not merged with equal values.
+    """
     simplify(graph, RULES, num_results)
     while simplify(graph, LATE_RULES, num_results):
         simplify(graph, RULES, num_results)
@@ -148,7 +160,11 @@ def canonicalize(graph: fx.Graph, num_results: int | None = None) -> None:
 
 
 def record_draws(graph: fx.Graph) -> None:
-    """Emit the draw of one seed per step, and record the seed and an index at each random operator (`DRAW`), in place."""
+    """Emit one operator that draws a seed per training step, and record (seed node, index) at each random operator, in place.
+
+    Loops run an operator of the forward graph once more in backward; from the seed and the index, both runs draw the same
+    random numbers. A graph without random operators is not changed.
+    """
     draws = [node for node in graph.nodes if node.op == "call_function" and is_random(node)]
     if not draws:
         return

@@ -1,6 +1,7 @@
 """Apply a table of rewrite rules to a graph until it no longer changes.
 
-Each sweep tries the rules of each operator, merges equal operators, and drops unused ones.
+Each sweep tries the rules of each operator, merges equal operators (common subexpression elimination), and drops unused
+ones. A rule (`pattern.py`) inserts new nodes before the node that it rewrites, and returns which values they replace.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ INTRODUCES_AXES = frozenset(
 def simplify(graph: fx.Graph, rules: Iterable[RewriteRule], num_results: int | None = None) -> bool:
     """Apply rules to a graph in place until none applies; return whether it changed. It keeps its inputs and outputs.
 
-    The first `num_results` outputs (all, if None) are returned to the caller, who may write to them: no merged operator
-    reads their memory.
+    The first `num_results` outputs (all, if None) are returned to the user, who may write to them later. So these outputs
+    are not merged with equal values: a write to one tensor must not change another.
     """
     rules_by_target: dict[Any, list[RewriteRule]] = defaultdict(list)
     for rule in rules:
@@ -55,8 +56,13 @@ def simplify(graph: fx.Graph, rules: Iterable[RewriteRule], num_results: int | N
 
 
 def _sweep(graph: fx.Graph, rules_by_target: Mapping[Any, list[RewriteRule]], num_results: int | None) -> bool:
-    """Apply the rules and merge equal operators once, in graph order, and return whether the graph changed."""
-    writer, first_by_key, is_changed = GraphWriter(graph), dict[Any, fx.Node](), False
+    """Try the rules on each operator once, in graph order, else merge it with an earlier equal one; return if the graph changed.
+
+    Operators whose memory may be returned to the user (the first `num_results` outputs) are not merged.
+    """
+    writer = GraphWriter(graph)
+    first_by_key: dict[Any, fx.Node] = {}  # by operator and arguments: the first operator that has them
+    is_changed = False
     outputs: Any = graph.output_node().args[0]
     result_memories = {memory for output in outputs[:num_results] if is_tensor(output) for memory in memories(output)}
     for node in list(graph.nodes):
@@ -73,9 +79,10 @@ def _rules_for(node: fx.Node, rules_by_target: Mapping[Any, list[RewriteRule]]) 
 
 def _apply_rule(rule: RewriteRule, node: fx.Node, writer: GraphWriter) -> bool:
     """Apply one rule to a node, and return whether it replaced a value; raise an error if the graph would have a cycle."""
-    first_new = len(writer.new_nodes)
+    num_nodes_before = len(writer.new_nodes)
     result = rule.rewrite(node, writer.before(node))
-    new_nodes, replacements = {*writer.new_nodes[first_new:]}, _replacements(node, result)
+    new_nodes = {*writer.new_nodes[num_nodes_before:]}
+    replacements = _replacements(node, result)
     if any(_reads(new, old, new_nodes) for old, new in replacements.items() if old is not new):  # the graph would have a cycle
         raise AssertionError(f"rule {rule.name}: a replacement depends on the node that it replaces")
     changes = [replace(old, new, is_new=new in new_nodes) for old, new in replacements.items()]
@@ -104,7 +111,8 @@ def _replacements(node: fx.Node, result: Replacement) -> Mapping[fx.Node, fx.Nod
 def replace(node: fx.Node, replacement: fx.Node, is_new: bool) -> bool:
     """Replace the uses of a node by `replacement`, and return whether anything changed.
 
-    An output of the graph is only replaced by a new node, because the caller may rely on two outputs being two tensors.
+    `is_new`: a rule has inserted the replacement. An older tensor does not replace an output of the graph: it may be an
+    output itself, and the caller may rely on two outputs being two tensors.
     """
     is_old_tensor = is_tensor(node) and not is_new
     return bool(
@@ -115,7 +123,10 @@ def replace(node: fx.Node, replacement: fx.Node, is_new: bool) -> bool:
 
 
 def _merge(node: fx.Node, first_by_key: dict[Any, fx.Node]) -> bool:
-    """Replace a node by an earlier equal one (common subexpression elimination), and return whether that happened."""
+    """Replace a node by an earlier node with equal operator and arguments, and return whether anything changed.
+
+    `first_by_key` holds the first node for each operator and arguments; this function adds the node if it is the first.
+    """
     if is_random(node) or introduces_axes(node) or not may_be_merged(node):
         return False
     first = first_by_key.setdefault(merge_key(node), node)
@@ -123,10 +134,10 @@ def _merge(node: fx.Node, first_by_key: dict[Any, fx.Node]) -> bool:
 
 
 def introduces_axes(node: fx.Node) -> bool:
-    """Return whether a result has dimensions that no operand has.
+    """Return whether a result may have dimensions that no operand has, as for `arange(n)`, `expand` or `cat`.
 
-    Such operators are not merged: `arange(n)` for the batch and for the sequence are equal if both have n rows, but merging
-    them would unify their axes.
+    Such operators are not merged: `arange(n)` for the batch and for the sequence are equal if both have n rows, but after a
+    merge, the analysis of axes would take both dimensions for one axis.
     """
     return not any(is_tensor(source) for source in node.all_input_nodes) or node.target in INTRODUCES_AXES
 

@@ -1,6 +1,7 @@
 """Rewrite rules of canonicalization: one operator with its neighbors, and an equal graph that replaces it.
 
-A rule starts from one operator and checks the operators around it. The replacement computes the same values; it may round
+A rule is a function (node, writer) with the decorator `rewrite_rule(operators)`. It starts from one operator, checks the
+operators around it, and inserts the replacement with the writer. The replacement computes the same values; it may round
 differently if the rule's docstring says so.
 """
 
@@ -23,11 +24,11 @@ Replacement: TypeAlias = "fx.Node | Mapping[fx.Node, fx.Node] | None"
 
 @dataclass(frozen=True)
 class RewriteRule:
-    """A rewrite rule: `rewrite` maps a node whose operator is among `targets`, and a writer before this node, to a replacement.
+    """A rewrite rule: `rewrite` is called for each node whose operator is among `targets`.
 
     `targets` are operators, or names of operators that other packages define (the collection may grow later). `rewrite`
-    returns the replacement of the node, a mapping from old to new nodes if it replaces several values, or None if the rule
-    does not apply. It inserts new nodes and replaces nothing itself.
+    gets the node, and a writer that inserts nodes before it. It returns the replacement of the node, a mapping from old to
+    new nodes if it replaces several values, or None if the rule does not apply. It replaces nothing itself.
     """
 
     name: str
@@ -36,18 +37,21 @@ class RewriteRule:
 
     @property
     def text(self) -> str:
-        """The rule as text: before -> after."""
+        """The rule's docstring, which says `before -> after`."""
         return inspect.getdoc(self.rewrite) or ""
 
 
 def map_getitems(node: fx.Node, other: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """Emit a `getitem` of another operator for each `getitem` of an operator, with the same index, and map old to new."""
+    """Emit a `getitem` of the operator `other` for each `getitem` of `node`, with the same index; return {old: new}.
+
+    A `getitem` beyond the results of `other` has no replacement. All users of `node` are `getitem` nodes.
+    """
     num_results = len(other.meta[VALUE])
     return {item: writer.call(operator.getitem, other, item.args[1]) for item in node.users if item.args[1] < num_results}  # type: ignore[operator]
 
 
 def getitems_by_index(node: fx.Node) -> dict[int, list[fx.Node]] | None:
-    """Return the `getitem` nodes of an operator with several results, by index; None if it has any other user."""
+    """Return the `getitem` nodes of an operator with several results, by result index; None if it has any other user."""
     getitems: dict[int, list[fx.Node]] = {}
     for user in node.users:
         if user.target is not operator.getitem:

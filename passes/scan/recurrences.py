@@ -5,6 +5,9 @@ rows (`x[:, t]`), and concatenates T rows. Each operator between them belongs to
 the backward graph, to the first row from which its cotangents come. All of them become one operator, which processes its
 rows in sequence (`streamfx/ir/recurrence.py`). Steps may differ from row to row. No row may depend on a later one, and the
 state that crosses from row to row must be smaller than the rows (it may be empty).
+
+A *family* is all operators on rows of values with T rows; its connected components are the loops. An *interval* is the part of
+the sequence from which a loop's rows come, as `x[:, 8:16]`: two loops with equal T may run over two intervals.
 """
 
 from __future__ import annotations
@@ -44,7 +47,10 @@ class Recurrences:
     name: ClassVar[str] = "recurrences"
 
     def apply(self, facts: Facts) -> Facts:
-        """Reroll unrolled loops over rows into recurrence operators; restore rewritten blocks that no loop uses."""
+        """Return the facts with each unrolled loop over rows replaced by one recurrence operator per graph, in place.
+
+        Blocks of rows are first rewritten to rows of a block dimension; those that no loop uses are restored.
+        """
         joint = facts.joint
         writer = GraphWriter(joint.graph)
         blocks = stack_sliced_blocks(joint, writer)
@@ -58,29 +64,35 @@ class Recurrences:
         return replace(facts, joint=joint_graph(joint.graph, len(joint.primals), len(joint.outputs)))
 
     def _roll(self, facts: Facts, joint: JointGraph, rows: RowAccesses) -> None:
-        """Replace the loops of each number of rows by recurrence operators, except loops that fall back."""
+        """Replace unrolled loops by recurrence operators, in place, except loops that fell back in an earlier attempt.
+
+        `rows`: the nodes that select rows, and the stacks of rows. A loop reads as many rows as it stacks.
+        """
         lengths = {len(concat.values) for concat in rows.concats} & {row.length for row in rows.reads.values()}
         if not lengths:
             return
         axes = sequence_axes(joint)
         families = [family for length in sorted(lengths) for family in _families_of_length(joint, rows, length, axes)]
-        planned_nodes, replacements = set[fx.Node](), dict[fx.Node, fx.Node]()
-        for plan in [plan for family in families for plan in family.plans(axes, families, planned_nodes)]:
+        planned_nodes: set[fx.Node] = set()
+        plans = [plan for family in families for plan in family.plans(axes, families, planned_nodes)]
+        replacements: dict[fx.Node, fx.Node] = {}
+        for plan in plans:
             if not any(call is not None and unrolled_name(call) in facts.fallbacks for call in (plan.forward, plan.backward)):
                 reroll(plan, joint.graph, replacements)
 
 
 def _families_of_length(joint: JointGraph, rows: RowAccesses, length: int, axes: AxisFacts) -> list[_Family]:
-    """Return a family for each interval of the sequence with `length` rows: blocks, and equally many rows after them.
+    """Return a family for each interval of the sequence with `length` rows: for example blocks, and equally many rows after them.
 
-    A row whose interval is unknown counts for each family; `_drop_other_intervals` decides by the rows it is combined with.
+    A row whose interval is unknown belongs to each family; `_drop_other_intervals` decides by the rows it is combined with.
     """
-    range_of = {node: row_interval_of(row, axes) for node, row in rows.reads.items() if row.length == length}
-    ranges: list[RowInterval | None] = [*sorted({interval for interval in range_of.values() if interval is not None})] or [None]
-    index_of = {interval: i for i, interval in enumerate(ranges)}
+    interval_of_read = {node: row_interval_of(row, axes) for node, row in rows.reads.items() if row.length == length}
+    known_intervals = {interval for interval in interval_of_read.values() if interval is not None}
+    intervals: list[RowInterval | None] = [*sorted(known_intervals)] or [None]
+    index_of = {interval: index for index, interval in enumerate(intervals)}
     return [
-        _Family(joint, rows, length, {node: index_of.get(interval, index) for node, interval in range_of.items()}, index)
-        for index in index_of.values()
+        _Family(joint, rows, length, {node: index_of.get(interval, own) for node, interval in interval_of_read.items()}, own)
+        for own in index_of.values()
     ]
 
 
@@ -90,7 +102,11 @@ class _Family:
     def __init__(
         self, joint: JointGraph, rows: RowAccesses, length: int, interval_of: Mapping[fx.Node, int], interval: int
     ) -> None:
-        """Assign a step to each operator. `interval_of` has each row's interval, `interval` is this family's interval."""
+        """Assign a step to each operator, the row index in this interval; `step`, `component`, `useful` have the results.
+
+        `interval_of` maps each node that selects a row to the index of its interval (0 is the first in the sequence);
+        `interval` is the index of this family's interval.
+        """
         self.joint, self.length, self.interval_of, self.interval = joint, length, interval_of, interval
         self.nodes = joint.nodes
         self.order = {node: i for i, node in enumerate(self.nodes)}
@@ -99,37 +115,39 @@ class _Family:
         self.concat_nodes = {concat.node for concat in self.concats}
         self.reads_of_other_intervals: set[fx.Node] = set()
         self.step: dict[fx.Node, int] = {}
-        self.component: dict[fx.Node, fx.Node] = {}
+        self.component: dict[fx.Node, fx.Node] = {}  # union-find: the parent of each operator
         self._forward_steps()
         self._backward_steps()
         self._drop_other_intervals()
         self.useful = dict.fromkeys(self._useful())
 
     def plans(self, axes: AxisFacts, families: Iterable[_Family], planned_nodes: set[fx.Node]) -> list[RecurrencePair]:
-        """Return the loops that can be rerolled, and add their operators to `planned_nodes`.
+        """Return the recurrence operators of each loop that can be rerolled, and add its operators to `planned_nodes`.
 
-        Loops do not include operators that are already planned, or that other families need.
+        A loop is omitted if it has operators that are already planned, reads rows of another interval, reads neither rows of
+        the sequence nor results of such a loop, or cannot run in chunks. `families`: all families, including this one.
         """
-        pairs: list[RecurrencePair] = []
+        plans: list[RecurrencePair] = []
         linked: set[Dim] = set()  # axes along which loops over the sequence concatenate results
-        for pair in self.pairs({node for family in families for node in family.useful if node not in self.useful}):
-            nodes = (*pair.forward, *pair.backward)
+        needed_by_others = {node for family in families for node in family.useful if node not in self.useful}
+        for loop in self.loops(needed_by_others):
+            nodes = (*loop.forward, *loop.backward)
             if not planned_nodes.isdisjoint(nodes) or any(
                 source in self.reads_of_other_intervals for node in nodes for source in node.all_input_nodes
             ):
                 continue
             read_dims = [
-                axes.shapes[row.source][row.dim] for row in (*pair.forward_reads.values(), *pair.backward_reads.values())
+                axes.shapes[row.source][row.dim] for row in (*loop.forward_reads.values(), *loop.backward_reads.values())
             ]
             if not any(axes.sequence_atom(dim) is not None or axes.table.resolve(dim) in linked for dim in read_dims):
                 continue
-            linked |= {axes.table.resolve(axes.shapes[concat.node][concat.dim]) for concat in pair.forward_concats}
+            linked |= {axes.table.resolve(axes.shapes[concat.node][concat.dim]) for concat in loop.forward_concats}
             try:
-                pairs.append(plan_recurrence(pair, axes, self.nodes))
+                plans.append(plan_recurrence(loop, axes, self.nodes))
                 planned_nodes.update(nodes)
             except NoRecurrenceError as reason:
                 log.debug("rows of %d stay unrolled: %s", self.length, reason)
-        return pairs
+        return plans
 
     def is_forward(self, node: fx.Node) -> bool:
         """Return whether a node belongs to the forward graph."""
@@ -138,19 +156,19 @@ class _Family:
     # -- steps
 
     def _step_of_read(self, node: fx.Node) -> int:
-        """Return the step of a row, counted over all intervals."""
+        """Return the step of a selected row, counted over all intervals: row 2 of interval 1, 8 rows each -> 10."""
         return self.interval_of[node] * self.length + self.reads[node].step
 
     def _reads_in_earlier_intervals(self, sources: Iterable[fx.Node], step: int) -> list[int]:
-        """Return the steps of those `sources` that are rows of earlier intervals than `step`.
+        """Return the steps of those `sources` that are selected rows of intervals before the interval of `step`.
 
-        The gradient of an earlier interval's final state is combined with them.
+        Backward operators combine them with the gradient of an earlier interval's final state. Steps count over all intervals.
         """
-        steps = (self._step_of_read(source) for source in sources if source in self.reads)
-        return [read for read in steps if read // self.length < step // self.length]
+        steps_of_reads = (self._step_of_read(source) for source in sources if source in self.reads)
+        return [read_step for read_step in steps_of_reads if read_step // self.length < step // self.length]
 
     def _drop_other_intervals(self) -> None:
-        """Remove the rows, concatenations and operators of other intervals, and count steps from the first row of this one."""
+        """Drop the rows, concatenations and operators of other intervals, and count steps from this interval's first row."""
         self.reads_of_other_intervals = {node for node in self.reads if self.interval_of[node] != self.interval}
         self.reads = {node: row for node, row in self.reads.items() if node not in self.reads_of_other_intervals}
         self.concats = [concat for concat in self.concats if self._interval_of_concat(concat) in (self.interval, None)]
@@ -158,12 +176,12 @@ class _Family:
         self.step = {node: step for node, (interval, step) in steps if interval == self.interval}
 
     def _interval_of_concat(self, concat: ConcatAccess) -> int | None:
-        """Return the interval of a concatenation: of its last row if forward, of its first row if backward."""
-        interval_of = [self.step[value] // self.length for value in concat.values if value in self.step]
-        return (max if self.is_forward(concat.node) else min)(interval_of, default=None)
+        """Return the interval of a concatenation, the last one of its rows (backward: the first one); None if no row has one."""
+        intervals = [self.step[value] // self.length for value in concat.values if value in self.step]
+        return (max if self.is_forward(concat.node) else min)(intervals, default=None)
 
     def _forward_steps(self) -> None:
-        """Assign each operator of the forward graph to the step of the last row on which it depends."""
+        """Set `self.step` of each forward operator: the step of the last row on which it depends. Without rows: no step."""
         for node in self.nodes:
             if node in self.reads and self.is_forward(self.reads[node].source):
                 self.step[node] = self._step_of_read(node)
@@ -173,17 +191,17 @@ class _Family:
                     self.step[node] = max(steps)
 
     def _backward_steps(self) -> None:
-        """Assign each operator of the backward graph to the step of the first row from which its cotangents come.
+        """Set `self.step` of each backward operator: the step of the first row from which its cotangents come.
 
         An operator that depends on values of the loop, but on no cotangent, belongs to the last step that uses it. So do
         operators that combine gradients of a final state with values of the loop. Operators that combine cotangents with
         values computed after the loop do not belong to it.
         """
-        depends_on_loop: dict[
-            fx.Node, bool
-        ] = {}  # for operators without a step: whether they depend on values of the loop itself
+        # operators whose step their users decide: whether they depend on values of the loop itself
+        depends_on_loop: dict[fx.Node, bool] = {}
         has_cotangent_step: set[fx.Node] = set()
-        after_loop, depends_on_tangents = self._after_loop(), set[fx.Node](self.joint.tangents)
+        after_loop = self._after_loop()
+        depends_on_tangents = set[fx.Node](self.joint.tangents)
         for node in self.nodes:
             if self.is_forward(node) or node in self.step or self._is_boundary(node):
                 continue
@@ -210,7 +228,7 @@ class _Family:
                 has_cotangent_step.add(node)
 
     def _after_loop(self) -> set[fx.Node]:
-        """Return the forward values that depend on states of the loop, but on which no concatenated row depends."""
+        """Return forward values that depend on loop states, but on which no stacked row depends: functions of the final state."""
         useful = set(self._useful())
         after, reached = set[fx.Node](), set(useful)
         for node in self.step:
@@ -222,23 +240,23 @@ class _Family:
         return after
 
     def _is_boundary(self, node: fx.Node) -> bool:
-        """Return whether an operator only concatenates rows or is a collective."""
+        """Return whether an operator ends a loop: it concatenates the rows, or is a collective. It belongs to no step."""
         return node in self.concat_nodes or is_collective(node)
 
     # -- connected components
 
-    def pairs(self, others: Container[fx.Node] = ()) -> list[UnrolledLoop]:
-        """Return the connected components of the operators with a step, as loops of forward and backward components."""
+    def loops(self, other_family_nodes: Container[fx.Node] = ()) -> list[UnrolledLoop]:
+        """Return the loops: connected components of the operators with a step, backward ones with their forward ones."""
         self._merge_components(self.useful)
-        self._add_sums_over_steps(self.useful, others)
-        groups: dict[fx.Node, list[fx.Node]] = {}
+        self._add_sums_over_steps(self.useful, other_family_nodes)
+        nodes_of_component: dict[fx.Node, list[fx.Node]] = {}
         for node in self.nodes:
             if node in self.component:
-                groups.setdefault(self._component_of(node), []).append(node)
-        return self._pair_components(groups)
+                nodes_of_component.setdefault(self._component_of(node), []).append(node)
+        return self._pair_components(nodes_of_component)
 
     def _useful(self) -> list[fx.Node]:
-        """Return the operators with a step on which concatenated rows depend."""
+        """Return the operators with a step on which concatenated rows of the same (forward or backward) graph depend."""
         useful = {value for concat in self.concats for value in concat.values}
         useful &= self.step.keys()
         for node in reversed(self.nodes):
@@ -250,15 +268,17 @@ class _Family:
         """Add sums over steps to the loop's component, such as a weight's gradient: no concatenated row depends on them.
 
         These are operators that depend on one component, and come before its last operator in the graph, or equal one of
-        its operators in type and shape; and operators that only operators of one component use.
+        its operators in type and shape; and operators that only operators of one component use. `useful`: operators on which
+        concatenated rows depend. Operators in `other_family_nodes`, and those after them, are not added.
         """
-        last_position, known_kinds = dict[fx.Node, int](), set[Any]()
+        last_position: dict[fx.Node, int] = {}  # in the graph, by component
+        kinds: set[Any] = set()  # (component, operator and shape)
         for node in useful:
             last_position[self._component_of(node)] = self.order[node]
         after_loop: set[fx.Node] = set()
         for node in self.nodes:
             if node in self.component:
-                known_kinds.add((self._component_of(node), _operator_and_shape(node)))
+                kinds.add((self._component_of(node), _operator_and_shape(node)))
             if node in self.component or node in self.reads or node not in self.step:
                 continue
             sources, forward = node.all_input_nodes, self.is_forward(node)
@@ -269,11 +289,9 @@ class _Family:
             }
             is_after = node in other_family_nodes or any(source in after_loop for source in sources)
             root = source_roots.pop() if len(source_roots) == 1 and not is_after else None
-            if root in last_position and (
-                self.order[node] < last_position[root] or (root, _operator_and_shape(node)) in known_kinds
-            ):
+            if root in last_position and (self.order[node] < last_position[root] or (root, _operator_and_shape(node)) in kinds):
                 self.component[node] = root
-                known_kinds.add((root, _operator_and_shape(node)))
+                kinds.add((root, _operator_and_shape(node)))
             elif source_roots or root or is_after:
                 after_loop.add(node)
         for node in reversed(self.nodes):
@@ -286,7 +304,7 @@ class _Family:
                     self.component[node] = roots.pop()  # type: ignore[assignment]
 
     def _is_operator_of(self, node: fx.Node, forward: bool) -> bool:
-        """Return whether a node computes in a step of the given graph: forward if `forward`, else backward."""
+        """Return whether a step of the forward (`forward`) or backward graph computes a node; a selected row is not computed."""
         return node in self.step and self.is_forward(node) == forward and node not in self.reads
 
     def _is_computed_in_step(self, value: fx.Node) -> bool:
@@ -294,7 +312,7 @@ class _Family:
         return value in self.step and value not in self.reads
 
     def _merge_components(self, useful: Iterable[fx.Node]) -> None:
-        """Merge the components of operators that read each other, and of values that one result concatenates."""
+        """Put operators that read each other, and values that one result concatenates, into one component (union-find)."""
         for node in useful:
             self.component.setdefault(node, node)
             for source in node.all_input_nodes:
@@ -312,73 +330,70 @@ class _Family:
             node = parent
         return node
 
-    def _pair_components(self, groups: dict[fx.Node, list[fx.Node]]) -> list[UnrolledLoop]:
-        """Return loops: a backward component with the forward components whose values it uses, or a forward component alone."""
-        find_group_name: dict[fx.Node, list[fx.Node]] = {root: [root] for root in groups}
-        for root, nodes in groups.items():
-            if not self.is_forward(nodes[0]):
-                sources = dict.fromkeys(
-                    s for node in nodes for s in node.all_input_nodes if self._is_operator_of(s, forward=True)
-                )
-                forward_roots = [
-                    *dict.fromkeys(
-                        self._component_of(s) for s in sources if s in self.component and self._component_of(s) in groups
-                    )
-                ]
-                for forward_root in forward_roots or self._components_sharing_reads(nodes, groups):
-                    if find_group_name[forward_root] is not find_group_name[root]:
-                        find_group_name[root] += find_group_name[forward_root]
-                        find_group_name |= dict.fromkeys(find_group_name[forward_root], find_group_name[root])
-        concats: dict[int, list[ConcatAccess]] = defaultdict(list)
-        for concat in self.concats:
-            first = next((value for value in concat.values if value in self.component), None)
-            if first is not None and self._component_of(first) in find_group_name:
-                concats[id(find_group_name[self._component_of(first)])].append(concat)
-        pairs = []
-        for roots in {id(roots): roots for roots in find_group_name.values()}.values():
-            nodes = sorted((node for root in roots for node in groups[root]), key=self.order.__getitem__)
-            pairs.append(self._unrolled_loop(nodes, concats[id(roots)]))
-        return [pair for pair in pairs if not any(map(is_random, (*pair.forward, *pair.backward)))]
+    def _pair_components(self, nodes_of_component: dict[fx.Node, list[fx.Node]]) -> list[UnrolledLoop]:
+        """Return loops: a backward component with the forward components whose values it uses, or a forward component alone.
 
-    def _components_sharing_reads(self, backward: Iterable[fx.Node], groups: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return a forward component, if any, that reads rows which the backward component uses at another step."""
+        `nodes_of_component` maps the root of each component to its operators. Loops with random operators are omitted.
+        """
+        # the roots of all components of a root's loop; components of one loop share the list
+        loop_roots: dict[fx.Node, list[fx.Node]] = {root: [root] for root in nodes_of_component}
+        for root, nodes in nodes_of_component.items():
+            if not self.is_forward(nodes[0]):
+                sources = [s for node in nodes for s in node.all_input_nodes if self._is_operator_of(s, forward=True)]
+                roots_used = dict.fromkeys(self._component_of(source) for source in sources if source in self.component)
+                forward_roots = [used for used in roots_used if used in nodes_of_component]
+                for forward_root in forward_roots or self._components_sharing_reads(nodes, nodes_of_component):
+                    if loop_roots[forward_root] is not loop_roots[root]:
+                        loop_roots[root] += loop_roots[forward_root]
+                        loop_roots |= dict.fromkeys(loop_roots[forward_root], loop_roots[root])
+        concats: dict[int, list[ConcatAccess]] = defaultdict(list)  # by the id of the list of roots
+        for concat in self.concats:
+            own_value = next((value for value in concat.values if value in self.component), None)
+            if own_value is not None and self._component_of(own_value) in loop_roots:
+                concats[id(loop_roots[self._component_of(own_value)])].append(concat)
+        loops = []
+        for roots in {id(roots): roots for roots in loop_roots.values()}.values():
+            nodes = sorted((node for root in roots for node in nodes_of_component[root]), key=self.order.__getitem__)
+            loops.append(self._unrolled_loop(nodes, concats[id(roots)]))
+        return [loop for loop in loops if not any(map(is_random, (*loop.forward, *loop.backward)))]
+
+    def _components_sharing_reads(self, backward: Iterable[fx.Node], roots: Iterable[fx.Node]) -> list[fx.Node]:
+        """Return the first of the components `roots`, in a list, whose forward operators read a row that the operators
+        `backward` use at another step; an empty list if none does.
+        """
         uses = ((source, node) for node in backward for source in node.all_input_nodes if source in self.reads)
         rows = [row for row, node in uses if self.is_forward(self.reads[row].source) and self.step[row] != self.step[node]]
         readers = {
             self._component_of(user) for row in rows for user in row.users if user in self.component and self.is_forward(user)
         }
-        return [root for root in groups if root in readers][:1]
+        return [root for root in roots if root in readers][:1]
 
     def _unrolled_loop(self, nodes: list[fx.Node], concats: list[ConcatAccess]) -> UnrolledLoop:
-        """Return the unrolled loop of these operators, with the rows that it reads and concatenates."""
+        """Return the loop of these operators, with the rows that it reads, and those of `concats` that no other loop computes."""
         inside = set(nodes)
         concats = [
             concat for concat in concats if all(value in inside for value in concat.values if self._is_computed_in_step(value))
         ]
         forward_concats = [concat for concat in concats if self.is_forward(concat.node)]
         backward_concats = [concat for concat in concats if not self.is_forward(concat.node)]
-        reads = {s: self.reads[s] for node in nodes for s in node.all_input_nodes if s in self.reads}
-        reads |= {
-            value: self.reads[value]
-            for concat in (*forward_concats, *backward_concats)
-            for value in concat.values
-            if value in self.reads
-        }
-        is_forward = {node: self.is_forward(self.reads[node].source) for node in reads}
+        values_used = [source for node in nodes for source in node.all_input_nodes]
+        values_used += [value for concat in (*forward_concats, *backward_concats) for value in concat.values]
+        reads = {value: self.reads[value] for value in values_used if value in self.reads}
+        reads_forward_value = {node: self.is_forward(self.reads[node].source) for node in reads}
         return UnrolledLoop(
             self.length,
             tuple(node for node in nodes if self.is_forward(node)),
             tuple(node for node in nodes if not self.is_forward(node)),
             tuple(forward_concats),
             tuple(backward_concats),
-            {node: row for node, row in reads.items() if is_forward[node]},
-            {node: row for node, row in reads.items() if not is_forward[node]},
+            {node: row for node, row in reads.items() if reads_forward_value[node]},
+            {node: row for node, row in reads.items() if not reads_forward_value[node]},
             self.step,
             self.order,
         )
 
 
 def _operator_and_shape(node: fx.Node) -> Any:
-    """Return the operator and the shape of its result: equal ones belong to the same loop."""
+    """Return (operator, shape of its result; None if it is not a tensor), which are equal for the same operator of two steps."""
     value = node.meta.get(VALUE)
     return node.target, shape_of(value) if isinstance(value, torch.Tensor) else None

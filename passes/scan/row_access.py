@@ -3,6 +3,10 @@
 x[:, 0], x[:, 1], ...                                 rows of x
 y[:, 0] = a; y[:, 1] = b; ...   or  stack([a, b])     a value whose rows are a, b, ...
 select_backward(a, 0) + select_backward(b, 1) + ...   the same: the gradient of the first line
+
+A read and a write of row t belong to step t of an unrolled loop. In a functional graph, `y[:, t] = a` is a `select_scatter`,
+which returns a new value; several of them in a row are a *chain of writes*. `select_backward(a, t)` is a zero tensor with
+`a` as row t.
 """
 
 from __future__ import annotations
@@ -65,9 +69,9 @@ class RowAccesses:
 
 @dataclass(eq=False)
 class _Chain:
-    """A chain of operators (`links`), each of which writes one row into the result of the one before, starting from `root`.
+    """A chain of writes: each operator in `links` writes one row into the result of the link before; the first one into `root`.
 
-    `written` has, for each row, the positions of the links that write it, and the values that they write.
+    `written` has, for each row index along `dim`, the indices (in `links`) of the links that write it, and the written values.
     """
 
     root: fx.Node
@@ -77,31 +81,31 @@ class _Chain:
 
     def add(self, link: fx.Node, step: int) -> None:
         """Append a link that writes row `step`."""
-        positions, values = self.written[step]
-        positions.append(len(self.links))
+        link_indices, values = self.written[step]
+        link_indices.append(len(self.links))
         values.append(node_argument(link, 1))
         self.links.append(link)
 
-    def at(self, step: int, link: int) -> fx.Node | None:
-        """Return the value that a row has after a link; None if it is still the row of `root`."""
-        positions, values = self.written.get(step, ([], []))
-        count = bisect_right(positions, link)
-        return values[count - 1] if count else None
+    def row_after(self, link_index: int, step: int) -> fx.Node | None:
+        """Return the value of row `step` in the result of `links[link_index]`; None if it is still the row of `root`."""
+        link_indices, values = self.written.get(step, ([], []))
+        num_writes = bisect_right(link_indices, link_index)
+        return values[num_writes - 1] if num_writes else None
 
 
 def find_row_accesses(graph: fx.Graph) -> RowAccesses:
-    """Return all selected rows of a graph, and all values assembled from rows.
+    """Return all nodes that select one row of a value, and all stacks of rows (values of at least `MIN_ROWS` rows only).
 
-    Before, simplify the graph in place: a read of a row that a chain has written becomes the written value, and rows that
-    are written into zeros, or padded with zeros and summed, become stacks.
+    First simplify the graph in place: a read of a row that a chain of writes has written becomes the written value, and rows
+    that are written into zeros, or padded with zeros and summed, become stacks.
     """
     writer = GraphWriter(graph)
-    accesses, chains = _single_rows(graph)
+    accesses, writes = _single_rows(graph)
     for node in erase_unused(graph, is_random):  # random draws have distinct seeds, so unused ones can be dropped
-        chains.pop(node, None)
+        writes.pop(node, None)
         accesses.reads.pop(node, None)
-    for chain in dict.fromkeys(chain for chain, _ in chains.values()):
-        _stack_chain([link for link in chain.links if link in chains], chain, writer)
+    for chain in dict.fromkeys(chain for chain, _ in writes.values()):
+        _stack_chain([link for link in chain.links if link in writes], chain, writer)
     _stack_sums(graph, writer)
     trim_stacks(graph, {node: (row.source, row.length) for node, row in accesses.reads.items()}, writer)
     trim_rows(accesses.reads, writer)
@@ -116,53 +120,68 @@ def find_row_accesses(graph: fx.Graph) -> RowAccesses:
 
 
 def _single_rows(graph: fx.Graph) -> tuple[RowAccesses, dict[fx.Node, tuple[_Chain, int]]]:
-    """Return the rows selected from values, and the chain and position of each write of a row."""
-    accesses, chains = RowAccesses(), dict[fx.Node, tuple[_Chain, int]]()
+    """Return the rows selected from values (by `select` or `unbind`), and for each write of a row: its chain, and index in it.
+
+    A read of a written row is replaced by the written value, in place.
+    """
+    accesses = RowAccesses()
+    writes: dict[fx.Node, tuple[_Chain, int]] = {}
     for node in list(graph.nodes):
         if node.target is aten.select_scatter.default:
-            _record_write(node, chains)
+            _record_write(node, writes)
         elif node.target is aten.select.int:
-            _record_read(node, chains, accesses)
-        elif node.target is operator.getitem and node_argument(node).target is aten.unbind.int:
-            source = node_argument(node_argument(node))
-            row = _static_row(source, bound_arguments(node_argument(node))["dim"], node.args[1])
+            _record_read(node, writes, accesses)
+        elif node.target is operator.getitem and (unbind := node_argument(node)).target is aten.unbind.int:
+            source = node_argument(unbind)
+            row = _static_row(source, bound_arguments(unbind)["dim"], node.args[1])
             if row is not None and row.length >= MIN_ROWS:
                 accesses.reads[node] = RowAccess(source, *row)
-    return accesses, chains
+    return accesses, writes
 
 
 def _static_row(source: fx.Node, dim: Any, step: Any) -> RowIndex | None:
-    """Return the row that an operator selects or writes; None if it is not static."""
+    """Return row `step` along `dim` of `source`, both counted from the start; None if `dim`, `step` or the size is not static.
+
+    For a value of shape (2, 8): dim -1, step -3 -> RowIndex(dim=1, step=5, length=8).
+    """
     shape = shape_of_node(source)
     if not isinstance(dim, int) or not isinstance(step, int) or not isinstance(length := shape[dim % len(shape)], int):
         return None
     return RowIndex(dim % len(shape), step % length, length)
 
 
-def _record_write(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]]) -> None:
-    """Record a `select_scatter` as a link of a chain of row writes, a new chain if it extends none."""
+def _record_write(node: fx.Node, writes: dict[fx.Node, tuple[_Chain, int]]) -> None:
+    """Record a `select_scatter` of one row in `writes`, which has the chain of each write and its index in it.
+
+    It extends the chain whose last link it writes into, otherwise it starts a chain. Do nothing if the row is not static, if
+    the value has fewer than `MIN_ROWS` rows, or if the write converts the dtype.
+    """
     row = _static_row(node, *node.args[2:4])
-    same_type = node_argument(node, 1).meta[VALUE].dtype == node.meta[VALUE].dtype  # otherwise the write converts the value
+    same_type = node_argument(node, 1).meta[VALUE].dtype == node.meta[VALUE].dtype
     if row is None or row.length < MIN_ROWS or not same_type:
         return
     base = node_argument(node)
-    chain, position = chains.get(base, (None, -1))
-    if chain is None or chain.dim != row.dim or position != len(chain.links) - 1:
+    chain, base_index = writes.get(base, (None, -1))
+    if chain is None or chain.dim != row.dim or base_index != len(chain.links) - 1:
         chain = _Chain(base, row.dim)
-    chains[node] = chain, len(chain.links)
+    writes[node] = chain, len(chain.links)
     chain.add(node, row.step)
 
 
-def _record_read(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]], accesses: RowAccesses) -> None:
-    """Record a selected row; if a chain of writes has just written it, use the written value instead."""
+def _record_read(node: fx.Node, writes: dict[fx.Node, tuple[_Chain, int]], accesses: RowAccesses) -> None:
+    """Record `x.select(dim, step)` in `accesses.reads`, or replace it by the row's value if a chain of writes has written it.
+
+    If x is the result of a chain that has not written this row, the row is read from the value before the chain, in place.
+    `writes` has the chain of each write, and its index in it.
+    """
     source = node_argument(node)
     row = _static_row(source, *node.args[1:3])
     if row is None or row.length < MIN_ROWS:
         return
     dim, step, length = row
-    while source in chains and chains[source][0].dim == dim:
-        chain, position = chains[source]
-        written_value = chain.at(step, position)
+    while source in writes and writes[source][0].dim == dim:
+        chain, link_index = writes[source]
+        written_value = chain.row_after(link_index, step)
         if written_value is not None:
             node.replace_all_uses_with(written_value, delete_user_cb=lambda user: user.op != "output", propagate_meta=False)
             return
@@ -171,21 +190,25 @@ def _record_read(node: fx.Node, chains: dict[fx.Node, tuple[_Chain, int]], acces
     accesses.reads[node] = RowAccess(source, dim, step, length)
 
 
-def _stack_chain(remaining: list[fx.Node], chain: _Chain, writer: GraphWriter) -> None:
-    """Replace a chain by a stack, if only its last link has other users, and all rows of its root that remain are zeros."""
-    if not remaining or remaining != chain.links[: len(remaining)]:
+def _stack_chain(links: list[fx.Node], chain: _Chain, writer: GraphWriter) -> None:
+    """Replace the result of a chain of writes by a stack of the written rows, in place.
+
+    `links`: the links that are still in the graph. Do nothing if a value between two links has other users, or if rows that
+    are not written are not zeros.
+    """
+    if not links or links != chain.links[: len(links)]:
         return
-    *inner, end = remaining
-    if any(user not in remaining for link in inner for user in link.users):
+    *inner, end = links
+    if any(user not in links for link in inner for user in link.users):
         return
     length = end.meta[VALUE].shape[chain.dim]
-    values = [chain.at(step, len(remaining) - 1) for step in range(length)]
+    values = [chain.row_after(len(links) - 1, step) for step in range(length)]
     if None not in values or find_fill(chain.root) == 0:
         end.replace_all_uses_with(_stack_rows(values, chain.dim, end, writer), propagate_meta=False)
 
 
 def _stack_rows(values: Sequence[fx.Node | None], dim: int, like_node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Insert a stack of these rows, with zeros for missing ones, before `like_node`, with its metadata."""
+    """Insert `stack(values, dim)` before `like_node`, with its metadata, and return it; a row that is None becomes zeros."""
     like, zeros = like_node.meta[VALUE], None
     if None in values:
         sizes = size_arguments(next(value for value in values if value is not None), writer.before(like_node))
@@ -198,8 +221,11 @@ def _stack_rows(values: Sequence[fx.Node | None], dim: int, like_node: fx.Node, 
 
 
 def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
-    """Replace each sum of zero-padded rows by a stack, in place."""
-    partial_sums: dict[fx.Node, None] = {}
+    """Replace each sum of zero-padded rows by a stack, in place: select_backward(a, 0) + select_backward(b, 1) -> stack([a, b]).
+
+    Autograd adds such gradients if a loop selects rows one by one.
+    """
+    partial_sums: dict[fx.Node, None] = {}  # the zero-padded rows, and all sums with one of them
     for node in graph.nodes:
         if node.target is aten.select_backward.default or (
             is_same_type_addition(node) and any(item in partial_sums for item in node.args)
@@ -212,19 +238,20 @@ def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
 
 
 def is_summand(node: fx.Node, partial_sums: Collection[fx.Node]) -> bool:
-    """Return whether the only use of a sum is as a summand of another one."""
+    """Return whether the only user of a sum is an addition in `partial_sums`, so that it is not the final sum."""
     return len(node.users) == 1 and (user := next(iter(node.users))) in partial_sums and user.target is aten.add.Tensor
 
 
 def _stack_sum(node: fx.Node, partial_sums: Collection[fx.Node], order: Mapping[fx.Node, int], writer: GraphWriter) -> None:
-    """Replace a sum of zero-padded rows by stacks of rows, plus the other summands, in place.
+    """Replace the sum `node` of zero-padded rows by stacks of rows, plus the other summands, in place.
 
-    Nothing changes if less than half of the rows are written. Several values of a row come from several loops, in the
-    order of the graph: there is a stack for each loop.
+    Nothing changes if less than half of the rows are given. Several values of a row come from several loops, in the order of
+    the graph (`order`): there is a stack for each loop. `partial_sums` has the additions that lead to `node`.
     """
-    todo, other_summands = list(node.args), list[Any]()
-    rows: dict[tuple[int, int], dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
-    padded: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
+    todo = list(node.args)
+    other_summands: list[Any] = []
+    rows: dict[tuple[int, int], dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))  # [dim, length][step]
+    padded: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)  # the same rows, as zero-padded summands
     while todo:
         addend: Any = todo.pop()
         row = _static_row(addend, *addend.args[2:4]) if addend.target is aten.select_backward.default else None
@@ -236,15 +263,15 @@ def _stack_sum(node: fx.Node, partial_sums: Collection[fx.Node], order: Mapping[
         else:
             other_summands.append(addend)
     dim, length = max(rows, key=lambda key: len(rows[key]), default=(0, 0))
-    if length < MIN_ROWS or 2 * len(rows[dim, length]) < length:
+    values_of_step = rows[dim, length]
+    if length < MIN_ROWS or 2 * len(values_of_step) < length:
         return
     other_summands += [addend for key, summands in padded.items() if key != (dim, length) for addend in summands]
-    num_stacks = max(len(summands) for summands in rows[dim, length].values())
-    for index in range(num_stacks):
-        values = [sorted(rows[dim, length].get(step, ()), key=lambda value: order.get(value, 0)) for step in range(length)]
-        other_summands.append(
-            _stack_rows([row_values[index] if index < len(row_values) else None for row_values in values], dim, node, writer)
-        )
+    num_stacks = max(len(values) for values in values_of_step.values())
+    in_order = [sorted(values_of_step.get(step, ()), key=lambda value: order.get(value, 0)) for step in range(length)]
+    for loop_index in range(num_stacks):
+        stack_values = [values[loop_index] if loop_index < len(values) else None for values in in_order]
+        other_summands.append(_stack_rows(stack_values, dim, node, writer))
     total = other_summands[0]
     for summand in other_summands[1:]:
         total = writer.before(node).call(aten.add.Tensor, total, summand)

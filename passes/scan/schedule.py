@@ -1,7 +1,8 @@
-"""Plan how an unrolled loop runs in chunks of its rows.
+"""Plan how an unrolled loop runs in chunks of its rows: translate its operators to steps of a recurrence operator.
 
-Values that cross from row to row get slots of the carry; operands and results get axis labels. If a loop cannot run in
-chunks, `NoRecurrenceError` has the reason, and the loop stays unrolled.
+Each operator belongs to a *step*, one per row of the sequence. Values that cross from step to step get slots of the carry (one
+flat vector); operands and results get axis labels. If a loop cannot run in chunks, `NoRecurrenceError` has the reason, and
+the loop stays unrolled. `ir/recurrence.py` has an example of steps.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 import torch
 from torch import fx
@@ -19,6 +19,7 @@ from streamfx.ir.axis_table import Dim
 from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import is_size, is_tensor
 from streamfx.ir.recurrence import (
+    ROWS,
     ConcatResult,
     Instruction,
     Operation,
@@ -42,9 +43,10 @@ MAX_SINGLE_ROW_RESULTS = 24  # per loop: more results of single rows are not sup
 
 @dataclass(frozen=True)
 class UnrolledLoop:
-    """The operators of an unrolled loop, forward and backward, with the rows that they read and concatenate.
+    """The operators of an unrolled loop, in the forward and the backward graph, with the rows that they read and concatenate.
 
-    `step` has the step of each operator and row, `order` the position of each node in the graph.
+    `length` is the number of steps (rows); `step` has the step of each operator and of each row that is read; `order` has the
+    position of each node in the graph. `..._reads` maps a node that selects a row to what it selects.
     """
 
     length: int
@@ -60,7 +62,10 @@ class UnrolledLoop:
 
 @dataclass(frozen=True)
 class RecurrenceCall:
-    """One recurrence operator to be inserted: its plan, its operands, and the nodes that its results replace."""
+    """One recurrence operator to be inserted: its plan, its operands, and the nodes that its results replace.
+
+    Results are concatenations of a value per row (`concats`), and values of a single row that are used outside the loop.
+    """
 
     plan: RecurrencePlan
     operands: tuple[fx.Node, ...]
@@ -77,83 +82,102 @@ class RecurrencePair:
     inside: frozenset[fx.Node]  # the loop's operators, and the operators that concatenate its rows
 
 
-def plan_recurrence(pair: UnrolledLoop, axes: AxisFacts, nodes: list[fx.Node]) -> RecurrencePair:
-    """Return the recurrence operators of an unrolled loop; raise `NoRecurrenceError` if it cannot run in chunks."""
-    for operators in filter(None, (pair.forward, pair.backward)):
-        _check_order(frozenset(operators), nodes[pair.order[operators[0]] : pair.order[operators[-1]] + 1])
-    return _Planner(pair, axes).plan_recurrence()
+def plan_recurrence(loop: UnrolledLoop, axes: AxisFacts, nodes: list[fx.Node]) -> RecurrencePair:
+    """Return the forward and backward recurrence operators that replace an unrolled loop.
+
+    `axes`: the axis of each dimension; `nodes`: the graph's nodes in order. Raise `NoRecurrenceError` if the loop cannot run
+    in chunks.
+    """
+    for operators in filter(None, (loop.forward, loop.backward)):
+        _check_order(frozenset(operators), nodes[loop.order[operators[0]] : loop.order[operators[-1]] + 1])
+    return _Planner(loop, axes).plan_recurrence()
 
 
 def _check_order(inside: frozenset[fx.Node], nodes: list[fx.Node]) -> None:
-    """Raise an error if an operator of the loop depends on results of the loop through operators outside it."""
-    after: set[fx.Node] = set()
+    """Raise `NoRecurrenceError` if an operator of the loop depends on results of the loop through operators outside it.
+
+    One operator could not replace such a loop. `inside`: the loop's operators in the forward or backward graph; `nodes`: all
+    nodes of the graph from the first of them to the last.
+    """
+    outside_after_loop: set[fx.Node] = set()
     for node in nodes:
         sources = node.all_input_nodes
         if node not in inside:
-            after.update([node] if any(source in inside or source in after for source in sources) else ())
-        elif any(source in after for source in sources):
+            if any(source in inside or source in outside_after_loop for source in sources):
+                outside_after_loop.add(node)
+        elif any(source in outside_after_loop for source in sources):
             raise NoRecurrenceError("it depends on its own results through operators outside the loop")
 
 
 class _Planner:
     """Translates the operators of an unrolled loop to steps with a carry."""
 
-    def __init__(self, pair: UnrolledLoop, axes: AxisFacts) -> None:
+    def __init__(self, loop: UnrolledLoop, axes: AxisFacts) -> None:
         """Assign an identifier to each value of the loop: the results of its operators, and the rows that it reads."""
-        self.pair, self.axes = pair, axes
-        self.values = {*pair.forward, *pair.backward, *pair.forward_reads, *pair.backward_reads}
-        self.forward_values = {*pair.forward, *pair.forward_reads}  # values of the forward graph
+        self.loop, self.axes = loop, axes
+        self.values = {*loop.forward, *loop.backward, *loop.forward_reads, *loop.backward_reads}
+        self.forward_values = {*loop.forward, *loop.forward_reads}  # values of the forward graph
         ids = count()
         self.value_ids: dict[fx.Node, ValueId] = defaultdict(lambda: next(ids))
-        self.concat_nodes = {concat.node for concat in (*pair.forward_concats, *pair.backward_concats)}
+        self.concat_nodes = {concat.node for concat in (*loop.forward_concats, *loop.backward_concats)}
 
     def plan_recurrence(self) -> RecurrencePair:
-        """Check the loop, and return its forward and backward recurrence operators."""
-        pair = self.pair
+        """Return the loop's forward and backward recurrence operators; raise `NoRecurrenceError` if it cannot run in chunks.
+
+        Backward steps run in reverse. Before them, a chunk of the backward operator recomputes the chunk's forward steps.
+        """
+        loop = self.loop
         self._check()
-        uses = self._steps_using(pair.forward, pair.forward_concats), self._steps_using(pair.backward, pair.backward_concats)
-        forward_lifetimes, backward_lifetimes = self._lifetimes(*uses)
+        forward_uses = self._steps_using(loop.forward, loop.forward_concats)
+        backward_uses = self._steps_using(loop.backward, loop.backward_concats)
+        forward_lifetimes, backward_lifetimes = self._lifetimes(forward_uses, backward_uses)
         dtype = carry_type([*forward_lifetimes, *backward_lifetimes])
         forward_steps = self._steps(
-            pair.forward, pair.forward_reads, pair.forward_concats, forward_lifetimes, dtype, reverse=False
+            loop.forward, loop.forward_reads, loop.forward_concats, forward_lifetimes, dtype, reverse=False
         )
         backward_steps = self._steps(
-            pair.backward, pair.backward_reads, pair.backward_concats, backward_lifetimes, dtype, reverse=True
+            loop.backward, loop.backward_reads, loop.backward_concats, backward_lifetimes, dtype, reverse=True
         )
-        if not pair.forward and not backward_steps.carry_size:
+        if not loop.forward and not backward_steps.carry_size:
             raise NoRecurrenceError("no value crosses from row to row, and the forward graph has no such loop")
         name = "recurrence"
-        forward = self._recurrence_call(name, forward_steps, None, pair.forward_concats, pair.forward) if pair.forward else None
+        forward = self._recurrence_call(name, forward_steps, None, loop.forward_concats, loop.forward) if loop.forward else None
         backward = None
-        if pair.backward:
-            recomputed = forward_steps if pair.forward or pair.forward_reads else None
-            backward = self._recurrence_call(f"{name}_backward", backward_steps, recomputed, pair.backward_concats, pair.backward)
+        if loop.backward:
+            recomputed = forward_steps if loop.forward or loop.forward_reads else None
+            backward = self._recurrence_call(f"{name}_backward", backward_steps, recomputed, loop.backward_concats, loop.backward)
         self._check_size(forward or backward, max(forward_steps.carry_size, backward_steps.carry_size))
         return RecurrencePair(forward, backward, frozenset(self.values | self.concat_nodes))
 
     def _check(self) -> None:
-        """Raise an error for dynamic sizes, operators that read strides, or rows that are not read one by one."""
-        for node in (*self.pair.forward, *self.pair.backward):
+        """Raise `NoRecurrenceError` for dynamic sizes, operators that read strides, or rows that are not read one by one.
+
+        The last: too many steps (a quarter of them) each use a value of the sequence that no other step uses. Then the loop
+        has an operand per row, which a chunk cannot slice.
+        """
+        for node in (*self.loop.forward, *self.loop.backward):
             if any(is_size(source) for source in node.all_input_nodes) or not _has_static_sizes(node):
                 raise NoRecurrenceError(f"{node.name} has dynamic sizes")
             if node.target in READS_LAYOUT:
                 raise NoRecurrenceError(f"{node.name} reads the memory layout of a computed value")
-        if 4 * sum(map(self._depends_on_sequence, self._inputs_of_one_step())) > self.pair.length:
+        if 4 * sum(map(self._depends_on_sequence, self._inputs_of_one_step())) > self.loop.length:
             raise NoRecurrenceError("steps read rows other than those that are selected one by one")
 
     def _inputs_of_one_step(self) -> list[fx.Node]:
-        """Return values from outside that a single step uses, except the first and the last step: these use initial
-        states and gradients of final states.
+        """Return the values from outside the loop that exactly one step uses.
+
+        Values of the first and the last step are omitted: these use initial states and gradients of final states.
         """
-        steps: dict[fx.Node, set[int]] = defaultdict(set)
-        for node in (*self.pair.forward, *self.pair.backward):
+        steps_using: dict[fx.Node, set[int]] = defaultdict(set)
+        for node in (*self.loop.forward, *self.loop.backward):
             for source in node.all_input_nodes:
                 if source not in self.values:
-                    steps[source].add(self.pair.step[node])
-        return [source for source, steps_of in steps.items() if len(steps_of) == 1 and 0 < min(steps_of) < self.pair.length - 1]
+                    steps_using[source].add(self.loop.step[node])
+        last_step = self.loop.length - 1
+        return [source for source, steps in steps_using.items() if len(steps) == 1 and 0 < min(steps) < last_step]
 
     def _depends_on_sequence(self, value: fx.Node) -> bool:
-        """Return whether a value depends on rows of the sequence."""
+        """Return whether a value, or one of its ancestors, has the sequence axis that chunks slice."""
         todo, seen = [value], set[fx.Node]()
         while todo:
             node = todo.pop()
@@ -164,24 +188,29 @@ class _Planner:
         return False
 
     def _check_size(self, call: RecurrenceCall | None, carry_size: int) -> None:
-        """Raise an error if the carry is larger than the rows, or grows from step to step."""
+        """Raise `NoRecurrenceError` if chunks would not save memory: the carry is larger than all rows, or grows with each step.
+
+        It grows if it is 1.5 times larger after a quarter of the steps than before the last quarter, or the reverse.
+        `carry_size`: in elements.
+        """
         assert call is not None
         if carry_size > sum(value.meta[VALUE].numel() for value in (*call.operands, *(concat.node for concat in call.concats))):
             raise NoRecurrenceError("the carry is larger than the rows")
-        sizes = [sum(slot.stop - slot.start for slot in slots) for slots in call.plan.steps.crossing]
-        quarter = self.pair.length // 4
-        if quarter > 1 and 2 * max(sizes[quarter], sizes[-1 - quarter]) > 3 * max(min(sizes[quarter], sizes[-1 - quarter]), 1):
+        sizes = [sum(slot.stop - slot.start for slot in slots) for slots in call.plan.steps.crossing]  # by boundary
+        quarter = self.loop.length // 4
+        early, late = sizes[quarter], sizes[-1 - quarter]
+        if quarter > 1 and 2 * max(early, late) > 3 * max(min(early, late), 1):
             raise NoRecurrenceError("the carry grows from row to row")
 
     # -- uses
 
     def _steps_using(self, nodes: Iterable[fx.Node], concats: Iterable[ConcatAccess]) -> dict[fx.Node, list[int]]:
-        """Return the steps at which each value is used, by operators and as a row of a concatenation."""
+        """Return, for each value of the loop, the steps that use it: as an operand of `nodes`, or as a row of `concats`."""
         steps_of: dict[fx.Node, list[int]] = defaultdict(list)
         for node in nodes:
             for source in node.all_input_nodes:
                 if source in self.values:
-                    steps_of[source].append(self.pair.step[node])
+                    steps_of[source].append(self.loop.step[node])
         for concat in concats:
             for step, item in enumerate(concat.values):
                 if item in self.values:
@@ -189,27 +218,29 @@ class _Planner:
         return steps_of
 
     def _lifetimes(
-        self, forward: Mapping[fx.Node, list[int]], backward: Mapping[fx.Node, list[int]]
+        self, forward_uses: Mapping[fx.Node, list[int]], backward_uses: Mapping[fx.Node, list[int]]
     ) -> tuple[dict[fx.Node, tuple[int, int]], dict[fx.Node, tuple[int, int]]]:
-        """Return the first and last boundary between steps that each value crosses, for the forward and the backward loop.
+        """Return the (first, last) boundary that each carried value crosses, for the forward and for the backward loop.
 
-        Boundary b lies before step b. Raise an error if a value is needed by a step that runs before its own.
+        Boundary b lies before step b: a value of step 2 that step 4 uses crosses (3, 4). The backward loop runs from the last
+        step to the first; it recomputes forward values, so it also carries those that an earlier step's gradient uses. Raise
+        `NoRecurrenceError` if a step uses a value of its graph that a step after it (in execution order) computes.
         """
         forward_lifetimes, backward_lifetimes = {}, {}
-        step = self.pair.step
-        for value in sorted(self.values, key=self.pair.order.__getitem__):
-            defined_at = step[value]
+        for value in sorted(self.values, key=self.loop.order.__getitem__):
+            own_step = self.loop.step[value]
+            forward_steps, backward_steps = forward_uses.get(value, ()), backward_uses.get(value, ())
             if value in self.forward_values:
-                if any(use < defined_at for use in forward.get(value, ())):
+                if any(step < own_step for step in forward_steps):
                     raise NoRecurrenceError(f"an earlier row needs {value.name}")
-                last = max((*forward.get(value, ()), *backward.get(value, ())), default=defined_at)
-                if last > defined_at:
-                    forward_lifetimes[value] = defined_at + 1, last
-            elif any(use > defined_at for use in backward.get(value, ())):
+                last_use = max((*forward_steps, *backward_steps), default=own_step)
+                if last_use > own_step:
+                    forward_lifetimes[value] = own_step + 1, last_use
+            elif any(step > own_step for step in backward_steps):
                 raise NoRecurrenceError(f"a later row needs {value.name}")
-            first = min(backward.get(value, ()), default=defined_at)
-            if first < defined_at:
-                backward_lifetimes[value] = first + 1, defined_at
+            lowest_use = min(backward_steps, default=own_step)
+            if lowest_use < own_step:
+                backward_lifetimes[value] = lowest_use + 1, own_step
         return forward_lifetimes, backward_lifetimes
 
     # -- steps
@@ -223,95 +254,107 @@ class _Planner:
         dtype: torch.dtype,
         reverse: bool,
     ) -> Steps:
-        """Return the instructions of each step, the carry between steps, and the results of one graph."""
-        steps: list[list[Instruction]] = [[] for _ in range(self.pair.length)]
+        """Return the steps of the forward or (`reverse`) backward loop: instructions, carry between steps, and results.
+
+        `nodes`, `reads`, `concats`: the loop's operators, the rows that they select, and concatenations, in that graph.
+        `lifetimes`: the boundaries that each value crosses; `dtype`: of the carry.
+        """
+        steps: list[list[Instruction]] = [[] for _ in range(self.loop.length)]
         for node, row in reads.items():
             steps[row.step].append(RowRead(self.value_ids[node], self.value_ids[row.source], row.dim, row.step))
         for node in nodes:
-            steps[self.pair.step[node]].append(self._operation(node))
+            steps[self.loop.step[node]].append(self._operation(node))
         results = tuple(self._concat_result(concat) for concat in concats)
         single_row_results = tuple(self._single_step_result(node) for node in self._values_used_outside(nodes))
-        crossing = assign_carry_slots(lifetimes, self.value_ids, self.pair.length, reverse)
+        crossing = assign_carry_slots(lifetimes, self.value_ids, self.loop.length, reverse)
         live_values = {slot.value for slots in crossing for slot in slots} | {result.value for result in single_row_results}
         live_values |= {value_id for concat in results for value_id in concat.values}
         dead_after = dead_values(steps, live_values, reverse)
         return Steps(tuple(map(tuple, steps)), crossing, results, single_row_results, dtype, reverse, dead_after)
 
     def _operation(self, node: fx.Node) -> Operation:
-        """Return an operator as an instruction on values of the steps."""
+        """Return an operator as an instruction of its step: operands that are nodes become identifiers (`StepValue`).
 
-        def as_value(item: fx.Node) -> Any:
-            return StepValue(self.value_ids[item])
-
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), as_value)
+        A view that may copy becomes an operator that always works (`COPYING_VIEWS`), because strides may differ in the loop.
+        """
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: StepValue(self.value_ids[operand]))
         return Operation(self.value_ids[node], COPYING_VIEWS.get(node.target, node.target), args, dict(kwargs))
 
     def _concat_result(self, concat: ConcatAccess) -> ConcatResult:
-        """Return a concatenation of rows as a result of the loop."""
-        value = concat.node.meta[VALUE]
-        ids = tuple(self.value_ids[item] for item in concat.values)
-        return ConcatResult(ids, concat.dim, tuple(value.shape), value.dtype)
+        """Return a concatenation of rows as a result of the loop: the identifier of each row's value, in row order."""
+        fake = concat.node.meta[VALUE]
+        ids = tuple(self.value_ids[row_value] for row_value in concat.values)
+        return ConcatResult(ids, concat.dim, tuple(fake.shape), fake.dtype)
 
     def _values_used_outside(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
-        """Return the values that operators outside the loop use directly, not through concatenated rows."""
+        """Return the results of `nodes` that operators outside the loop use directly, not only as rows of a concatenation."""
         return tuple(node for node in nodes if any(self._is_outside(user) for user in node.users))
 
     def _is_outside(self, user: fx.Node) -> bool:
-        """Return whether a user is neither in the loop nor a concatenation of its rows."""
+        """Return whether a user is neither an operator of the loop (in either graph) nor a concatenation of its rows."""
         return user not in self.values and user not in self.concat_nodes
 
     def _single_step_result(self, node: fx.Node) -> SingleStepResult:
-        """Return a value of a single step as a result of the loop."""
+        """Return a value of one step, such as the final state, as a result of the loop.
+
+        Raise `NoRecurrenceError` if it is not a numeric tensor: chunks add up such results, all but one adding zeros.
+        """
         if not is_tensor(node) or node.meta[VALUE].dtype == torch.bool:
             raise NoRecurrenceError(f"{node.name} is not a numeric tensor")
         value = node.meta[VALUE]
-        return SingleStepResult(self.value_ids[node], self.pair.step[node], tuple(value.shape), value.dtype)
+        return SingleStepResult(self.value_ids[node], self.loop.step[node], tuple(value.shape), value.dtype)
 
     # -- operands and results
 
     def _recurrence_call(
         self, name: str, steps: Steps, recomputed: Steps | None, concats: tuple[ConcatAccess, ...], nodes: tuple[fx.Node, ...]
     ) -> RecurrenceCall:
-        """Return the recurrence operator of one graph; `recomputed` has the forward steps that a backward graph recomputes."""
-        rows: dict[fx.Node, int] = {}
-        inputs: dict[fx.Node, None] = {}
-        reads = (self.pair.forward_reads, self.pair.backward_reads) if recomputed is not None else None
-        for row in (r for part in (reads or (self._reads_of(steps),)) for r in part.values()):
-            if rows.setdefault(row.source, row.dim) != row.dim:
+        """Return the forward or backward recurrence operator, which runs `steps`.
+
+        `nodes`, `concats`: the loop's operators and concatenations in that graph. `recomputed`: the forward steps that a
+        backward operator recomputes, None for the forward operator. The operands are first the values that are read row by
+        row, then values from outside the loop that are used in full. Raise `NoRecurrenceError` if it cannot be planned.
+        """
+        row_dims: dict[fx.Node, int] = {}  # of each value that is read row by row
+        full_operands: dict[fx.Node, None] = {}  # an ordered set
+        reads_forward_too = recomputed is not None
+        reads = (self.loop.forward_reads, self.loop.backward_reads) if reads_forward_too else (self._reads_of(steps),)
+        for row in (row for reads_of_graph in reads for row in reads_of_graph.values()):
+            if row_dims.setdefault(row.source, row.dim) != row.dim:
                 raise NoRecurrenceError(f"{row.source.name} is read along two dimensions")
-        operators = (*(self.pair.forward if recomputed is not None else ()), *nodes)
-        for source in (source for node in operators for source in node.all_input_nodes):
-            if source not in self.values:
-                inputs[source] = None
-        for item in (item for concat in concats for item in concat.values):
-            if item not in self.values:
-                inputs[item] = None
-        if not rows or not all(is_tensor(value) for value in inputs):
+        operators = (*(self.loop.forward if reads_forward_too else ()), *nodes)
+        values_used = [source for node in operators for source in node.all_input_nodes]
+        values_used += [row_value for concat in concats for row_value in concat.values]
+        full_operands |= dict.fromkeys(value for value in values_used if value not in self.values)
+        if not row_dims or not all(is_tensor(value) for value in full_operands):
             raise NoRecurrenceError("it reads no rows, or values that are not tensors")
-        operands = [(value, True) for value in rows] + [(value, False) for value in inputs]
+        operands = [(value, True) for value in row_dims] + [(value, False) for value in full_operands]
         single_row_results = self._values_used_outside(nodes)
         if len(single_row_results) > MAX_SINGLE_ROW_RESULTS:
             raise NoRecurrenceError(f"{len(single_row_results)} values of single rows are used elsewhere")
         plan = RecurrencePlan(
             name,
-            self.pair.length,
+            self.loop.length,
             steps,
             recomputed,
             tuple(self._operand(value, has_rows) for value, has_rows in operands),
-            {self._operand(value, has_rows=True): dim for value, dim in rows.items()},
-            {self._operand(value, has_rows=False): self.value_ids[value] for value in inputs},
+            {self._operand(value, has_rows=True): dim for value, dim in row_dims.items()},
+            {self._operand(value, has_rows=False): self.value_ids[value] for value in full_operands},
             self._axis_labels(
-                [(value, rows[value] if has_rows else None) for value, has_rows in operands], concats, single_row_results
+                [(value, row_dims[value] if has_rows else None) for value, has_rows in operands], concats, single_row_results
             ),
         )
         return RecurrenceCall(plan, tuple(value for value, _ in operands), concats, single_row_results)
 
     def _reads_of(self, steps: Steps) -> Mapping[fx.Node, RowAccess]:
         """Return the rows that the steps read: the backward graph's rows if the steps run in reverse."""
-        return self.pair.backward_reads if steps.reverse else self.pair.forward_reads
+        return self.loop.backward_reads if steps.reverse else self.loop.forward_reads
 
     def _operand(self, value: fx.Node, has_rows: bool) -> ValueId:
-        """Return the identifier of an operand. A value that is read by rows and also used in full becomes two operands."""
+        """Return the identifier of an operand: of one that is used in full (no rows), a negative number.
+
+        So a value that is read row by row, and also used in full, becomes two operands.
+        """
         return self.value_ids[value] if has_rows else -1 - self.value_ids[value]
 
     def _axis_labels(
@@ -320,20 +363,30 @@ class _Planner:
         concats: tuple[ConcatAccess, ...],
         single_row_results: tuple[fx.Node, ...],
     ) -> RecurrenceAxes:
-        """Assign axis labels: dimensions with the same axis in the unrolled loop get the same label."""
-        letters: dict[Dim, int] = {}
+        """Return the axis labels (integers) of each operand's and result's dimensions, as the axis rule of the operator.
+
+        `operands`: each with its row dimension, or None. Rows get the label `ROWS`; other dimensions with the same axis in the
+        unrolled loop get the same label; dimensions of size 1 get none. `x[t] * w` with x: (t, c), w: (c,) -> [(0,), (1,)],
+        [(1,)].
+        """
+        label_of_axis: dict[Dim, int] = {}
 
         def labels_of(value: fx.Node, row_dim: int | None) -> LetterShape:
-            dims = [self.axes.table.resolve(dim) for dim in self.axes.shapes[value]]
-            labels = [(letters.setdefault(dim, 1 + len(letters)),) if dim and i != row_dim else () for i, dim in enumerate(dims)]
-            return tuple((0,) if i == row_dim else dim for i, dim in enumerate(labels))
+            """Return the labels of each dimension of one tensor: `(ROWS,)`, `(label,)`, or `()` for size 1."""
+            labels: list[tuple[int, ...]] = []
+            for dim_index, dim in enumerate(map(self.axes.table.resolve, self.axes.shapes[value])):
+                if dim_index == row_dim:
+                    labels.append((ROWS,))
+                else:
+                    labels.append((label_of_axis.setdefault(dim, ROWS + 1 + len(label_of_axis)),) if dim else ())
+            return tuple(labels)
 
-        shapes = tuple(labels_of(value, row_dim) for value, row_dim in operands)
-        results = (
+        operand_labels = tuple(labels_of(value, row_dim) for value, row_dim in operands)
+        result_labels = (
             *(labels_of(concat.node, concat.dim) for concat in concats),
             *(labels_of(result, None) for result in single_row_results),
         )
-        return RecurrenceAxes(shapes, results, 0)
+        return RecurrenceAxes(operand_labels, result_labels, ROWS)
 
 
 def _has_static_sizes(node: fx.Node) -> bool:

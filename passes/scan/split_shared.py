@@ -2,14 +2,14 @@
 
     cat([x[:8] * table, x[8:16] * table])  ->  cat([x[:8] * view of table, x[8:16] * another view of table])
 
-The operands of an operator share an axis. So a table that two blocks of rows read, such as the decays of a block, unifies
-the axes of these blocks. But they lie at two positions of the sequence, so the common axis would have no position. With a
-view for each reader, the axes stay separate.
+A *table* is a value computed from parameters, buffers and constants alone, such as the decays of a block. The axis analysis
+gives the operands of an operator one common axis. So a table that two blocks of rows read unifies the axes of these blocks.
+But they lie at two positions of the sequence, so the common axis would have no position. With a view for each reader, the
+axes stay separate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -36,7 +36,11 @@ class SplitShared:
     name: ClassVar[str] = "split_shared"
 
     def apply(self, facts: Facts) -> Facts:
-        """Return the facts with split tables, without axes, or the same object if splitting does not help."""
+        """Return facts with a view of the table for each reader, and without axes, so that these are analyzed again.
+
+        If that does not help, remove the views and return the same facts. It helps if more concatenations then keep rows of
+        the sequence at their positions, so that they can run chunk by chunk.
+        """
         axes = facts.found_axes
         shared = set() if axes is None or axes.sequence is None else _axes_shared_by_operands(facts.joint, axes)
         if axes is None or not shared or not (views := _insert_views(facts.joint, axes, shared)):
@@ -51,31 +55,39 @@ class SplitShared:
 
 
 def _axes_shared_by_operands(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
-    """Return axis factors of the sequence that several operands of one concatenation share."""
+    """Return the axes of the sequence that two or more operands of one concatenation have: probably unified by a table.
+
+    Two blocks at different positions should have two axes.
+    """
     shared: set[Atom] = set()
     for node in joint.nodes:
         if node.target is aten.cat.default and node in axes.signatures and (concat := find_concat_axis(node, axes)) is not None:
-            operand_axes = [part for part, _ in concat.parts]
-            shared |= {part for part in operand_axes if operand_axes.count(part) > 1 and axes.sequence_atom((part,)) is not None}
+            operand_axes = [axis for axis, _ in concat.parts]
+            shared |= {axis for axis in operand_axes if operand_axes.count(axis) > 1 and axes.sequence_atom((axis,)) is not None}
     return shared
 
 
 def _insert_views(joint: JointGraph, axes: AxisFacts, shared: set[Atom]) -> list[fx.Node]:
-    """Insert a view of each table with one of these axes before each of its readers; return the views."""
-    writer, views = GraphWriter(joint.graph), []
+    """For each table with an axis in `shared`: insert an alias of it before each of its readers, in place; return the aliases.
+
+    The metadata `OWN_AXES` makes the axis analysis give an alias axes separate from the table's.
+    """
+    writer = GraphWriter(joint.graph)
+    aliases: list[fx.Node] = []
     tables = _tables(joint)
     for table in tables:
-        if is_tensor(table) and any(shared.intersection(axes.table.resolve(dim)) for dim in axes.shapes[table]):
+        has_shared_axis = is_tensor(table) and any(shared.intersection(axes.table.resolve(dim)) for dim in axes.shapes[table])
+        if has_shared_axis:
             for reader in [user for user in table.users if user not in tables and user.op == "call_function"]:
-                view = writer.before(reader).call(aten.alias.default, table)
-                view.meta[OWN_AXES] = True
-                reader.replace_input_with(table, view)
-                views.append(view)
-    return views
+                alias = writer.before(reader).call(aten.alias.default, table)
+                alias.meta[OWN_AXES] = True
+                reader.replace_input_with(table, alias)
+                aliases.append(alias)
+    return aliases
 
 
 def _tables(joint: JointGraph) -> dict[fx.Node, None]:
-    """Return values computed from parameters, buffers and constants alone."""
+    """Return the values computed from parameters, buffers and constants alone, in graph order (a dict used as an ordered set)."""
     tables = dict.fromkeys(node for node in joint.sources if _is_constant(node))
     for node in joint.nodes:
         if not is_random(node) and not is_collective(node) and all(source in tables for source in node.all_input_nodes):
@@ -88,10 +100,5 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _count_concats_in_place(axes: AxisFacts) -> int:
-    """Return the number of concatenations that keep rows of the sequence at their positions."""
-    return sum(1 for _ in _concats_in_place(axes))
-
-
-def _concats_in_place(axes: AxisFacts) -> Iterator[fx.Node]:
-    """Yield the concatenations that keep rows of the sequence at their positions."""
-    return (node for node in axes.signatures if node.target is aten.cat.default and keeps_row_positions(node, axes))
+    """Return the number of concatenations that keep rows of the sequence at their positions, as in `cat([x[:8], x[8:]])`."""
+    return sum(1 for node in axes.signatures if node.target is aten.cat.default and keeps_row_positions(node, axes))

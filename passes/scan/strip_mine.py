@@ -4,9 +4,10 @@
     cat([a, b, c, rest], 1)                         ->   cat([stack([a, b, c], 1).view(b, 12), rest], 1)
     slice_backward(a, 0:4) + slice_backward(b, 4:8) + ...   ->   of a stack, likewise: the gradient of the first line
 
-The rewrite applies if there are as many slices of one size as concatenated blocks. The first or the last slice may be
-missing: the state after the last block is unused, and so are values computed only for it. Blocks that no recurrence uses
-are restored.
+A *block* is a slice of several rows that a loop processes in one step. With a block dimension, the loop selects one index per
+step, and can be found like a loop over rows. The rewrite applies if there are as many slices of one size as concatenated
+blocks. The first or the last slice may be missing: the state after the last block is unused, and so are values computed only
+for it. Blocks that no recurrence uses are restored.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 @dataclass(frozen=True)
 class Blocks:
-    """The first `count` blocks of `size` rows each, along a dimension."""
+    """The first `count` blocks of `size` rows each, along dimension `dim`: rows [0, size), [size, 2 * size), ..."""
 
     dim: int
     count: int
@@ -42,6 +43,7 @@ class Blocks:
 
     @property
     def rows(self) -> int:
+        """The number of rows of all blocks."""
         return self.count * self.size
 
     @property
@@ -59,17 +61,20 @@ class BlockShape(NamedTuple):
 
 @dataclass(frozen=True)
 class StackedBlocks:
-    """Rewritten nodes: `sliced` has views from which blocks are selected, `concatenated` views of stacked blocks."""
+    """The views that the rewrite inserted, with their blocks.
+
+    `sliced`: views with a block dimension, from which blocks are selected. `concatenated`: views that flatten stacked blocks.
+    """
 
     sliced: tuple[tuple[fx.Node, Blocks], ...]
     concatenated: tuple[tuple[fx.Node, Blocks], ...]
 
 
 def stack_sliced_blocks(joint: JointGraph, writer: GraphWriter) -> StackedBlocks:
-    """Replace blocks of rows that are sliced one by one, and blocks that are concatenated.
+    """Rewrite blocks of rows, in place, if a value is sliced into as many blocks of the same size as another concatenates.
 
-    The slices become selections from a block dimension, the concatenations stacks along one. Blocks along feature
-    dimensions are not rewritten. Returns the views that were inserted.
+    x[:, 0:4], x[:, 4:8] -> v[:, 0], v[:, 1];  cat([a, b], 1) -> stack([a, b], 1).view(...)
+    Blocks along feature dimensions are not rewritten. Return the views that were inserted (no views if nothing matches).
     """
     graph = joint.graph
     concats = {
@@ -80,9 +85,9 @@ def stack_sliced_blocks(joint: JointGraph, writer: GraphWriter) -> StackedBlocks
     block_shapes = {blocks.shape for blocks in concats.values()}
     slices_by_range = _sliced_row_ranges(graph) if block_shapes else {}
     sliced_blocks = {
-        source: found
+        source: blocks
         for source, ranges in slices_by_range.items()
-        if (found := _matching_blocks(ranges, shape_of_node(source), block_shapes))
+        if (blocks := _matching_blocks(ranges, shape_of_node(source), block_shapes))
     }
     if sliced_blocks:
         is_feature_dim = widths(joint)
@@ -106,7 +111,10 @@ def stack_sliced_blocks(joint: JointGraph, writer: GraphWriter) -> StackedBlocks
 
 
 def restore_unused_blocks(blocks: StackedBlocks, graph: fx.Graph, writer: GraphWriter) -> None:
-    """Replace views and stacks that no recurrence uses by the original slices and concatenations, in place."""
+    """Undo the rewrite of blocks that no recurrence uses, in place: v[:, 1] -> x[:, 4:8]; stack([a, b]).view(...) -> cat([a, b]).
+
+    Recurrences read the views directly, and replaced the stacks that they compute.
+    """
     remaining = set(graph.nodes)
     for view, own_blocks in blocks.sliced:
         for node in list(view.users) if view in remaining else ():
@@ -131,7 +139,10 @@ def restore_unused_blocks(blocks: StackedBlocks, graph: fx.Graph, writer: GraphW
 
 
 def _sliced_row_ranges(graph: fx.Graph) -> dict[fx.Node, dict[RowSlice, list[fx.Node]]]:
-    """Return, by value, the row slices that are read from it, with the slicing nodes."""
+    """Return, for each value, the row slices that are read from it (by `slice` or `split`), each with the nodes that read it.
+
+    For a = x[:, 0:4]: {x: {RowSlice(dim=1, start=0, stop=4): [a]}}. Slices without static bounds are omitted.
+    """
     ranges: dict[fx.Node, dict[RowSlice, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         source = node_argument(node)
@@ -145,7 +156,7 @@ def _sliced_row_ranges(graph: fx.Graph) -> dict[fx.Node, dict[RowSlice, list[fx.
 
 
 def _split_outputs(split: fx.Node) -> Iterator[tuple[RowSlice, fx.Node]]:
-    """Yield each output of a split, with its row slice."""
+    """Yield (row slice of the operand, output) for each output of a split that is used; nothing if sizes are dynamic."""
     shape, sizes = shape_of_node(node_argument(split)), [tuple(part.shape) for part in split.meta[VALUE]]
     if not is_static_shape(shape) or not all(map(is_static_shape, sizes)):
         return
@@ -160,7 +171,10 @@ def _split_outputs(split: fx.Node) -> Iterator[tuple[RowSlice, fx.Node]]:
 def _matching_blocks(
     row_ranges: Collection[RowSlice], shape: Sequence[Any], block_shapes: Collection[BlockShape]
 ) -> Blocks | None:
-    """Return blocks of one of these shapes that are all sliced, except the first or the last; None if there are none."""
+    """Return blocks with one of `block_shapes` of which each is in `row_ranges`; the first or the last block may be missing.
+
+    None if there are none. `row_ranges`: the slices of one value; `shape`: the value's shape.
+    """
     for dim in sorted({dim for dim, _, _ in row_ranges}):
         for count, size in sorted(block_shapes, reverse=True):
             missing = [index for index in range(count) if RowSlice(dim, index * size, index * size + size) not in row_ranges]
@@ -172,7 +186,10 @@ def _matching_blocks(
 def _select_blocks_from_view(
     source: fx.Node, blocks: Blocks, slices_by_range: Mapping[RowSlice, Sequence[fx.Node]], writer: GraphWriter
 ) -> fx.Node:
-    """Replace slices of blocks by selections from a view with a block dimension, in place; return the view."""
+    """x[:, 0:4], x[:, 4:8] -> v[:, 0], v[:, 1] of v = x[:, 0:8].view(b, 2, 4), in place; return v.
+
+    `source` is x; `slices_by_range` has the nodes that read each slice of it.
+    """
     writer.before(source.next)
     shape = [int(size) for size in shape_of_node(source)]
     rows = source if shape[blocks.dim] == blocks.rows else writer.call(aten.slice.Tensor, source, blocks.dim, 0, blocks.rows)
@@ -199,7 +216,10 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _leading_blocks(node: fx.Node) -> Blocks | None:
-    """Return the blocks of equal size with which a concatenation begins; None if these are fewer than `MIN_ROWS`."""
+    """Return the blocks of equal size with which a concatenation begins, as Blocks(dim, 3, 4) for operands of 4, 4, 4, 2 rows.
+
+    None if these are fewer than `MIN_ROWS`, if sizes are dynamic, or if dtypes or ranks differ.
+    """
     operands = _operands(node)
     dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
     if not all(
@@ -208,12 +228,12 @@ def _leading_blocks(node: fx.Node) -> Blocks | None:
         return None
     sizes = [int(shape_of_node(part)[dim]) for part in operands]
     count = next((index for index, size in enumerate(sizes) if size != sizes[0]), len(sizes))
-    is_like = len({part.meta[VALUE].dtype for part in operands}) == 1
-    return Blocks(dim, count, sizes[0]) if is_like and sizes[0] > 0 and count >= MIN_ROWS else None
+    has_one_dtype = len({part.meta[VALUE].dtype for part in operands}) == 1
+    return Blocks(dim, count, sizes[0]) if has_one_dtype and sizes[0] > 0 and count >= MIN_ROWS else None
 
 
 def _stack_concat_operands(node: fx.Node, blocks: Blocks, values: Sequence[fx.Node], writer: GraphWriter) -> fx.Node:
-    """Replace the first blocks of a concatenation by a view of their stack, in place; return the view."""
+    """cat([a, b, rest]) -> cat([stack([a, b]).view(...), rest]), in place; return the view. `node`: the cat; `values`: a, b."""
     view = _stack_blocks(values, blocks, writer.before(node))
     rest = _operands(node)[blocks.count :]
     concatenated = writer.call(aten.cat.default, [view, *rest], blocks.dim) if rest else view
@@ -222,7 +242,7 @@ def _stack_concat_operands(node: fx.Node, blocks: Blocks, values: Sequence[fx.No
 
 
 def _stack_blocks(values: Sequence[fx.Node | None], blocks: Blocks, writer: GraphWriter) -> fx.Node:
-    """Return the concatenation of blocks, as a view of their stack, with zeros for missing ones."""
+    """Emit the concatenation of blocks as a view of their stack, and return the view. A block that is None becomes zeros."""
     like = next(value.meta[VALUE] for value in values if value is not None)
     shape = [int(size) for size in like.shape]
     has_missing = None in values
@@ -237,8 +257,11 @@ def _stack_blocks(values: Sequence[fx.Node | None], blocks: Blocks, writer: Grap
 def _rewrite_gradient_sums(
     graph: fx.Graph, block_shapes: Collection[BlockShape], writer: GraphWriter
 ) -> list[tuple[fx.Node, Blocks]]:
-    """Replace sums of zero-padded gradients of blocks by stacks, in place; return the views."""
-    partial_sums: dict[fx.Node, None] = {}
+    """slice_backward(a, 0:4) + slice_backward(b, 4:8) -> stack([a, b]).view(...), in place, for each sum of all blocks.
+
+    Return the views, each with its blocks.
+    """
+    partial_sums: dict[fx.Node, None] = {}  # the zero-padded gradients, and all sums with one of them
     for node in graph.nodes:
         is_padded = node.target is aten.slice_backward.default and is_static_shape(shape_of_node(node))
         if is_padded or (is_same_type_addition(node) and any(item in partial_sums for item in node.args)):
@@ -255,9 +278,13 @@ def _rewrite_gradient_sums(
 
 
 def _summands(total: fx.Node, partial_sums: Collection[fx.Node]) -> tuple[dict[RowSlice, list[fx.Node]], list[fx.Node]]:
-    """Return the summands: zero-padded gradients by their row slice, and others."""
+    """Return the summands of a sum: its `slice_backward` nodes, by the row slice that is not padding, and the others.
+
+    Partial sums that are used once are decomposed. For x + x, return no summands.
+    """
     padded: dict[RowSlice, list[fx.Node]] = defaultdict(list)
-    todo, other_summands = list(total.all_input_nodes) if total.args[0] is not total.args[1] else [], list[fx.Node]()
+    todo = list(total.all_input_nodes) if total.args[0] is not total.args[1] else []
+    other_summands: list[fx.Node] = []
     while todo:
         addend = todo.pop()
         rows = sliced_rows(addend, addend) if addend.target is aten.slice_backward.default else None
@@ -283,9 +310,10 @@ def _stack_gradients(
     order: Mapping[fx.Node, int],
     writer: GraphWriter,
 ) -> list[tuple[fx.Node, Blocks]]:
-    """Replace a sum of zero-padded gradients of blocks by stacks of these, with zeros for missing ones; return the views.
+    """Replace the sum `node` of zero-padded gradients of blocks by stacks of the gradients, plus the other summands, in place.
 
-    If each block has several gradients, these come from several loops, in the order of the graph: one stack for each.
+    `padded` has the gradients by row slice. If each block has n gradients, these come from n loops, in the order of the graph:
+    one stack for each. Return the views of the stacks; none, and no change, if blocks differ in their number of gradients.
     """
     block_ranges = [RowSlice(blocks.dim, index * blocks.size, index * blocks.size + blocks.size) for index in range(blocks.count)]
     gradients_by_block = [sorted(padded.get(row_range, ()), key=order.__getitem__) for row_range in block_ranges]
@@ -299,14 +327,15 @@ def _stack_gradients(
         for index in range(counts.pop())
     ]
     views = [_stack_blocks(values, blocks, writer) for values in rows]
-    pad = (blocks.dim, 0, blocks.rows, 1)
-    terms = [
+    pad = (blocks.dim, 0, blocks.rows, 1)  # dimension, start, end, step
+    summands = [
         view if shape[blocks.dim] == blocks.rows else writer.call(aten.slice_backward.default, view, shape, *pad)
         for view in views
     ]
-    terms += [part for row_range, gradients in padded.items() if row_range not in block_ranges for part in gradients] + others
-    total = terms[0]
-    for term in terms[1:]:
-        total = writer.call(aten.add.Tensor, total, term)
+    summands += [part for row_range, gradients in padded.items() if row_range not in block_ranges for part in gradients]
+    summands += others
+    total = summands[0]
+    for summand in summands[1:]:
+        total = writer.call(aten.add.Tensor, total, summand)
     node.replace_all_uses_with(total, propagate_meta=False)
     return [(view, blocks) for view in views]

@@ -3,9 +3,10 @@
     stack([a, b, c, d])[:3]            ->  stack([a, b, c])    if a, b, c depend on x[0], x[1], x[2], and d is left over
     slice_backward(g, 0, 3)[1], [3]    ->  g[1], 0             if their results are stacked to 3 rows, not to 4
 
-A loop that returns its state before each step, and after the last one, returns an extra row, and its uses slice it off.
-Loops are identified by their number of rows, so the slice becomes a stack of the remaining rows. A matching number is not
-sufficient: it must be the number of the rows from which these are computed, or that are computed from these.
+A loop that stores its state before each step, and after the last one, stacks one row more than it reads, and its uses slice
+the extra row off. Unrolled loops are identified by their number of rows, so the slice becomes a stack of the remaining rows.
+An equal number alone is not sufficient: the stacked rows must be computed from a value with this number of rows (forward), or
+be used for one (backward).
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ aten = torch.ops.aten
 
 
 def trim_stacks(graph: fx.Graph, reads: Mapping[fx.Node, tuple[fx.Node, int]], writer: GraphWriter) -> None:
-    """Shorten a stack that is sliced to the number of rows from which its rows are computed.
+    """stack([a, b, c, d])[:3] -> stack([a, b, c]), in place, if a, b, c are computed from rows of a value with 3 rows.
 
-    `reads` maps each selected row to its source and the source's number of rows.
+    `reads` maps each selected row (x[:, t]) to the value that it is selected from (x), and that value's number of rows. The
+    slice remains if some of the rows are computed from a value with 4 rows.
     """
     reads_per_source = Counter(source for source, _ in reads.values())
     # a single selected row, such as the last row of a block, is not a step
@@ -48,28 +50,35 @@ def trim_stacks(graph: fx.Graph, reads: Mapping[fx.Node, tuple[fx.Node, int]], w
 
 
 def trim_rows(reads: Iterable[fx.Node], writer: GraphWriter) -> None:
-    """Replace rows of a padded value by rows of its operand, or zeros, if results have as many rows as the operand; in place."""
+    """slice_backward(g, 0, 3)[1] -> g[1], and [3] -> 0, in place, if results computed from these rows are stacked to 3 rows.
+
+    `reads`: the nodes that select a row of a value. The value is a zero-padded gradient, or a sum of several without overlap;
+    each is padded by the extra row of the loop.
+    """
     padded: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for read in reads:
         if read.target is aten.select.int and node_argument(read).target in (aten.slice_backward.default, aten.add.Tensor):
             padded[node_argument(read)].append(read)
     for source, selects in padded.items():
-        dim, length = _row_dim(selects[0]), shape_of_node(source)[_row_dim(selects[0])]
+        dim = _row_dim(selects[0])
+        length = shape_of_node(source)[dim]
         summands = _padded_summands(source, dim)
         if not summands or any(_row_dim(read) != dim for read in selects):
             continue
-        counts = {length, *(rows.stop - rows.start for rows in summands.values())}
-        first_counts = _first_matching_counts(selects, lambda value: list(value.users), _stacked_rows, counts)
-        if length not in first_counts and any(rows.stop - rows.start in first_counts for rows in summands.values()):
+        unpadded_lengths = {rows.stop - rows.start for rows in summands.values()}
+        stacked_lengths = _first_matching_counts(
+            selects, lambda value: list(value.users), _stacked_rows, {length, *unpadded_lengths}
+        )
+        if length not in stacked_lengths and unpadded_lengths & stacked_lengths:
             for read in selects:
                 row = int_argument(read, 2) % int(length)  # type: ignore[call-overload]
                 read.replace_all_uses_with(_select_padded_row(read, row, summands, writer.before(read)), propagate_meta=False)
 
 
 def _padded_summands(source: fx.Node, dim: int) -> dict[fx.Node, range]:
-    """Return the summands of a value, each padded along a dimension to its shape, with its rows.
+    """Return the `slice_backward` summands of a value, each with the rows [start, stop) along `dim` that are not padding.
 
-    Return an empty dictionary if a summand is not padded, or if two overlap.
+    Return an empty dictionary if a summand is not such a zero-padded value, or if the rows of two overlap.
     """
     summands, todo = dict[fx.Node, range](), [source]
     while todo:
@@ -102,9 +111,9 @@ def _first_matching_counts(
     rows: Callable[[fx.Node], int],
     counts_to_find: Container[Size],
 ) -> set[int]:
-    """Return the first of `counts_to_find` on each path from the start nodes.
+    """Follow all paths from the start nodes, each up to the first node whose number of rows is in `counts_to_find`.
 
-    `next_nodes` returns the nodes to which edges lead, `rows` the number of rows that a node stands for.
+    Return these numbers. `next_nodes` returns the inputs, or the users, of a node; `rows` its number of rows, or 0.
     """
     todo, seen, counts = list(start), set[fx.Node](), set[int]()
     while todo:
@@ -120,18 +129,21 @@ def _first_matching_counts(
 
 
 def _stacked_rows(node: fx.Node) -> int:
-    """Return the number of rows that a stack has; 0 for other operators."""
+    """Return the number of values that a stack joins; 0 for other operators."""
     return len(node.args[0]) if node.target is aten.stack.default else 0  # type: ignore[arg-type]
 
 
 def _row_dim(node: fx.Node) -> int:
-    """Return the dimension along which a node stacks rows, or selects one."""
+    """Return the dimension (from the start) along which a `stack` adds rows, or a `select` selects one."""
     value = node if node.target is aten.stack.default else node_argument(node)
     return int(bound_arguments(node)["dim"]) % len(shape_of_node(value))
 
 
 def _select_padded_row(read: fx.Node, row: int, summands: Mapping[fx.Node, range], writer: GraphWriter) -> fx.Node:
-    """Return a row of a sum of padded values: of the summand that has it, plus 0 if there are others, which turns -0 into 0."""
+    """Emit row number `row` of a sum of zero-padded values: the row of the summand that has it, or zeros if none does.
+
+    `summands` maps each `slice_backward` to its rows. With several summands, add 0: the original sum turns -0 into 0, too.
+    """
     like = read.meta[VALUE]
     for summand, rows in summands.items():
         if row in rows:

@@ -6,7 +6,8 @@ them, are truncated. (Adjoint sharding, section 4.3: `streamfx/runtime/truncated
 
     state = tanh(state @ weight + x)        carried: d(state), d(weight)        truncated: d(state)
 
-A carry is a sum if its only use, transitively, is as an addend, until it is returned.
+A carried value is a sum if its only use, transitively, is as an addend, until it is returned. An *adjoint interval* is the
+interval (start, stop) of the carry's elements that holds one gradient of a state.
 """
 
 from __future__ import annotations
@@ -37,15 +38,22 @@ ADD = torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True)
 class TruncatedBPTT:
+    """The pass: finds the parts of each backward recurrence's carry that the option `adjoints` truncates."""
+
     options: Options
     name: ClassVar[str] = "truncated_bptt"
 
     def apply(self, facts: Facts) -> Facts:
-        """Return the facts with the truncation of each backward recurrence, if the option `adjoints` limits the rows."""
+        """Return the facts with `truncations`: for each backward recurrence, which parts of its carry to truncate.
+
+        The same facts with `adjoints="exact"`, without a sequence, or if the sequence has no more rows than gradients of
+        states may reach back. Raise `OptionError` if ranks exchange such gradients.
+        """
         rows, sequence = self.options.adjoints, facts.axes.sequence
         if rows == "exact" or sequence is None:
             return facts
-        depends_on_tangents, truncations = descendants(facts.joint.tangents, facts.joint.nodes), dict[fx.Node, Truncation]()
+        depends_on_tangents = descendants(facts.joint.tangents, facts.joint.nodes)
+        truncations: dict[fx.Node, Truncation] = {}
         for node in facts.joint.nodes:
             run, storage_classes = node.target, facts.access.storage_classes.get(node, ())
             if (
@@ -64,16 +72,20 @@ class TruncatedBPTT:
 def _check_exchanged_states(
     facts: Facts, rows: int, depends_on_tangents: Collection[fx.Node], truncated: Collection[fx.Node]
 ) -> None:
-    """Raise an error if ranks exchange gradients of states, which depend on all rows of another rank.
+    """Raise `OptionError` if ranks exchange gradients of states: these depend on all rows of another rank, however many.
 
-    Such a gradient depends on gradients of rows, has no rows itself, and a truncated recurrence depends on it.
+    A collective exchanges one if its operands depend on gradients with rows, neither its operands nor its results have rows,
+    and a recurrence in `truncated` depends on it. `rows`: the value of `adjoints`.
     """
     nodes = facts.joint.nodes
-    after_rows = descendants([node for node in nodes if node in depends_on_tangents and _has_rows(node, facts)], nodes)
+    after_gradients_of_rows = descendants(
+        [node for node in nodes if node in depends_on_tangents and _has_rows(node, facts)], nodes
+    )
     for node in nodes:
-        if is_collective(node) and node in after_rows and node not in facts.joint.forward:
-            ends = (node, *node.all_input_nodes, *node.users)
-            if not any(_has_rows(end, facts) for end in ends) and not descendants([node], nodes).isdisjoint(truncated):
+        if is_collective(node) and node in after_gradients_of_rows and node not in facts.joint.forward:
+            exchanged = (node, *node.all_input_nodes, *node.users)
+            has_rows = any(_has_rows(value, facts) for value in exchanged)
+            if not has_rows and not descendants([node], nodes).isdisjoint(truncated):
                 raise OptionError(
                     f"adjoints={rows} cannot limit gradients of states that ranks pass to each other",
                     found=f"{node.target} of a gradient that depends on all rows of another rank",
@@ -90,40 +102,46 @@ def _has_rows(node: fx.Node, facts: Facts) -> bool:
 
 @singledispatch
 def find_adjoint_intervals(run: Recurrence, depends_on_tangents: Sequence[bool]) -> Sequence[CarryIntervals]:
-    """Return the intervals of a carry that are gradients of states, as in `Truncation.adjoints`.
+    """Return the intervals (start, stop) of a backward recurrence's carry that hold gradients of states.
 
-    `depends_on_tangents` says of each operand whether it depends on a tangent.
+    One list of intervals per boundary between rows; a single list applies to all boundaries. This default for other
+    recurrences: none. `depends_on_tangents`: for each operand, whether it depends on a tangent.
     """
     return [()]
 
 
 @find_adjoint_intervals.register
 def _(run: Backward, depends_on_tangents: Sequence[bool]) -> Sequence[CarryIntervals]:
-    """Return the full carry: the gradient of each declared state."""
+    """A declared operator's backward (`custom_scan`): its full carry, which is the gradient of each declared state."""
     return [[(slot.start, slot.stop) for slot in run.plan.slots]]
 
 
 @find_adjoint_intervals.register
 def _(run: AssociativeBackward, depends_on_tangents: Sequence[bool]) -> Sequence[CarryIntervals]:
-    """Return the full carry: the gradients of the blocks after its rows."""
+    """An associative scan's backward: its full carry, the gradients of the blocks after a chunk. (0, None): all elements."""
     return [[(0, None)]]
 
 
 @find_adjoint_intervals.register
 def _(run: ChunkedScan, depends_on_tangents: Sequence[bool]) -> Sequence[CarryIntervals]:
-    """Return the carried values that depend on tangents, by the step graph, except sums of gradients."""
-    graph, count = run.plan.step, len(run.plan.carry)
+    """A `scan` operator: the carry components that depend on tangents, except sums of gradients.
+
+    The step graph maps (*carry, *rows, *shared operands) to (*carry, *rows). What an output depends on, the same component
+    of the next step's input depends on, too; so iterate until nothing is added.
+    """
+    graph = run.plan.step
+    num_carries = len(run.plan.carry)
     inputs: list[fx.Node] = list(graph.find_nodes(op="placeholder"))
     results: Sequence[fx.Node] = graph.output_node().args[0]  # type: ignore[assignment]
     operators = [node for node in graph.nodes if node.op == "call_function"]
     adjoint_values = {node for node, is_dependent in zip(inputs, depends_on_tangents, strict=True) if is_dependent}
-    before = -1
-    while len(adjoint_values) > before:
-        before = len(adjoint_values)
+    num_before = -1
+    while len(adjoint_values) > num_before:
+        num_before = len(adjoint_values)
         adjoint_values = descendants(adjoint_values, operators)
         adjoint_values.update(
             carry_input
-            for carry_input, carry_output in zip(inputs[:count], results, strict=False)
+            for carry_input, carry_output in zip(inputs[:num_carries], results, strict=False)
             if carry_output in adjoint_values
         )
     intervals = zip(slots(run.plan.carry), inputs, results, strict=False)
@@ -137,7 +155,10 @@ def _(run: ChunkedScan, depends_on_tangents: Sequence[bool]) -> Sequence[CarryIn
 
 
 def _is_accumulated(carry_input: fx.Node, carry_output: fx.Node, results: Sequence[fx.Node]) -> bool:
-    """Return whether a step only adds to a carried value and returns it."""
+    """Return whether a step only adds to a carried value, or passes it unchanged, so that the carry is a sum over rows.
+
+    `carry_input` and `carry_output` are its values before and after the step, `results` all results of the step.
+    """
     has_no_other_use = list(results).count(carry_output) == 1 and len(carry_output.users) == 1
     return has_no_other_use and (
         carry_output is carry_input
@@ -150,50 +171,53 @@ def _is_accumulated(carry_input: fx.Node, carry_output: fx.Node, results: Sequen
 
 @find_adjoint_intervals.register
 def _(run: UnrolledRecurrence, depends_on_tangents: Sequence[bool]) -> Sequence[CarryIntervals]:
-    """Return the carried values that depend on tangents, by the operators of all steps, except sums of gradients."""
+    """An unrolled loop: at each boundary, the carried values that depend on tangents, except sums of gradients."""
     plan, steps = run.plan, run.plan.steps
-    operands = {value_id for value_id, is_dependent in zip(plan.operands, depends_on_tangents, strict=True) if is_dependent}
-    adjoint_values = {value for value_id, value in plan.shared.items() if value_id in operands}
+    tangent_operands = {operand for operand, is_dependent in zip(plan.operands, depends_on_tangents, strict=True) if is_dependent}
+    adjoint_values = {value_id for operand, value_id in plan.shared.items() if operand in tangent_operands}
     for item in _instructions(steps):
-        if not adjoint_values.isdisjoint(_values_used(item)) or (isinstance(item, RowRead) and item.operand in operands):
+        reads_tangent_row = isinstance(item, RowRead) and item.operand in tangent_operands
+        if reads_tangent_row or not adjoint_values.isdisjoint(_values_used(item)):
             adjoint_values.add(item.result_id)
     adjoint_values -= _accumulated_sums(steps)
     return [[(slot.start, slot.stop) for slot in crossing if slot.value in adjoint_values] for crossing in steps.crossing]
 
 
 def _instructions(steps: Steps) -> Iterator[Instruction]:
-    """Yield the instructions of all steps in execution order."""
+    """Yield the instructions of all steps in execution order: the last step first if the loop runs in reverse."""
     for step in reversed(steps.steps) if steps.reverse else steps.steps:
         yield from step
 
 
 def _accumulated_sums(steps: Steps) -> set[ValueId]:
-    """Return the values whose only uses are as addends of each other, or as results of the loop."""
-    uses: dict[ValueId, list[Any]] = {}
+    """Return the partial sums of accumulations over steps: values used only as addends of other such sums, or as results.
+
+    For s = a + b; t = s + c; return t: a, b, c, s and t. A value that is a row of a concatenated result is not a sum.
+    """
+    users_of: dict[ValueId, list[Any]] = {}
     instructions = list(_instructions(steps))
     for item in instructions:
         for value_id in _values_used(item):
-            uses.setdefault(value_id, []).append(item)
-    result_ids, concatenated = (
-        {final.value for final in steps.single_step_results},
-        {value for concat in steps.concat_results for value in concat.values},
-    )
+            users_of.setdefault(value_id, []).append(item)
+    returned = {final.value for final in steps.single_step_results}
+    concatenated = {value for concat in steps.concat_results for value in concat.values}
     sums: set[ValueId] = set()
     for item in reversed(instructions):
-        users = uses.get(item.result_id, [])
+        users = users_of.get(item.result_id, [])
         is_summed = all(
-            use.result_id in sums and is_summand(use.target, use.args, use.kwargs, StepValue(item.result_id)) for use in users
+            user.result_id in sums and is_summand(user.target, user.args, user.kwargs, StepValue(item.result_id))
+            for user in users
         )
-        if item.result_id not in concatenated and is_summed and (users or item.result_id in result_ids):
+        if item.result_id not in concatenated and is_summed and (users or item.result_id in returned):
             sums.add(item.result_id)
     return sums
 
 
 def is_summand(target: Any, args: Collection[Any], kwargs: Mapping[str, Any], value: Any) -> bool:
-    """Return whether an operator adds a term to a value, and uses the value in no other way."""
+    """Return whether a call is `add(value, other)` or `add(other, value)`, where `value` is not added to itself."""
     return target is ADD and not kwargs and list(args).count(value) == 1
 
 
 def _values_used(item: Instruction) -> list[ValueId]:
-    """Return the values of steps that an instruction uses."""
+    """Return the identifiers of the values that an instruction uses; none for `RowRead`, which reads an operand's row."""
     return value_ids_in((item.args, item.kwargs)) if isinstance(item, Operation) else []

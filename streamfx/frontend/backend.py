@@ -1,4 +1,9 @@
-"""The entry point of `torch.compile(model, backend="streambp")`."""
+"""The entry point of `torch.compile(model, backend="streambp")`.
+
+A graph runs as *host programs* (forward and backward graphs with loops over chunks of the sequence), or *unchunked* (compiled
+by Inductor, or partitioned by AOTAutograd) if that fits the memory budget or takes less memory. `Facts` are the results of the
+passes for one graph. *Deferred* outputs (lazy logits) are not in the graph: they are recomputed when the caller uses them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from torch import fx
 
 from streamfx import fallbacks
 from streamfx.argument_checks import check_call, require
-from streamfx.cost.inductor_choice import compiles_graph, uses_inductor
+from streamfx.cost.inductor_choice import compiles_graph
 from streamfx.distributed.rank_consensus import Exchange, run_with_consensus
 from streamfx.distributed.zero_3 import refuse_partitioned
 from streamfx.errors import IntegrationError, NotStreamedError, OptionError, OverBudgetError, RanksDifferError, describe_error
@@ -23,41 +28,33 @@ from streamfx.frontend.associative_scan_match import replace_scan_trees
 from streamfx.frontend.capture import initial_facts
 from streamfx.frontend.mask_buffers import MaskGuard, WatchedInput, patterns_of, watched_inputs
 from streamfx.frontend.quick_bound import find_fitting_lengths
-from streamfx.frontend.split_graphs import SplittableCompilation, TwoSequencesError
+from streamfx.frontend.split_graphs import TwoSequencesError
 from streamfx.frontend.ssd_matmul import replace_ssd_products
+from streamfx.frontend.unchunked_choice import ChunkableCompilation, FitsUnchunkedError
 from streamfx.frontend.weight_ids import weight_ids
-from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import graph_copy, outputs_of
 from streamfx.ir.piecewise import Pieces
 from streamfx.lazy import Deferral, defer_outputs
 from streamfx.lazy.outputs import DeferredCall
-from streamfx.lazy.uses import Uses, bytes_of_results
+from streamfx.lazy.uses import Uses
 from streamfx.log import log
-from streamfx.node_meta import VALUE
 from streamfx.options import Options, check_mode, environment_options, resolve_options
 from streamfx.passes import run_pipeline
 from streamfx.passes.lowering.gradient_release import plan_chain, run_in_segments
 from streamfx.passes.ops.collectives import has_collectives, has_unused_waits
 from streamfx.passes.ops.rules import DECOMPOSITIONS
-from streamfx.passes.partition.unchunked import (
-    GraphPair,
-    find_smaller_unchunked,
-    fits_unchunked,
-    may_fit_unchunked,
-    may_run_unchunked,
-)
+from streamfx.passes.partition.unchunked import GraphPair, may_fit_unchunked, may_run_unchunked
 from streamfx.progress import show_activity
 from streamfx.rank_errors import failed_here
 from streamfx.runtime.inductor_errors import NOT_COMPILED, blame
 from streamfx.runtime.outer import HostProgramRunner
 from streamfx.runtime.stagewise import GradientReleaseChain, StagewiseFunction
 from streamfx.tools.report.dump import show_product
-from streamfx.tools.report.fallback_reasons import check_budget, why_smaller
+from streamfx.tools.report.fallback_reasons import check_budget
 from streamfx.tools.report.first_step_notice import note
 from streamfx.tools.report.no_gain_notice import warn_about_lost_writes, warn_if_no_gain, warn_if_torch_untested
-from streamfx.tools.report.notices import predicted, priced
-from streamfx.tools.report.stage_table import place_loops
+from streamfx.tools.report.notices import priced
 from streamfx.torch_private import (
     NoMaskForCudnn,
     aot_autograd,
@@ -76,10 +73,6 @@ from streamfx.torch_private.inductor import compile_dynamo_graph
 from streamfx.torch_private.symbolic_sizes import FirstProxyOfSymbol, pair_dimensions
 
 COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or streamfx.enable(model)'
-
-
-class FitsUnchunkedError(Exception):
-    """Raised during partitioning if a graph fits without chunks, so that Inductor compiles the unchunked graph."""
 
 
 @check_call(IntegrationError, "streamfx.streambp(...)", do=COMPILE)
@@ -124,20 +117,20 @@ register_backend_names(("streambp", "streamfx"), f"{__name__}:streambp")  # for 
 
 
 @dataclass
-class Compilation(SplittableCompilation):
-    """Compiles one graph through AOTAutograd; `facts` are the results of the passes, for reports."""
+class Compilation(ChunkableCompilation):
+    """Compiles one Dynamo graph through AOTAutograd; `facts` are the results of the passes, for reports."""
 
     module: fx.GraphModule
     options: Options
     facts: list[Facts] = field(default_factory=list)
     num_inputs: int = 0
     num_outputs: int = 0
-    watched: list[WatchedInput] = field(default_factory=list)
-    reads_inputs: bool = True
+    watched: list[WatchedInput] = field(default_factory=list)  # masks and tables whose values the plan relies on
+    reads_inputs: bool = True  # whether to look for such inputs
     traced: fx.GraphModule = field(init=False)  # `module` with scans and SSD products as operators
-    deferred: Deferral | None = None
+    deferred: Deferral | None = None  # the graph without its deferred outputs
     parameters: Sequence[int] = ()  # indices of inputs that are weights, if Dynamo does not report them
-    chain: GradientReleaseChain | None = None
+    chain: GradientReleaseChain | None = None  # state for gradients that are released before the backward graph ends
     report_no_gain = staticmethod(warn_if_no_gain)
     exchange: Exchange | None = None  # with other ranks
     weights: Sequence[int] = ()  # identifiers of the weights, which distinguish two models
@@ -148,7 +141,10 @@ class Compilation(SplittableCompilation):
         self.traced = self.module
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile the graph as loops over chunks, or with Inductor if it fits into the memory budget unchunked."""
+        """Return the compiled graph: loops over chunks, Inductor's code if it fits the memory budget unchunked, or two graphs.
+
+        With some inputs on the meta device, AOTAutograd cannot trace it: without `strict`, return the eager graph.
+        """
         inputs = list(example_inputs)
         refuse_partitioned(inputs)
         if self.certainly_fits(inputs):
@@ -168,7 +164,7 @@ class Compilation(SplittableCompilation):
         return self.compile_in_parts_or_unchunked(inputs, split_error)
 
     def _compile_unchunked(self, inputs: list[Any]) -> Callable[..., Any]:
-        """Return the unchunked graph compiled by Inductor; if Inductor fails, compile it as loops with eager bodies."""
+        """Return the graph compiled by Inductor, unchunked. If Inductor fails: raise under `strict`, else compile eager loops."""
         try:
             with show_activity("compiling", self.options.progress):
                 return compile_dynamo_graph(self.module, inputs)
@@ -182,7 +178,11 @@ class Compilation(SplittableCompilation):
             return self.compile(inputs)
 
     def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
-        """Compile with AOTAutograd and the passes; wrap the result for deferred outputs, early gradients and mask guards."""
+        """Return the graph compiled by AOTAutograd with our partitioner, which runs the passes.
+
+        The result is wrapped to release gradients early, to return deferred outputs, and to check the inputs whose values the
+        plan relies on. Raises `FitsUnchunkedError` or `TwoSequencesError` if the graph should run in another form.
+        """
         self.unchunked_halves = None
         if self.reads_inputs:
             model_owned = [is_held_by_model(node) for node in self.module.graph.find_nodes(op="placeholder")]
@@ -208,7 +208,10 @@ class Compilation(SplittableCompilation):
         return MaskGuard(compiled, watched, self.without_mask_patterns()) if watched else compiled
 
     def certainly_fits(self, inputs: list[Any]) -> bool:
-        """Return whether the graph is so short that Inductor compiles it without a trace here; guard the lengths of the proof."""
+        """Return whether a bound proves, without a trace, that the graph fits the budget, so that Inductor compiles it.
+
+        If sizes are dynamic, Dynamo guards get the longest lengths of the proof: a longer call is compiled again.
+        """
         budget = self.options.memory_budget if self.options.chunk_size == "auto" else None
         if budget is None or not self.is_on_one_rank(inputs) or not compiles_graph(self.options, inputs):
             return False
@@ -219,10 +222,11 @@ class Compilation(SplittableCompilation):
         return longest_lengths is not None
 
     def part_of(self, module: fx.GraphModule) -> Compilation:
+        """Return a compilation of one part of this graph, with its own facts."""
         return Compilation(module, self.options, exchange=self.exchange)
 
     def deferral(self) -> Deferral | None:
-        """Return the graph without outputs that are large and cheap to recompute, if it has any."""
+        """Return the graph without its outputs that are large and cheap to recompute; None if it has none, or none are lazy."""
         if self.options.outputs == "dense":
             return None
         deferral = try_step(lambda: defer_outputs(self.traced), None, fallbacks.NOT_DEFERRED, self.options.strict)
@@ -231,7 +235,7 @@ class Compilation(SplittableCompilation):
         return deferral
 
     def without_mask_patterns(self) -> Callable[..., Any]:
-        """Return the same graph, compiled without assumptions about the values of its inputs."""
+        """Return the graph compiled without assumptions about the values of its inputs; it is compiled at its first call."""
 
         def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             return Compilation(module, self.options, self.facts, reads_inputs=False).compile(example_inputs)
@@ -239,13 +243,20 @@ class Compilation(SplittableCompilation):
         return torch.compile(self.module.forward, backend=backend)
 
     def patterns(self, graph: fx.Graph, num_primals: int) -> dict[int, Pieces]:
-        """Return the patterns of inputs that hold a mask, on which the compiled graph then relies."""
+        """Return the known values (`Pieces`) of inputs that hold a mask or table, by index among the traced graph's inputs.
+
+        The compiled graph relies on them, and a `MaskGuard` checks them at each call.
+        """
         return patterns_of(self.watched, self.num_inputs, dynamo_input_indices(graph, num_primals))
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Split the joint graph into a forward and a backward graph. AOTAutograd calls this method."""
+        """Run the passes, and return the forward and backward graphs to run. AOTAutograd calls this as its partitioner.
+
+        They are host programs; or AOTAutograd's own partition, if the graph is a nested region's body, fits the memory budget
+        without chunks, takes less memory without them, or has no program.
+        """
 
         def partitioned(partitioner: Callable[..., Any], graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
             return partitioner(graph, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
@@ -256,7 +267,7 @@ class Compilation(SplittableCompilation):
         def partition_copy(partitioner: Callable[..., Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
             return partitioned(partitioner, fx.GraphModule(joint, graph_copy(joint.graph)))
 
-        if not isinstance(joint_inputs, tuple):  # the body of a nested region, which is not rewritten
+        if not isinstance(joint_inputs, tuple):  # the body of a nested region, which is not rewritten; else (primals, tangents)
             return unchunked()
         self.num_outputs = num_fwd_outputs
         pair_dimensions(joint.graph)
@@ -283,45 +294,19 @@ class Compilation(SplittableCompilation):
     def partition_stagewise(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Partition, and plan which gradients autograd gets before the end of the backward graph."""
+        """Partition; if gradients are released early (`self.chain`), also plan the segments of backward and their gradients."""
         forward, backward = self.partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
         if self.chain is not None and isinstance(joint_inputs, tuple):
             plan_chain(self.chain, joint.graph, forward.graph, backward, num_fwd_outputs, self.num_inputs)
         return forward, backward
 
-    def check_fits_unchunked(self, facts: Facts, forward: fx.GraphModule, backward: fx.GraphModule) -> bool:
-        """Return whether the unchunked graphs fit the budget, and record it. Raise if Inductor compiles them."""
-        budget, num_outputs = self.options.memory_budget, len(facts.joint.outputs)
-        assert budget is not None
-        compiled = compiles_graph(self.options, [node.meta.get(VALUE) for node in facts.joint.graph.find_nodes(op="placeholder")])
-
-        def fits(lengths: Lengths) -> bool:
-            return fits_unchunked(forward, backward, num_outputs, budget, self.deferred_bytes() if compiled else 0)
-
-        traced = Lengths.of_current_call(facts.joint.graph)
-        if (furthest := traced.longest_if_longer(fits) if fits(traced) else None) is None:
-            return False
-        self.record_facts(replace(facts, fits="compiled" if compiled else "eager", lengths=furthest))
-        if compiled:
-            self.raise_fits_unchunked()
-        return True
-
-    def record_facts(self, facts: Facts) -> None:
-        """Record the final facts of the graph: its first source line, the stages of its loops, and its cost."""
-        facts = replace(facts, first_line=self.first_line)
-        place_loops(facts)
-        self.costs = self.part_costs(facts)
-        self.register_facts(facts)
-
-    def deferred_bytes(self) -> int:
-        return 0 if self.deferred is None else max(0, bytes_of_results(self.module) - bytes_of_results(self.deferred.module))
-
-    def raise_fits_unchunked(self) -> None:
-        """Raise `FitsUnchunkedError`, so that Inductor compiles the graph as Dynamo traced it."""
-        raise FitsUnchunkedError
-
     def analyze(self, capture: Callable[[], Facts], unchunked_builders: Sequence[Callable[[], GraphPair]]) -> Facts:
-        """Run all passes and record the facts. They have no program if the graph is not chunked."""
+        """Run all passes, agree with other ranks, choose loops or an unchunked graph, and record and return the facts.
+
+        `capture` returns the initial facts; `unchunked_builders` build the unchunked forward and backward graphs. If the returned
+        facts have no program, the graph is not chunked. An internal error has this result, too, unless `strict` is set or other
+        ranks take part: then it is raised.
+        """
         self.unchunked_builders = unchunked_builders
         try:
             with show_activity("planning", self.options.progress):
@@ -348,26 +333,14 @@ class Compilation(SplittableCompilation):
             self.raise_fits_unchunked()
         return facts
 
-    def choose_smaller(self, facts: Facts, traced: Facts) -> Facts:
-        """Return `facts`, or the `traced` facts if an unchunked graph takes less memory; store that in `unchunked_halves`."""
-        loops = None if facts.program is None else predicted(facts)
-        if (unchunked := find_smaller_unchunked(loops, facts, traced.joint, self.unchunked_builders)) is None:
-            return facts
-        self.unchunked_halves, trains, peak = unchunked.graphs, unchunked.graphs[1] is not None, unchunked.cost.peak
-        if loops is None:
-            return replace(facts, lengths=unchunked.lengths)
-        compiled = trains and uses_inductor(self.options, facts.joint.graph) and peak + self.deferred_bytes() <= loops.peak
-        reason = why_smaller(loops.peak, peak)
-        return replace(traced, unchunked_reason=reason, fits="compiled" if compiled else None, lengths=unchunked.lengths)
-
     def run_passes(self, capture: Callable[[], Facts]) -> Facts:
-        """Run the passes. An error of `strict=True` is raised here, so that other ranks learn of it."""
+        """Run the passes on the initial facts. An error of `strict=True` is raised here, so that other ranks learn of it."""
         facts = run_pipeline(capture, self.options, show_product)
         self.check_strict(facts)
         return facts
 
     def run_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return a runner for the forward host program; AOTAutograd calls this as its forward compiler."""
+        """Return a callable that runs the forward graph; AOTAutograd calls this as its forward compiler."""
         keep_saved_tensors()
         if self.chain is not None:
             self.chain.exclude_inputs(inputs_in_results())
@@ -376,12 +349,15 @@ class Compilation(SplittableCompilation):
         return runner
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return a runner for the backward host program; AOTAutograd calls this as its backward compiler."""
+        """Return a callable that runs the backward graph, in segments if gradients are released early (`self.chain`).
+
+        AOTAutograd calls this as its backward compiler.
+        """
         runner = HostProgramRunner(module, is_backward=True)
         return runner if self.chain is None else run_in_segments(runner, self.chain)
 
     def run_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile a graph without gradients: the same forward loops, nothing saved."""
+        """Return a callable for a graph without gradients: forward loops that save nothing, or the graph if it has no program."""
         self.check_part()
         pair_dimensions(module.graph)
         patterns = self.patterns(module.graph, len(inputs))
@@ -394,7 +370,10 @@ class Compilation(SplittableCompilation):
 def compiled_use(
     graph: fx.GraphModule, inputs: list[Any], options: Options, weights: Sequence[int]
 ) -> tuple[Callable[..., Any], Facts | None]:
-    """Compile a use of deferred outputs; return the function and its facts (None if Inductor compiled the unchunked graph)."""
+    """Compile a graph that computes results from deferred outputs; `weights` are the indices of inputs that are weights.
+
+    Return the function, and its facts (None if Inductor compiled it unchunked).
+    """
     compilation = Compilation(graph, options, parameters=weights)
     run = compilation.compile(inputs)
     return run, compilation.facts[-1] if compilation.facts else None

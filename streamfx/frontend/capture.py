@@ -1,4 +1,8 @@
-"""Convert AOTAutograd's joint graph to the facts that the passes start from."""
+"""Convert AOTAutograd's joint graph (forward and backward in one graph) to the first `Facts`.
+
+`Facts` is the record that the passes extend: each pass takes one, and returns one with its own results added. The copied graph is
+separate from its module, so constants and marks of inputs are stored in `node.meta`.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,12 @@ def initial_facts(
     known_masks: dict[int, Pieces] | None = None,
     mutated_inputs: Sequence[int] | None = (),
 ) -> Facts:
-    """Return the initial facts of the pipeline: a copy of a joint (or forward-only) graph.
+    """Return the initial facts of the pipeline: a copy of a joint (or forward-only) graph, with marks on its inputs.
 
-    `static_inputs` are the indices of parameters and buffers, not counting inputs that are objects, as AOTAutograd
-    does (2.13). `known_masks` maps indices of inputs, counting all, to their constant mask pattern. `mutated_inputs`
-    are inputs that the graph writes to; None if unknown.
+    `num_primals` inputs are of the forward graph (the others are tangents), `num_outputs` outputs are of the forward graph.
+    `static_inputs` are the indices of parameters and buffers, counting only inputs that are no Python objects, as AOTAutograd
+    does (2.13). `known_masks` maps indices of inputs, counting all, to the known values of a mask or table (`Pieces`).
+    `mutated_inputs` are indices of inputs that the graph writes to; None if unknown: then all primals count as written.
     """
     graph = graph_copy(module.graph)
     _inline_numbers(graph, module)
@@ -44,18 +49,21 @@ def initial_facts(
             node.meta[KEPT_WITHOUT_USERS] = True
     joint = joint_graph(graph, num_primals, num_outputs)
     tensor_inputs = [node for node in joint.inputs if not is_object(node)]
-    for position in static_inputs:
-        if position < len(tensor_inputs):
-            tensor_inputs[position].meta[STATIC_ADDRESS] = True
-    for position in range(num_primals) if mutated_inputs is None else mutated_inputs:
-        joint.primals[position].meta[MUTATED] = True
-    for position, pieces in (known_masks or {}).items():
-        joint.inputs[position].meta[PATTERN] = pieces
+    for tensor_index in static_inputs:
+        if tensor_index < len(tensor_inputs):
+            tensor_inputs[tensor_index].meta[STATIC_ADDRESS] = True
+    for primal_index in range(num_primals) if mutated_inputs is None else mutated_inputs:
+        joint.primals[primal_index].meta[MUTATED] = True
+    for input_index, pieces in (known_masks or {}).items():
+        joint.inputs[input_index].meta[PATTERN] = pieces
     return Facts(joint)
 
 
 def _inline_numbers(graph: fx.Graph, module: fx.GraphModule) -> None:
-    """Replace scalar constants by their value, so that the passes can read masks computed from them."""
+    """Replace each `get_attr` of a zero-dimensional tensor of `module` by `full([], number)`.
+
+    The passes can then evaluate masks that are computed from it. Nested graphs and fake tensors stay.
+    """
     for node in graph.find_nodes(op="get_attr"):
         value = operator.attrgetter(str(node.target))(module)
         if isinstance(value, fx.GraphModule) or value.dim() > 0 or isinstance(value, FakeTensor):
@@ -69,7 +77,11 @@ def _inline_numbers(graph: fx.Graph, module: fx.GraphModule) -> None:
 
 
 def _keep_constant(node: fx.Node, module: fx.GraphModule) -> None:
-    """Store a constant or function in its node: the copied graph has no module that holds it."""
+    """Store the value of a `get_attr` node in its meta, because the copied graph has no module that holds it.
+
+    A nested graph is stored as `GRAPH`. A tensor is stored as `CONSTANT`, and if its values follow a known pattern, such as a
+    causal mask, this is stored as `PATTERN`.
+    """
     value = operator.attrgetter(str(node.target))(module)
     if isinstance(value, fx.GraphModule):
         node.meta[GRAPH] = value

@@ -1,4 +1,10 @@
-"""Check a declared recurrence on sample inputs."""
+"""Check a declared recurrence on sample inputs.
+
+A *recurrence* is an operator over rows (positions of a sequence) that takes a state before the first row and returns one after
+the last row. Its declaration (`Stateful`) says which arguments and results have rows, and which are states. In loops over
+chunks of rows, each forward chunk starts from the state after the previous chunk, and each backward chunk from the gradient of
+the state before the following chunk. These states are stored as bytes (the *carry*).
+"""
 
 from __future__ import annotations
 
@@ -93,7 +99,11 @@ class _ChunkComparison:
     starts: range
 
     def __init__(self, declared: Stateful, arguments: Mapping[str, Any], chunk_size: int | None, asked: str) -> None:
-        """Run the operator on all rows, and choose the chunk sizes to compare."""
+        """Run the operator on all rows, and choose the chunk sizes to compare.
+
+        Without `chunk_size`: one row and a third of all rows, each rounded up to the declared block. `asked` is the first line
+        of errors. Raise `RuleError` if the operator fails, or if there are too few rows for two chunks.
+        """
         self.declared, self.arguments, self.asked = declared, arguments, asked
         result_indices = [i for i, dim in enumerate(declared.results) if dim is not None or i in declared.states.values()]
         try:
@@ -115,13 +125,16 @@ class _ChunkComparison:
             raise RuleError(asked, found=f"{self.length} rows", do=do)
 
     def check(self) -> None:
-        """Compare with all rows for each chunk size."""
+        """Compare chunks with all rows, forward and backward, for each chunk size; raise `RuleError` if they differ."""
         for size in self.sizes:
             self.size, self.starts = size, range(0, self.length, size)
             self.check_chunks()
 
     def check_chunks(self) -> None:
-        """Compare chunks of `size` rows from `starts` with all rows."""
+        """Compare chunks of `self.size` rows with all rows: first the results of the operator, then those of its backward.
+
+        The forward stores the state before each chunk in `states`, from which the backward recomputes the chunk.
+        """
         states = torch.empty(len(self.starts), int(self.plan.carry_size), dtype=torch.uint8, device=self.device)
         forward = Forward(self.plan)
         chunks = self._run(lambda: self._forward_chunks(forward, states))
@@ -139,7 +152,7 @@ class _ChunkComparison:
         )
 
     def _run(self, chunks: Callable[[], Chunks]) -> Chunks:
-        """Return the results of `chunks`; report an operator's error there as an error of the declaration."""
+        """Return the results of `chunks()`; raise a `RuleError` about the declaration if the operator raises an error there."""
         try:
             return chunks()
         except Exception as error:
@@ -150,7 +163,11 @@ class _ChunkComparison:
         return isinstance(self.arguments[name], Tensor)
 
     def _backward_arguments(self) -> dict[str, Any]:
-        """Return the backward operator's arguments: inputs of the call, random cotangents, and saved results."""
+        """Return the backward operator's arguments by name.
+
+        They are arguments of the call that both operators take, random gradients of the results, and results of the call that
+        the backward takes as saved values, unless each chunk recomputes them.
+        """
         declared = self.declared
         draw = torch.Generator().manual_seed(0)
         values = {
@@ -168,7 +185,7 @@ class _ChunkComparison:
         }
 
     def _forward_chunks(self, run: Recurrence, states: Tensor) -> Chunks:
-        """Return the results of each chunk of the operator, and store the states before chunk i in `states[i]`."""
+        """Return the results of each chunk of the operator, and store the state before chunk i in `states[i]` (as bytes)."""
         carry = torch.zeros_like(states[0])
         chunks = []
         for i, start in enumerate(self.starts):
@@ -177,7 +194,7 @@ class _ChunkComparison:
         return chunks
 
     def _backward_chunks(self, run: Backward, states: Tensor, backward_arguments: Mapping[str, Any]) -> Chunks:
-        """Return the results of each chunk of the backward, in order of rows."""
+        """Run the backward operator from the last chunk to the first, and return the results of each chunk, in order of rows."""
         carry = torch.zeros(int(run.plan.carry_size), dtype=torch.uint8, device=states.device)
         chunks = []
         for i, start in reversed([*enumerate(self.starts)]):
@@ -189,14 +206,18 @@ class _ChunkComparison:
         return min(start + self.size, self.length)
 
     def _operands(self, plan: StatefulPlan, values: Mapping[str, Any], start: int) -> list[Tensor]:
-        """Return the operands of the chunk that begins at row `start`."""
+        """Return the operands of the chunk that begins at row `start`: its rows of values that have rows, other values whole."""
         num_rows = self._stop(start) - start
         return [
             values[name].narrow(plan.rows[name], start, num_rows) if name in plan.rows else values[name] for name in plan.operands
         ]
 
     def _compare(self, plan: StatefulPlan, truth: Mapping[int, Any], chunks: Sequence[tuple[Tensor, ...]], kind: str) -> None:
-        """Raise `RuleError` if concatenated (or summed) results of chunks differ from the results `truth` of all rows."""
+        """Raise `RuleError` if the results of chunks, concatenated or summed, differ from the results of all rows.
+
+        `truth` has the results of all rows by index; results that it lacks are not compared. `chunks` has one tuple of results
+        per chunk. `kind` is "result" or "gradient", for the message.
+        """
         for index, result in enumerate(plan.results):
             if result.index not in truth:
                 continue
@@ -216,12 +237,15 @@ def _on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(truth: Mapping[int, Any], fake_results: Sequence[Any]) -> dict[int, Tensor]:
-    """Return `truth` without results whose shape differs in chunks: a call may lack a first state, or not return its last one."""
+    """Return the results of all rows, by index, without those whose shape differs from the result of a chunk.
+
+    They are not comparable: a call may omit the first state, or not request the last one.
+    """
     return {index: value for index, value in truth.items() if value is not None and value.shape == fake_results[index].shape}
 
 
 def _relative(computed: Tensor, truth: Tensor) -> float:
-    """Return the distance between two tensors relative to the norm of `truth`; infinite for different shapes."""
+    """Return norm(computed - truth) / norm(truth); the absolute distance if `truth` is zero, infinity for different shapes."""
     if computed.shape != truth.shape:
         return float("inf")
     wide = torch.complex128 if truth.is_complex() else torch.float64

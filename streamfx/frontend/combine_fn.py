@@ -1,4 +1,8 @@
-"""Read the combine function of an associative scan from its trace under `vmap`, and check that it has no side effects."""
+"""Read the combine function of an associative scan from its trace under `vmap`, and check that it has no side effects.
+
+The function takes two states (one row of each scanned tensor, left and right) and returns a state. Dynamo traces it once for each
+level of the scan. Its operators are recorded with indices in place of nodes, so that the traces of two levels can be compared.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,11 @@ class CombineBody:
 
     @classmethod
     def read(cls, rows: Sequence[fx.Node], operators_inside: Sequence[fx.Node], results: Sequence[Any]) -> CombineBody | None:
-        """Return the body; None if a value depends on anything except rows and plain tensors from outside."""
+        """Return the function that maps `rows` (its arguments) to `results` by the given operators, in order.
+
+        Return None if an operator is not a known function of torch, or a value depends on anything except the rows and plain
+        tensors from outside.
+        """
         names: dict[fx.Node, Any] = {row: CombineInput(index) for index, row in enumerate(rows)}
         names |= {node: CombineValue(index) for index, node in enumerate(operators_inside)}
         sources = [source for node in operators_inside for source in node.all_input_nodes]
@@ -60,15 +68,16 @@ class CombineBody:
 
 
 def is_plain_tensor(node: fx.Node) -> bool:
-    """Return whether a value is a plain tensor, not a wrapper subclass such as a shard."""
+    """Return whether a node of a Dynamo graph is a tensor, and not of a wrapper subclass such as DTensor."""
     value = node.meta.get(EXAMPLE_VALUE)
     return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
 
 
 def _is_torch_function(node: fx.Node) -> bool:
-    """Return whether a function of torch computes a tensor, so that its gradient is the gradient of the operators that it calls.
+    """Return whether a node calls a function of torch that returns a tensor.
 
-    A user function that Dynamo does not trace, or an `autograd.Function`, may have another gradient.
+    Its gradient is then the gradient of the operators that it calls. A user function that Dynamo does not trace, or an
+    `autograd.Function`, may have another gradient.
     """
     target = node.target
     is_known = isinstance(target, (str, BuiltinFunctionType, OpOverload, OpOverloadPacket)) or (
@@ -78,7 +87,11 @@ def _is_torch_function(node: fx.Node) -> bool:
 
 
 def register_combine(body: CombineBody, elements: Sequence[fx.Node]) -> int | None:
-    """Register the combine function for rows of these elements, and return its identifier; None if it has side effects."""
+    """Register the combine function for rows of these scanned tensors (`elements`), and return its integer identifier.
+
+    The operator `streamfx.associative_scan` takes the identifier, because a graph cannot hold a function. Return None if the
+    function cannot be traced on single rows, or has side effects or random draws.
+    """
     # distinct tensors, since tracing identifies inputs by object
     rows = [_uninitialized_row(node) for node in (*elements, *elements)]
     try:
@@ -92,19 +105,19 @@ def register_combine(body: CombineBody, elements: Sequence[fx.Node]) -> int | No
 
 
 def _uninitialized_row(node: fx.Node) -> Tensor:
-    """Return an uninitialized row of a value: without its first dimension."""
+    """Return an uninitialized fake tensor like one row of a node's tensor, which drops the first dimension."""
     value: Tensor = node.meta[EXAMPLE_VALUE]
     return value.new_empty(value.shape[1:])
 
 
 def _uninitialized_like(node: fx.Node) -> Tensor:
-    """Return an uninitialized tensor with the shape of a value."""
+    """Return an uninitialized fake tensor with the shape of a node's tensor."""
     value: Tensor = node.meta[EXAMPLE_VALUE]
     return value.new_empty(value.shape)
 
 
 def _build_module(body: CombineBody, num_rows: int) -> fx.GraphModule:
-    """Build a module of the function. Its arguments are `num_rows` rows, and then the tensors from outside."""
+    """Return the combine function as a module, to be traced. Its arguments are `num_rows` rows, then the outer tensors."""
     graph = fx.Graph()
     node_of: dict[Any, fx.Node] = {CombineInput(index): graph.placeholder(f"row_{index}") for index in range(num_rows)}
     node_of |= {node: graph.placeholder(f"given_{index}") for index, node in enumerate(body.outer_tensors)}

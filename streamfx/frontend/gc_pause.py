@@ -19,7 +19,10 @@ class _PauseCount:
         self.lock, self.count, self.was_enabled = Lock(), 0, True
 
     def change(self, by: int) -> None:
-        """Add to the number of pauses; disable collection with the first one, restore it after the last one."""
+        """Add `by` (1 or -1, or several) to the number of active pauses, which may be in several threads.
+
+        The first pause disables the collector. The end of the last one enables it, if it was enabled before.
+        """
         with self.lock:
             if self.count == 0:
                 self.was_enabled = gc.isenabled()
@@ -35,7 +38,7 @@ _pause_count = _PauseCount()
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable automatic collection inside the context, and restore its state afterwards."""
+    """Context manager: disable automatic collection in a block, and restore its state afterwards. Blocks may nest."""
     _pause_count.change(1)
     try:
         yield
@@ -45,7 +48,10 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def collected() -> Iterator[None]:
-    """Enable collection inside an `uncollected` context; only for a process without other threads in such contexts."""
+    """Context manager: enable collection in a block inside `uncollected`, by ending all active pauses for this time.
+
+    No other thread may be in an `uncollected` block: its pause would end, too.
+    """
     num_pauses = _pause_count.count
     _pause_count.change(-num_pauses)
     try:

@@ -36,7 +36,11 @@ RECURRENT_LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)  # th
 
 
 def find_fitting_lengths(graph: fx.Graph, inputs: Sequence[Any], budget: int | float | str) -> Lengths | None:
-    """Return the longest lengths for which a step certainly fits: empty if no size is dynamic, None if there is no proof."""
+    """Return the longest sequence lengths (values of dynamic sizes) for which a training step certainly fits the memory budget.
+
+    Empty if no size is dynamic. None if there is no proof for this call: inputs on several devices, an operator whose memory is
+    unknown, or a bound above the budget.
+    """
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     devices = {value.device for value in tensors}
     if len(devices) != 1 or max_activation_bytes(graph) is None:
@@ -54,15 +58,16 @@ def find_fitting_lengths(graph: fx.Graph, inputs: Sequence[Any], budget: int | f
 
 
 def max_activation_bytes(graph: fx.Graph) -> int | None:
-    """Return an upper bound on the bytes of activations and their gradients; None if there is no bound."""
+    """Return an upper bound on the bytes of activations and their gradients; None if the memory of an operator is unknown."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     return SAFETY_FACTOR * sum(map(_operator_bytes, nodes)) if all(map(_is_torch_operator, nodes)) else None
 
 
 def _is_torch_operator(node: fx.Node) -> bool:
-    """Return whether an operator is a plain torch operator with results of known size.
+    """Return whether an operator is a torch function whose memory its operands and results bound.
 
-    Excluded are nested graphs, user functions and operators, and layers that loop over steps.
+    Excluded are results whose size depends on data, nested graphs, user functions and operators, recurrent layers, which save
+    values of each step, and products of three or more operands, whose intermediate results may be larger.
     """
     if any(isinstance(size, torch.SymInt) and size.node.hint is None for value in _values(node) for size in _sizes(value)):
         return False
@@ -83,17 +88,21 @@ def _operator_bytes(node: fx.Node) -> int:
 
 
 def _pair_bytes(node: fx.Node) -> int:
-    """Return the bytes of all query-key pairs of an attention, in the widest dtype."""
+    """Return the bytes of all query-key pairs of an attention, in the widest dtype.
+
+    query [..., rows, dim], key [..., keys, dim] -> 8 * ... * rows * keys
+    """
     operands: dict[str, Any] = dict(zip(("query", "key"), node.args, strict=False)) | node.kwargs
     query, key = (next(_values(operands[name])) for name in ("query", "key"))
     return MAX_ELEMENT_BYTES * math.prod(size_hint(size) for size in (*query.shape[:-1], key.shape[-2]))
 
 
 def _values(node: fx.Node) -> Iterator[Any]:
-    """Yield an operator's example results in Dynamo's graph: one tensor, or several."""
+    """Yield the example result that Dynamo stored for a node, or each of its results; None if it stored none."""
     value = node.meta.get(EXAMPLE_VALUE)
     yield from value if isinstance(value, (tuple, list)) else (value,)
 
 
 def _sizes(value: Any) -> Sequence[Any]:
+    """Return the sizes of a tensor; of any other value, such as a size, the value itself."""
     return value.shape if isinstance(value, Tensor) else (value,)

@@ -1,4 +1,8 @@
-"""Registration of user-defined operators with a state."""
+"""Registration of user-defined operators with a state (recurrences), so that loops can run them on chunks of their rows.
+
+*Rows* are positions of a sequence, along one dimension of a tensor. A *state* is an argument before the first row, and a result
+after the last one. Errors have three texts: the request (`asked`), the value found, and the remedy (`do`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ LIST_CONTENTS = {
 
 
 class ExtraDeclaration(TypedDict, total=False):
-    """Options that few operators need."""
+    """Options of `register_recurrence` that few operators need; its docstring describes them."""
 
     saved: Mapping[str, int]
     always: Mapping[str, Any]
@@ -96,13 +100,16 @@ class _Declaration:
     stateful: Stateful
 
     def __init__(self, operator: Any, backward: Any) -> None:
-        """Resolve both operators to overloads; `asked` is the first line of errors."""
+        """Resolve both operators to overloads, as they occur in graphs; raise `RuleError` if they are not operators."""
         self.asked = f"a recurrence of {operator}"
         self.forward_operator = overload_of(operator, self.asked)
         self.backward_operator = overload_of(backward, f"{self.asked}, whose backward is {backward}")
 
     def check(self, **options: Any) -> None:
-        """Check all options and set `stateful`; raise `RuleError` if one does not fit."""
+        """Check the options of `register_recurrence`, first their types, then whether they fit both operators' schemas.
+
+        Set `self.stateful`, the declaration; raise `RuleError` if an option does not fit.
+        """
         for name in ("rows", "states", "cotangents", "saved", "always", "only"):
             option = options.get(name, {})
             is_by_name = isinstance(option, Mapping) and all(isinstance(key, str) for key in option)
@@ -143,7 +150,7 @@ class _Declaration:
         self._check_options()
 
     def _check_operator(self, operator: OpOverload[Any, Any]) -> None:
-        """Require an operator that has no rule, writes to no argument, and takes no lists of tensors."""
+        """Raise `RuleError` if an operator has a rule already, writes to an argument, or takes lists of tensors."""
         self._require(not has_rule(operator), f"{operator} already has a rule", "use the existing rule, which is tested")
         self._require(
             not operator._schema.is_mutable,
@@ -156,7 +163,10 @@ class _Declaration:
         )
 
     def _check_forward(self) -> None:
-        """Require rows, states and results that fit the operator's schema."""
+        """Raise `RuleError` unless `rows`, `states` and `results` fit the schema of the forward operator.
+
+        At least one tensor argument has rows and another is a state; each result has an entry; final states have no rows.
+        """
         stateful = self.stateful
         num_results = len(self.forward_operator._schema.returns)
         self._require_tensors("rows", stateful.rows, self.forward_operator)
@@ -181,7 +191,12 @@ class _Declaration:
         self._require(all(type(dim) is int for dim in dims), f"dimensions {dims}", "give each as an integer")
 
     def _check_backward(self) -> None:
-        """Require cotangents, saved values and gradients that fit the backward's schema."""
+        """Raise `RuleError` unless `cotangents`, `saved` and `gradients` fit the schema of the backward operator.
+
+        Each of its tensor arguments is a cotangent (the gradient of a forward result), a saved forward result, or an argument
+        of the forward operator with the same name. It takes the gradient of each final state and returns that of each first
+        state, and one of its arguments has rows.
+        """
         stateful = self.stateful
         num_results = len(self.backward_operator._schema.returns)
         for option, names in (("cotangents", stateful.cotangents), ("saved", stateful.saved)):
@@ -227,8 +242,10 @@ class _Declaration:
         )
 
     def _check_options(self) -> None:
-        """Require that `always` and `counts` name arguments that are not tensors, that `only` names any arguments, and that
-        `block` is a positive integer or names an argument of the forward operator that is not a tensor.
+        """Raise `RuleError` unless the options that few operators need (`ExtraDeclaration`) fit the schemas.
+
+        `always` and `counts` name arguments of either operator that are not tensors, `only` names any arguments, and `block` is
+        a positive integer or names an argument of the forward operator that is not a tensor.
         """
         stateful = self.stateful
         argument_names = {*stateful.argument_names, *stateful.backward_argument_names}
@@ -251,7 +268,7 @@ class _Declaration:
         )
 
     def _require_tensors(self, option: str, names: Iterable[str], operator: OpOverload[Any, Any]) -> None:
-        """Require that an option names tensors among the operator's arguments."""
+        """Raise `RuleError` unless all `names` in an option are tensor arguments of the operator."""
         tensor_names = tensors_of(operator)
         unknown = [name for name in names if name not in tensor_names]
         self._require(
@@ -261,7 +278,7 @@ class _Declaration:
         )
 
     def _require_result_indices(self, option: str, indices: Mapping[str, int], num_results: int) -> None:
-        """Require that an option's values are distinct indices of results."""
+        """Raise `RuleError` unless the values of `indices` (an option: argument -> index of a result) are distinct and valid."""
         values = list(indices.values())
         wrong = [index for index in values if type(index) is not int or not 0 <= index < num_results]
         self._require(not wrong, f"results {wrong} in {option}", f"the operator has results 0 to {num_results - 1}")
@@ -272,13 +289,13 @@ class _Declaration:
         )
 
     def _require(self, holds: bool, found: str, do: str) -> None:
-        """Raise `RuleError` unless a condition holds."""
+        """Raise `RuleError` with these texts (the value found, the remedy) unless the condition `holds`."""
         if not holds:
             raise RuleError(self.asked, found=found, do=do)
 
 
 def _own_copy(option: Any) -> Any:
-    """Return a copy of a mapping, a list as a tuple, and any other option unchanged."""
+    """Return an option that later changes by the user do not affect: a copy of a mapping, a list as a tuple."""
     if isinstance(option, Mapping):
         return dict(option)
     return tuple(option) if isinstance(option, list) else option

@@ -1,4 +1,9 @@
-"""Registration of rules for user-defined operators."""
+"""Registration of rules for user-defined operators.
+
+A rule relates the dimensions of an operator's operands and results, mostly in einsum-like notation: "m k, k n -> m n" for a
+matrix product. It lets loops over chunks of the sequence run the operator. Errors say the request (`asked`), the value found,
+and the remedy (`do`).
+"""
 
 from __future__ import annotations
 
@@ -69,12 +74,16 @@ def register_rule(operator: Any, rule: Rule) -> None:
 
 
 def has_rule(operator: OpOverload[Any, Any]) -> bool:
-    """Return whether an operator is supported: by a rule, a tag of torch, a declared state, or decomposition."""
+    """Return whether an operator is supported already: by a rule, torch's pointwise tag, a declared state, or decomposition."""
     return find_operator_rule(operator) is not None or is_declared(operator) or operator in DECOMPOSITIONS
 
 
 def overload_of(operator: Any, asked: str) -> OpOverload[Any, Any]:
-    """Return the overload of an operator that graphs hold; raise `RuleError` if there is none or there are several."""
+    """Return the `OpOverload` of an operator, the form that occurs in graphs; `asked` is the first line of an error.
+
+    Takes an overload, a packet (`torch.ops.<namespace>.<name>`) or the result of `torch.library.custom_op`. Raise `RuleError` for
+    any other object, and for a packet with several overloads.
+    """
     if isinstance(operator, OpOverloadPacket):
         if len(operator.overloads()) > 1:
             names = ", ".join(f"{operator}.{name}" for name in operator.overloads())
@@ -91,10 +100,10 @@ def overload_of(operator: Any, asked: str) -> OpOverload[Any, Any]:
 
 
 def _without_diagonals(rule: Callable[[RuleCall], Signature | None]) -> Callable[[RuleCall], Signature | None]:
-    """Wrap a rule so that it declines if a tensor has the same letter twice."""
+    """Return the rule of a user so that it returns None (no rule applies) if a tensor has the same letter twice."""
 
     def declining(call: RuleCall) -> Signature | None:
-        """Return the rule's signature; None if a tensor has a letter twice (a diagonal)."""
+        """Return the rule's signature; None if a tensor has a letter twice (a diagonal), which loops cannot run."""
         signature = rule(call)
         if not isinstance(signature, Signature):
             return signature  # `evaluate_rule` reports its type
@@ -114,7 +123,11 @@ def letters(tensor: str) -> list[str]:
 
 
 def _check_notation(notation: str, operator: OpOverload[Any, Any], asked: str) -> None:
-    """Raise `RuleError` unless the notation is well-formed and fits the operator's schema."""
+    """Raise `RuleError` unless the notation, such as "m k, k n -> m n", is well-formed and fits the operator's schema.
+
+    A tensor has no letter twice, `...` is on the right only if it is on the left, and there is an entry for each tensor argument
+    (optional ones may be missing) and for each result.
+    """
     sides = notation.split("->")
     if len(sides) != 2 or any(not _TOKEN.match(token) for token in notation.replace("->", " ").replace(",", " ").split()):
         raise RuleError(asked, found=f"{notation!r}", do='use the form "m k, k n -> m n": letters, `!`, `...`, commas, one arrow')

@@ -1,12 +1,17 @@
 """Determine each element (c, z) of a matrix of weights in a Dynamo graph from its chain of operators.
 
+A chain starts from its *source* x, a tensor with rows c, and adds columns z:
+
     expand(x[..., None])              repeated    x[c]
     masked_fill(.., ~tril(-1), 0)     strict      x[c] below the diagonal, else 0
     cumsum over c                     totals      x[z + 1] + ... + x[c], on and below the diagonal
     masked_fill(.., ~tril(0), -inf)   hidden      the same, and -inf above the diagonal
     exp                               weights     exp of it, and 0 above the diagonal
 
-or, for the totals, `cumsum(x)[c] - cumsum(x)[z]`. A mask with another diagonal is not matched.
+or, for the totals, `cumsum(x)[c] - cumsum(x)[z]`. A mask with another diagonal is not matched. A `Fact` is the formula of one
+value: the kind (middle column), the source, and for each dimension of the value the dimension of the source that it is,
+`COLUMN` for z, or None for size one. Each `_match_...` function returns the `Fact` of a call's result, or None if the call does
+not match; it reads the facts of the operands by `reader.fact`.
 """
 
 from __future__ import annotations
@@ -74,7 +79,10 @@ class Reader:
     matched: set[fx.Node] = field(default_factory=set)
 
     def fact(self, node: fx.Node) -> Fact:
-        """Return the formula of a value and record its operators; if no rule matches, the value is its own source."""
+        """Return the formula of a node's value; if no rule matches the node, its value is the source of a new chain.
+
+        Operators of the chain are added to `self.matched`.
+        """
         rule = _RULES.get(call_name(node))
         matched_fact = rule(self, node) if rule is not None and all(map(_is_tensor_or_size, node.all_input_nodes)) else None
         if matched_fact is not None:
@@ -83,7 +91,10 @@ class Reader:
         return Fact(FactKind.SOURCE, node, tuple(range(node.meta[EXAMPLE_VALUE].dim())))
 
     def triangle(self, node: Any) -> Triangle | None:
-        """Return the triangle that a boolean mask describes and record its operators, or None."""
+        """Return the triangle of (c, z) in which a boolean mask is True, such as c - z >= 0; None if it is no triangle.
+
+        Matches `tril` and `triu` of ones, their casts to bool, and complements; their operators are added to `self.matched`.
+        """
         name = call_name(node)
         if name == "logical_not" or (name == "invert" and node.meta[EXAMPLE_VALUE].dtype == torch.bool):
             inner = self.triangle(node.args[0])
@@ -99,7 +110,7 @@ class Reader:
         return triangle
 
     def _triangle_of_ones(self, node: fx.Node) -> Triangle | None:
-        """Return the triangle that `tril` or `triu` cuts out of ones and record the ones, or None."""
+        """Return the triangle of `tril(ones)` or `triu(ones)`; None for another operand. The ones are added to `self.matched`."""
         arguments = arguments_of(node, "input", "diagonal")
         if arguments is None or call_name(arguments["input"]) != "ones":
             return None
@@ -108,7 +119,10 @@ class Reader:
 
 
 def _triangle_of(node: fx.Node, arguments: dict[str, Any]) -> Triangle | None:
-    """Return the elements that `tril` or `triu` keeps: z - c <= diagonal, or z - c >= diagonal."""
+    """Return the elements (c, z) that `tril` keeps (z - c <= diagonal) or `triu` keeps (z - c >= diagonal).
+
+    None if the diagonal is not an integer.
+    """
     diagonal = arguments.get("diagonal", 0)
     if type(diagonal) is not int:
         return None
@@ -116,6 +130,7 @@ def _triangle_of(node: fx.Node, arguments: dict[str, Any]) -> Triangle | None:
 
 
 def _is_tensor_or_size(node: fx.Node) -> bool:
+    """Return whether a node is a plain tensor or a symbolic size."""
     return is_plain_tensor(node) or isinstance(node.meta.get(EXAMPLE_VALUE), torch.SymInt)
 
 
@@ -140,7 +155,7 @@ _FUNCTIONS: dict[Any, str] = {
 
 
 def call_name(node: Any) -> str:
-    """Return the name of a torch call; an empty string for any other value."""
+    """Return the name of a call of a torch function or tensor method, such as "cumsum"; "" for anything else."""
     if not isinstance(node, fx.Node):
         return ""
     if node.op == "call_method":
@@ -149,7 +164,10 @@ def call_name(node: Any) -> str:
 
 
 def arguments_of(node: fx.Node, *names: str) -> dict[str, Any] | None:
-    """Return the arguments by name; None if the call has other arguments that are not None."""
+    """Return the arguments of a call by name, where `names` are its parameters in order.
+
+    An argument that the call omits is missing. None if the call has further arguments that are not None.
+    """
     if len(node.args) > len(names):
         return None
     arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -159,7 +177,7 @@ def arguments_of(node: fx.Node, *names: str) -> dict[str, Any] | None:
 
 
 def _dim(value: Any, rank: int) -> int | None:
-    """Return a dimension counted from the front; None if it is not a valid dimension."""
+    """Return a dimension counted from the front (-1 -> rank - 1); None if `value` is not a valid dimension."""
     return value % rank if type(value) is int and -rank <= value < rank else None
 
 
@@ -168,7 +186,7 @@ def _dim(value: Any, rank: int) -> int | None:
 
 
 def _match_permute(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match a permutation of dimensions."""
+    """Match `permute`: the dimensions of the operand's fact in another order."""
     fact = reader.fact(node.args[0])  # type: ignore[arg-type]
     dims = node.args[1:] if len(node.args) > 2 or isinstance(node.args[-1], int) else node.args[1]
     order = [_dim(dim, len(fact.dims)) for dim in dims]  # type: ignore[union-attr]
@@ -178,7 +196,7 @@ def _match_permute(reader: Reader, node: fx.Node) -> Fact | None:
 
 
 def _match_transpose(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match an exchange of two dimensions."""
+    """Match `transpose`: the operand's fact with two dimensions exchanged."""
     arguments = arguments_of(node, "input", "dim0", "dim1")
     if arguments is None:
         return None
@@ -192,7 +210,7 @@ def _match_transpose(reader: Reader, node: fx.Node) -> Fact | None:
 
 
 def _match_unsqueeze(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match a new dimension of size one."""
+    """Match `unsqueeze`: the operand's fact with a new dimension of size one (None)."""
     arguments = arguments_of(node, "input", "dim")
     if arguments is None:
         return None
@@ -202,7 +220,7 @@ def _match_unsqueeze(reader: Reader, node: fx.Node) -> Fact | None:
 
 
 def _match_index(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match indexing that only adds dimensions of size one: x[..., None], x[:, None, :]."""
+    """Match indexing that only adds dimensions of size one (None in the fact): x[..., None], x[:, None, :]."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     fact = reader.fact(node.args[0])  # type: ignore[arg-type]
     num_slices = sum(entry == slice(None) for entry in index if isinstance(entry, slice))
@@ -220,12 +238,16 @@ def _match_index(reader: Reader, node: fx.Node) -> Fact | None:
 
 
 def _match_expand(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match a repetition along columns."""
+    """Match `expand`: a repetition along a new dimension of size one, which becomes the column z."""
     return _with_column(reader.fact(node.args[0]), node)  # type: ignore[arg-type]
 
 
 def _with_column(fact: Fact, node: fx.Node) -> Fact | None:
-    """Match a repetition along one new dimension, which becomes the column, and along no dimension of the source."""
+    """Return the fact of an operand after it is broadcast to the shape of `node`; None if that is not a matched repetition.
+
+    Only a source may be repeated, along one dimension of size one, which becomes the column z: x[c] -> repeated x[c]. If nothing
+    is repeated, the fact is unchanged.
+    """
     shape, source_shape = shape_of(node.meta[EXAMPLE_VALUE]), shape_of(fact.source.meta[EXAMPLE_VALUE])
     if len(shape) != len(fact.dims) or any(source_shape[dim] != size for dim, size in _source_dims(fact.dims, shape)):
         return None
@@ -238,15 +260,18 @@ def _with_column(fact: Fact, node: fx.Node) -> Fact | None:
 
 
 def _source_dims(dims: tuple[SourceDim, ...], shape: tuple[Size, ...]) -> Iterator[tuple[int, Size]]:
-    """Yield the dimensions of the source, with their sizes in the derived value."""
+    """Return pairs (dimension of the source, its size in the value) for each dimension of a value that the source has.
+
+    `dims` are the dimensions of the value's `Fact`, `shape` is its shape.
+    """
     return ((dim, size) for dim, size in zip(dims, shape, strict=True) if dim is not None and dim != COLUMN)
 
 
-# -- operators that change the kind of a fact: the functions return the same
+# -- operators that change the kind of a fact
 
 
 def _match_masked_fill(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match masked_fill(x, complement of a triangle, number)."""
+    """Match masked_fill(x, complement of a triangle c - z >= offset, number)."""
     arguments = arguments_of(node, "input", "mask", "value")
     triangle = None if arguments is None else reader.triangle(arguments["mask"])
     if arguments is None or triangle is None or triangle.inside:
@@ -255,7 +280,7 @@ def _match_masked_fill(reader: Reader, node: fx.Node) -> Fact | None:
 
 
 def _match_where(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match where(triangle, x, number)."""
+    """Match where(triangle c - z >= offset, x, number)."""
     arguments = arguments_of(node, "condition", "input", "other")
     triangle = None if arguments is None or len(arguments) != 3 else reader.triangle(arguments["condition"])
     if arguments is None or triangle is None or not triangle.inside or not isinstance(arguments["input"], fx.Node):
@@ -264,7 +289,7 @@ def _match_where(reader: Reader, node: fx.Node) -> Fact | None:
 
 
 def _match_tril(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match the replacement of elements above a diagonal by zero."""
+    """Match `tril(x, diagonal)`, which replaces the elements above a diagonal by zero."""
     arguments = arguments_of(node, "input", "diagonal")
     triangle = None if arguments is None else _triangle_of(node, arguments)
     return (
@@ -282,9 +307,14 @@ _KINDS_AFTER_FILL = {  # by kind, the smallest c - z that is kept, and the fill 
 }
 
 
-def _match_fill_above(reader: Reader, node: fx.Node, source: fx.Node, min_offset: int, value: Any, mask: fx.Node) -> Fact | None:
-    """Match the replacement of all elements above a diagonal by a number."""
-    fact = _with_column(reader.fact(source), node)
+def _match_fill_above(reader: Reader, node: fx.Node, filled: fx.Node, min_offset: int, value: Any, mask: fx.Node) -> Fact | None:
+    """Match the replacement of all elements with c - z < `min_offset` by the number `value`.
+
+    `node` is the call, `filled` its operand, which is broadcast to the result's shape, and `mask` its mask (for `tril`, the
+    call). The last two dimensions must be rows c and columns z, equally many. `_KINDS_AFTER_FILL` says which fills match, for
+    example totals, filled with minus infinity above the diagonal -> hidden.
+    """
+    fact = _with_column(reader.fact(filled), node)
     if fact is None or not isinstance(value, (int, float)) or len(fact.dims) < 2:
         return None
     if fact.kind is FactKind.REPEATED:
@@ -297,7 +327,7 @@ def _match_fill_above(reader: Reader, node: fx.Node, source: fx.Node, min_offset
 
 
 def _match_cumsum(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match a running sum over the rows."""
+    """Match `cumsum` over rows c: a source x becomes its running sum, strict values become totals."""
     arguments = arguments_of(node, "input", "dim")
     fact = None if arguments is None else reader.fact(arguments["input"])
     dim = None if arguments is None or fact is None else _dim(arguments.get("dim"), len(fact.dims))
@@ -310,7 +340,7 @@ def _match_cumsum(reader: Reader, node: fx.Node) -> Fact | None:
 
 
 def _match_difference(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match cumsum(x)[c] - cumsum(x)[z], which are totals."""
+    """Match cumsum(x)[c] - cumsum(x)[z] -> totals, where each operand has size one in the other's dimension of rows."""
     arguments = arguments_of(node, "input", "other")
     if arguments is None or not isinstance(arguments.get("other"), fx.Node) or not is_plain_tensor(arguments["other"]):
         return None
@@ -328,7 +358,7 @@ def _match_difference(reader: Reader, node: fx.Node) -> Fact | None:
 
 
 def _match_exp(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match exp of totals."""
+    """Match `exp`: hidden -> weights, totals -> exp of totals."""
     fact = reader.fact(node.args[0])  # type: ignore[arg-type]
     exp_of = {FactKind.HIDDEN: FactKind.WEIGHTS, FactKind.TOTALS: FactKind.EXP_TOTALS}
     return replace(fact, kind=exp_of[fact.kind]) if fact.kind in exp_of and len(node.args) == 1 and not node.kwargs else None

@@ -1,7 +1,8 @@
 """Run a graph of two sequences as two graphs, one after the other, each with its own chunks.
 
-An encoder's layers end before the decoder's begin. Values that the first graph computes and the second reads are
-passed as between the graphs of a graph break, and autograd passes their gradients back.
+An encoder's layers end before the decoder's begin. So the graph is split before one node into two *parts*, each compiled as a
+separate graph. Values that the first part computes and the second reads are passed as between the graphs of a graph break, and
+autograd passes their gradients back. A part may be split again. `Facts` are the results of the passes for one graph.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from streamfx.passes.partition.two_sequences import find_split
 from streamfx.passes.partition.unchunked import GraphPair, is_worth_comparing
 from streamfx.tools.report.fallback_reasons import check_strict
 from streamfx.tools.report.notices import log_brief, predicted
+from streamfx.tools.report.stage_table import place_loops
 from streamfx.torch_private import dynamo_input_indices, is_sharded, mutated_inputs
 from streamfx.torch_private.lines import source_line
 from streamfx.torch_private.split import (
@@ -74,18 +76,21 @@ class GraphSplit:
 
     @staticmethod
     def of(module: fx.GraphModule, node: fx.Node) -> GraphSplit:
-        """Split a module before a node."""
+        """Return the split of a module's graph before a node, the first operator of the second part."""
         return GraphSplit(module.graph, split_before(module, node), source_line(node))
 
     def inputs_of(self, part: GraphPart, inputs: Sequence[Any]) -> list[Any]:
-        """Return the inputs with which a part is traced."""
+        """Return the inputs with which a part is traced, given the `inputs` of the unsplit graph.
+
+        Values that the other part computes are represented by Dynamo's example tensors.
+        """
         values = dict(zip(self.graph.find_nodes(op="placeholder"), inputs, strict=True))
         return [values[node] if node in values else example_input_of(node) for node in part.inputs]
 
     def differentiable_inputs(self, outer: Collection[int]) -> list[frozenset[int]]:
-        """Return, for each part, the indices of inputs that need gradients and that another part computes.
+        """Return, for each of the two parts, the indices of its inputs that need gradients and that another part computes.
 
-        `outer` has the indices of the inputs of the unsplit graph that earlier parts compute.
+        `outer` has such indices of the unsplit graph, if it is itself a part.
         """
         placeholders = self.graph.find_nodes(op="placeholder")
         computed = {node for i, node in enumerate(placeholders) if i in outer}
@@ -129,18 +134,25 @@ class SplittableCompilation(ABC):
     differentiable_inputs: frozenset[int] = frozenset()
 
     @abstractmethod
-    def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]: ...
+    def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return the compiled graph."""
 
     @abstractmethod
     def part_of(self, module: fx.GraphModule) -> SplittableCompilation:
         """Return a compilation of a part of the graph, with its own facts."""
 
     def is_on_one_rank(self, inputs: Sequence[Any]) -> bool:
-        """Return whether no other rank takes part in the graph: otherwise, using a deferred output would wait for that rank."""
+        """Return whether no other rank takes part in the graph: it has no collectives, and no input is a shard.
+
+        Otherwise no output may be deferred (recomputed at its use, which would wait for other ranks), and no graph may be split.
+        """
         return not has_collectives(self.module.graph) and not any(map(is_sharded, inputs))
 
     def compile_in_parts_or_unchunked(self, inputs: list[Any], error: TwoSequencesError) -> Callable[..., Any]:
-        """Return the graph in two parts if they take less memory; otherwise recompile it as one."""
+        """Return a callable that runs the graph in two parts if they take less memory; otherwise recompile the graph as one.
+
+        `error` says where to split it.
+        """
         run = try_step(lambda: self.compile_in_parts(inputs, error), None, NOT_SPLIT, strict=False)
         if run is not None:
             return run
@@ -148,7 +160,11 @@ class SplittableCompilation(ABC):
         return self.compile(inputs)
 
     def compile_in_parts(self, inputs: Sequence[Any], two_sequences: TwoSequencesError) -> Callable[..., Any] | None:
-        """Return the graph in two parts; None if they do not take less memory, or the graph cannot be split."""
+        """Return a callable that runs the graph in two parts, which were compiled before the comparison.
+
+        Return None if they do not take `MIN_GAIN` times less memory than the unsplit graph (with `strict`: not more), or if a
+        part cannot be compiled alone.
+        """
         split = GraphSplit.of(self.module, two_sequences.split_node)
         parts = [self.part_of(part.module) for part in split.parts]
         for part, first_line in zip(parts, (self.first_line, split.second_line), strict=True):
@@ -172,13 +188,23 @@ class SplittableCompilation(ABC):
         return split.joined_callable(compiled_parts)
 
     def replace_by(self, parts: Sequence[SplittableCompilation]) -> None:
-        """Take over the facts and costs of two parts, which run in place of this graph."""
+        """Record the facts and costs of two parts as those of this graph, because the parts run in its place."""
         self.costs = [cost for part in parts for cost in part.costs]
         for facts in (facts for part in parts for facts in part.facts):
             self.register_facts(facts)
 
+    def record_facts(self, facts: Facts) -> None:
+        """Record the final facts of this graph, with its first source line and the stage of each loop, and its cost."""
+        facts = replace(facts, first_line=self.first_line)
+        place_loops(facts)
+        self.costs = self.part_costs(facts)
+        self.register_facts(facts)
+
     def register_facts(self, facts: Facts) -> None:
-        """Append the facts of a graph to `facts`. Unless it is a part, also log them, and guard the lengths of its plan."""
+        """Append the facts of a graph to `self.facts`.
+
+        Unless it is a part, which may be discarded, also log them, and add Dynamo guards for the lengths of its plan.
+        """
         self.facts.append(facts)
         if self.is_part:
             return
@@ -190,29 +216,36 @@ class SplittableCompilation(ABC):
             facts.lengths.guard(facts.joint.graph)
 
     def part_costs(self, facts: Facts) -> Sequence[tuple[Cost, int]]:
-        """Return a part's cost and the bytes of its parameters' gradients; empty for a graph that is not a part."""
+        """Return [(cost of a step, bytes of parameter gradients)] for a part; an empty list for a graph that is not a part."""
         return [(self.cost_of(facts), bytes_of_parameters(facts.joint))] if self.is_part else ()
 
     def cost_of(self, facts: Facts) -> Cost:
-        """Return the cost of a step through the graph, in loops or unchunked."""
+        """Return the cost of a training step through the graph as it runs: in loops if it has a program, else unchunked."""
         if self.unchunked_halves is None and facts.program is not None:
             return predicted(facts)
         return cost_of(*(self.unchunked_halves or self.unchunked_builders[0]()), len(facts.joint.outputs))
 
     def raise_if_splittable(self, chunked_facts: Facts) -> None:
-        """Raise `TwoSequencesError` if the graph may take less memory in two parts than in its loops or unchunked."""
+        """Raise `TwoSequencesError` if the graph has two sequences, and a step is so large that two parts are worth a trial.
+
+        `chunked_facts` are the facts of its loops.
+        """
         split_node = self.find_split(chunked_facts)
         if split_node is not None and is_worth_comparing(peak := self.cost_of(chunked_facts).peak):
             raise TwoSequencesError(split_node, peak)
 
     def find_split(self, facts: Facts) -> fx.Node | None:
-        """Return the best node before which to split the graph; None with a memory budget, or if ranks have to agree."""
+        """Return the best node before which to split the graph; None with a memory budget, or if it may not be split."""
         if self.split_search is None or self.split_search[0] is not facts:  # `check_strict` searches the same facts
             self.split_search = facts, None if self.options.memory_budget is not None else self.find_split_without_budget(facts)
         return self.split_search[1]
 
     def find_split_without_budget(self, facts: Facts) -> fx.Node | None:
-        """Return the best node before which to split the graph, as if there were no memory budget."""
+        """Return the best node before which to split the graph, as if there were no memory budget.
+
+        None if it has one sequence or no program, or may not be split: other ranks take part, DDP splits it, it results from
+        `MAX_SPLITS` splits, or gradients of recurrences are truncated.
+        """
         may_split = self.may_split and self.on_one_rank and self.num_splits < MAX_SPLITS and not splits_for_ddp()
         is_truncated = self.options.adjoints != "exact"
         if not may_split or is_truncated or facts.program is None or facts.program.backward is None:
@@ -221,7 +254,10 @@ class SplittableCompilation(ABC):
         return try_step(find, None, NOT_SPLIT, strict=False)
 
     def mention_untried_split(self, error: OverBudgetError, capture: Callable[[], Facts]) -> OverBudgetError:
-        """Return the error; if the graph could be split without a budget, its remedy says so."""
+        """Return the error, or a copy whose remedy says that the graph could run in two parts without a memory budget.
+
+        To find that out, the passes run again on the facts that `capture` returns.
+        """
         without_budget = replace(self.options, memory_budget=None)
         split_node = try_step(
             lambda: self.find_split_without_budget(run_pipeline(capture, without_budget)), None, NOT_SPLIT, strict=False
@@ -234,12 +270,16 @@ class SplittableCompilation(ABC):
         return extended
 
     def check_strict(self, facts: Facts) -> None:
-        """Raise under `strict=True` if an operator is not chunked, unless it may be chunked in two parts."""
+        """Raise under `strict=True` if an operator is not chunked, unless the graph may be split: its parts are then checked."""
         if self.options.strict and self.find_split(facts) is None:
             check_strict(facts, self.options)
 
     def check_part(self, joint: JointGraph | None = None) -> None:
-        """Refuse a part that writes to its inputs, or lacks a gradient for one; `joint` is None in inference."""
+        """Raise `InseparableError` for a part of a split graph if it would behave differently from the unsplit graph.
+
+        It may not write to its inputs, and must return a gradient for each input that needs one and that another part computes.
+        `joint` is its forward and backward graph, None in inference. Do nothing for a graph that is not a part.
+        """
         if not self.is_part:
             return
         if may_write_to_inputs() if joint is None else mutated_inputs(joint.graph) != []:

@@ -12,6 +12,9 @@ implies
 up to rounding, if no decay is positive. This is proven once the graph is differentiated
 (`passes/rewrite/scans/segment_sum.py`). Until then, and if it does not hold, the operator computes the original
 product.
+
+Dimensions have labels, as in an einsum: c (rows of the weights and the product), z (columns of the weights, rows of the other
+operand), batch labels, and features f, which the weights lack. The row `initial` before the others is the *leading row*.
 """
 
 from __future__ import annotations
@@ -46,9 +49,10 @@ class LabeledValue(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product with decaying weights. `row_label` and `column_label` are the dimensions of the weights.
+    """A matrix product with decaying weights. `row_label` (c) and `column_label` (z) are the dimensions of the weights.
 
-    If a row was concatenated before the rows, it is `initial`, and `rows` has only the others.
+    `node` is the product, `out` its labels. If a row was concatenated before the rows, it is `initial`, and `rows` has only the
+    others. `matched` has the operators that compute the weights and the leading row.
     """
 
     node: fx.Node
@@ -63,17 +67,20 @@ class Product:
 
     @property
     def batch(self) -> Labels:
-        """The labels of batch dimensions, in the order of the product."""
+        """The labels of batch dimensions (of weights, rows and product), in the order of the product."""
         return tuple(label for label in self.out if label in self.decays.labels and label != self.row_label)
 
     @property
     def features(self) -> Labels:
-        """The labels of dimensions that the decays do not have, in the order of the product."""
+        """The labels of feature dimensions, which the decays do not have, in the order of the product."""
         return tuple(label for label in self.out if label not in self.decays.labels)
 
 
 def replace_ssd_products(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a Dynamo graph with one operator in place of each product with decaying weights; the graph itself if it has none."""
+    """Return a copy of a Dynamo graph, nested graphs included, with one operator in place of each product with decaying weights.
+
+    Return the module itself if it has no such product.
+    """
     submodules = {
         name: replace_ssd_products(submodule)
         for name, submodule in module.named_children()
@@ -94,7 +101,7 @@ def replace_ssd_products(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _matched_copies(products: Sequence[Product], copies: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Return the copies of the products and of the operators of their weights; they are removed if they have no other user."""
+    """Return the copies of products and of operators that compute their weights: only these are removed if nothing uses them."""
     return {copies[node] for product in products for node in (product.node, *product.matched)}
 
 
@@ -102,7 +109,7 @@ def _matched_copies(products: Sequence[Product], copies: dict[fx.Node, fx.Node])
 
 
 def _find_products(graph: fx.Graph) -> Iterator[Product]:
-    """Yield the products with decaying weights in a graph."""
+    """Yield the products with decaying weights in a graph; none if it contains functorch transformations such as `vmap`."""
     if any(str(getattr(node.target, "__module__", "")).startswith(FUNCTORCH_MODULES) for node in graph.nodes):
         return
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -118,7 +125,7 @@ def _find_products(graph: fx.Graph) -> Iterator[Product]:
 
 
 def _match_product(node: fx.Node) -> Product | None:
-    """Match a product with decaying weights on either side; None if the operator is not such a product."""
+    """Match a product whose left or right operand is a matrix of decaying weights; None for any other operator."""
     call = _match_labels(node)
     if call is None:
         return None
@@ -127,7 +134,11 @@ def _match_product(node: fx.Node) -> Product | None:
 
 
 def _match_labels(node: fx.Node) -> tuple[LabeledValue, LabeledValue, Labels] | None:
-    """Match an einsum, matmul or bmm of two plain tensors; return both labeled operands, and the labels of the product."""
+    """Return the two operands of an einsum, matmul or bmm with their labels, and the labels of the result; else None.
+
+    einsum("bcz,bzf->bcf", x, y) -> (x, b c z), (y, b z f), b c f. A matmul gets the labels a, b, ... (batch), I, J and
+    K. None if an operand is no plain tensor, is broadcast, or has a label twice.
+    """
     if node.kwargs:
         return None
     if call_name(node) == "einsum":
@@ -153,7 +164,11 @@ def _match_labels(node: fx.Node) -> tuple[LabeledValue, LabeledValue, Labels] | 
 
 
 def _match_weights_times_rows(node: fx.Node, weights: LabeledValue, rows: LabeledValue, out: Labels) -> Product | None:
-    """Return the product if one operand is proven to be weights, and the labels describe weights times rows."""
+    """Return the product if `weights` is proven to be a matrix of decaying weights, and the labels say: weights times rows.
+
+    That is, labels (..., c, z) times (..., z, f) -> (..., c, f), in any order. Else None. The operands of the product are then
+    the source of the weights (the decays) and the rows, both without views, and without a leading row.
+    """
     reader = Reader()
     fact = reader.fact(weights.value)
     if (
@@ -180,7 +195,7 @@ def _match_weights_times_rows(node: fx.Node, weights: LabeledValue, rows: Labele
 
 
 def _have_equal_sizes(node: fx.Node, weights: LabeledValue, rows: LabeledValue, out: Labels) -> bool:
-    """Return whether each label has the same size everywhere, so that nothing is broadcast."""
+    """Return whether each label has the same size in both operands and the result, so that nothing is broadcast."""
     sizes = [*zip(out, shape_of(node.meta[EXAMPLE_VALUE]), strict=True)]
     for value, labels in (weights, rows):
         sizes += zip(labels, shape_of(value.meta[EXAMPLE_VALUE]), strict=True)
@@ -189,9 +204,10 @@ def _have_equal_sizes(node: fx.Node, weights: LabeledValue, rows: LabeledValue, 
 
 
 def _separate_first_row(product: Product, reader: Reader) -> Product:
-    """Return the product with the first row separated from decays and rows, if both have one.
+    """Return the product with the leading row separated from decays and rows, if both are concatenations or paddings.
 
-    The first decay is dropped: no weight contains it.
+    Rows cat([initial, rows]) become `rows` and `initial` (None if it is zero). Decays cat([any, decays]) become `decays`: no
+    weight contains the first decay. If they do not match, the product is complete without a leading row.
     """
     (decays, decay_labels), (rows, row_labels) = product.decays, product.rows
     split_decays = _match_leading_row(decays, decay_labels.index(product.row_label))
@@ -215,12 +231,12 @@ def _separate_first_row(product: Product, reader: Reader) -> Product:
 
 
 def _is_zero(node: fx.Node) -> bool:
-    """Return whether a value was created as zeros and never written."""
+    """Return whether a node creates zeros that no operator writes to (its tensor's version counter is 0)."""
     return call_name(node) in ("zeros", "zeros_like", "new_zeros") and not node.meta[EXAMPLE_VALUE]._version
 
 
 class LeadingRow(NamedTuple):
-    """A row before other rows: a value that is concatenated, or None and the fill value of a padding."""
+    """A row before `others`: the tensor `row` that is concatenated; for a padding, None and `fill_value` (None is zero)."""
 
     row: fx.Node | None
     others: fx.Node
@@ -228,13 +244,13 @@ class LeadingRow(NamedTuple):
 
 
 def _match_leading_row(node: fx.Node, dim: int) -> LeadingRow | None:
-    """Match `cat([row, others], dim)`, or `pad(others, ...)` with one row before the others along `dim`; None if neither."""
+    """Match `cat([row, others], dim)`, or `pad(others, ...)` by one row before the others along `dim`; None if neither."""
     rank = node.meta[EXAMPLE_VALUE].dim()
     if call_name(node) == "pad":
         arguments = arguments_of(node, "input", "pad", "mode", "value")
         pads = [] if arguments is None else list(arguments["pad"])
-        one_in_front = [0] * (2 * (rank - 1 - dim)) + [1, 0]
-        is_single_row = pads[: len(one_in_front)] == one_in_front and not any(pads[len(one_in_front) :])
+        one_before = [0] * (2 * (rank - 1 - dim)) + [1, 0]  # (before, after) for each dimension, the last dimension first
+        is_single_row = pads[: len(one_before)] == one_before and not any(pads[len(one_before) :])
         if arguments is None or not is_single_row or arguments.get("mode", "constant") != "constant":
             return None
         return LeadingRow(None, arguments["input"], arguments.get("value"))
@@ -251,11 +267,11 @@ def _match_leading_row(node: fx.Node, dim: int) -> LeadingRow | None:
 
 
 def _has_row_order(product: Product) -> bool:
-    """Return whether eager's product has the memory layout of the replacement: batch, rows, features."""
+    """Return whether eager's product is contiguous in the order batch, rows, features, as the replacement's result is."""
     value = product.node.meta[EXAMPLE_VALUE]
     sizes = dict(zip(product.out, shape_of(value), strict=True))
     strides = dict(zip(product.out, map(size_of, value.stride()), strict=True))
-    dense: Size = 1
+    dense: Size = 1  # the stride of the current label in such a layout
     for label in reversed((*product.batch, product.row_label, *product.features)):
         if sizes[label] != 1 and strides[label] != dense:
             return False
@@ -264,7 +280,10 @@ def _has_row_order(product: Product) -> bool:
 
 
 def _has_no_writes(product: Product, order: dict[fx.Node, int]) -> bool:
-    """Return whether no operand is written to, and no mode changes, between the first matched operator and the product."""
+    """Return whether no operator writes to an operand, and no mode changes, from the first matched operator to the product.
+
+    `order` has the index of each node in the graph. A node that changes a mode has no example value.
+    """
     inputs = {operand.value for operand in (product.decays, product.rows, product.initial) if operand is not None}
     if any(node.meta[EXAMPLE_VALUE]._version for node in (*product.matched, *inputs, product.node)):
         return False
@@ -277,7 +296,7 @@ def _has_no_writes(product: Product, order: dict[fx.Node, int]) -> bool:
 
 
 class _ProductBuilder:
-    """Writes the operator before a product, and replaces the users of the product."""
+    """Inserts the operator that replaces a product, and replaces the uses of the product."""
 
     def __init__(self, product: Product, copies: dict[fx.Node, fx.Node]) -> None:
         """Prepare to replace a product in a copied graph; `copies` maps original nodes to their copies."""
@@ -286,12 +305,16 @@ class _ProductBuilder:
         self.feature_sizes = self._sizes(product.features)
 
     def _sizes(self, labels: Labels) -> list[Any]:
-        """Return the product's sizes along these labels."""
+        """Return the sizes of the product's result along these labels."""
         sizes = dict(zip(self.product.out, self.product.node.meta[EXAMPLE_VALUE].shape, strict=True))
         return [sizes[label] for label in labels]
 
     def write(self) -> None:
-        """Insert the operator before the product, and replace the product or each of its users."""
+        """Insert the replacing operator, which returns the sums of all rows but the last, and the last sum, before the product.
+
+        If all users slice the product into out[:, :-1] and out[:, -1], they are replaced by its two results; otherwise the
+        product is replaced by their concatenation. Without a leading row, the product is replaced by the sums after each row.
+        """
         product = self.product
         with self.product_copy.graph.inserting_before(self.product_copy):
             decays = self._permuted(product.decays, (*product.batch, product.row_label))
@@ -310,7 +333,7 @@ class _ProductBuilder:
                 self.product_copy.replace_all_uses_with(self._with_product_dims(out, product.row_label), propagate_meta=False)
 
     def _call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
-        """Insert a call with the example value that fake tensors give, and return it."""
+        """Insert a call before the product, with the example value that `target` returns on fake tensors, and return its node."""
         out = self.product_copy.graph.call_function(target, args)
         with torch.no_grad():
             value = target(*fx.node.map_arg(args, lambda node: node.meta[EXAMPLE_VALUE]))
@@ -318,22 +341,22 @@ class _ProductBuilder:
         return out
 
     def _permuted(self, operand: LabeledValue, labels: Labels) -> fx.Node:
-        """Return the copy of a value with its dimensions in the order of these labels."""
+        """Return an operand with its dimensions permuted to the order of these labels, as a node of the copied graph."""
         order = [operand.labels.index(label) for label in labels]
         node = self.copies[operand.value]
         return node if order == sorted(order) else self._call(torch.permute, node, order)
 
     def _with_one_feature(self, node: fx.Node) -> fx.Node:
-        """Return the value with its feature dimensions flattened into one."""
+        """Return the value with its feature dimensions, the last ones, flattened into one; if it has none, with one of size 1."""
         num_features = len(self.product.features)
         if num_features == 1:
             return node
         return self._call(torch.flatten, node, -num_features, -1) if num_features else self._call(torch.unsqueeze, node, -1)
 
     def _with_product_dims(self, node: fx.Node, *more: str) -> fx.Node:
-        """Return the value with the dimensions of the product, in their order.
+        """Return a result of the replacing operator, [batch, *more, one feature], in the dimensions and order of the product.
 
-        `more` has the labels of the dimensions between batch and features.
+        `more` is the row label for the sums of all rows, and empty for the last sum.
         """
         product = self.product
         if len(product.features) > 1:
@@ -345,11 +368,11 @@ class _ProductBuilder:
         return node if order == sorted(order) else self._call(torch.permute, node, order)
 
     def _concatenated(self, sums: fx.Node, last: fx.Node) -> fx.Node:
-        """Return the sums with the last one appended as a row."""
+        """Return cat([sums, last]) along rows: [... n f], [... f] -> [... n + 1, f]."""
         return self._call(torch.cat, [sums, self._call(torch.unsqueeze, last, -2)], -2)
 
     def _replace_users(self, sums: fx.Node, last: fx.Node) -> None:
-        """Replace users that take the last row by `last`, and users that take all other rows by `sums`."""
+        """Replace users out[:, -1] of the product by `last`, and users out[:, :-1] by `sums`, and erase these users."""
         builders = {
             True: lambda: self._with_product_dims(last),
             False: lambda: self._with_product_dims(sums, self.product.row_label),
@@ -362,7 +385,7 @@ class _ProductBuilder:
             self.product_copy.graph.erase_node(self.copies[user])
 
     def _takes_last_row(self, user: fx.Node) -> bool | None:
-        """Return True if a user takes the last row, False if it takes all others, and None for other users."""
+        """Return True for a user out[:, -1], which takes the last row, False for out[:, :-1], and None for any other user."""
         if call_name(user) != "getitem" or user.args[0] is not self.product.node:
             return None
         index = user.args[1] if isinstance(user.args[1], tuple) else (user.args[1],)

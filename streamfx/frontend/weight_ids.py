@@ -14,7 +14,10 @@ _id_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def weight_ids(values: Iterable[Any]) -> list[int]:
-    """Return the identifiers of the parameters among some values, in order; a new parameter gets the next integer."""
+    """Return the identifiers of the parameters among some values, in order; other values are skipped.
+
+    A parameter that is seen for the first time gets the next integer.
+    """
     weights = [value for value in values if isinstance(value, Parameter)]
     for weight in weights:
         if weight not in _id_of:

@@ -51,15 +51,15 @@ UNSUPPORTED_CALL = "{operator} with {found}: streamfx has no such kernel; flex_a
 
 @dataclass(frozen=True)
 class PackageLayout:
-    """One of the package's two layouts of heads, dense or packed, each with a forward and a backward operator."""
+    """One of the package's two layouts of heads, dense [b m h d] or packed [m h d], and how to convert calls in it."""
 
-    backward: str
+    backward: str  # the name of the backward operator
     extra_arguments: tuple[str, ...]  # arguments that only this layout has
-    row_dim: int
+    row_dim: int  # the dimension of query positions (m)
     to_bhmd: Callable[[Any, GraphWriter], fx.Node]  # permutes heads to [b h m d]
     from_bhmd: Callable[[Any, GraphWriter], fx.Node]  # permutes heads from [b h m d] to the layout
     lse: Callable[[Any, GraphWriter], fx.Node]  # converts the log-sum-exp [b h m] to the package's shape
-    options: Callable[[Mapping[str, Any], GraphWriter], dict[str, Any]]
+    options: Callable[[Mapping[str, Any], GraphWriter], dict[str, Any]]  # from a call's arguments to attention's mask and scale
 
 
 @rewrite_rule("flash_attn::_flash_attn_forward")
@@ -84,9 +84,10 @@ def flash_attn_varlen_to_attention(node: fx.Node, writer: GraphWriter) -> dict[f
 
 
 def _replace_calls(node: fx.Node, layout: PackageLayout, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
-    """Emit attention for a forward call and its backward calls, and map the old results to the new.
+    """Emit attention for a forward call `node` and its backward calls, and map the old results to the new.
 
-    If a call is not supported, record the reason and return None.
+    If an option is not supported, or if anything but its own backward uses the call's log-sum-exp, return None and record
+    the reason at the node (`FALLBACK_REASON`).
     """
     arguments, users_by_result = bound_arguments(node), getitems_by_index(node)
     unsupported = _find_unsupported(arguments, layout)
@@ -109,14 +110,17 @@ def _replace_calls(node: fx.Node, layout: PackageLayout, writer: GraphWriter) ->
         writer.before(backward)
         gradient = layout.to_bhmd(backward.kwargs["dout"], writer)
         results = writer.call(ATTENTION_BACKWARD, gradient, *heads, out, lse, **options)
-        for position, users in (getitems_by_index(backward) or {}).items():
-            gradients = layout.from_bhmd(writer.call(operator.getitem, results, position - 1), writer)
-            replacements |= dict.fromkeys(users, gradients)
+        for result_index, getitems in (getitems_by_index(backward) or {}).items():  # 1, 2, 3: dq, dk, dv
+            new_gradient = layout.from_bhmd(writer.call(operator.getitem, results, result_index - 1), writer)
+            replacements |= dict.fromkeys(getitems, new_gradient)
     return replacements
 
 
 def _find_unsupported(arguments: Mapping[str, Any], layout: PackageLayout) -> str:
-    """Return a description of what streamfx's kernels do not support in a call; the empty string if they support it."""
+    """Return a text about the first thing that streamfx's kernels do not support in a call, such as "softcap=30.0".
+
+    Return the empty string if they support the call.
+    """
     for name, disabled in UNSUPPORTED.items():
         if arguments.get(name, disabled) != disabled:
             return f"{name}={arguments[name]}"
@@ -131,25 +135,31 @@ def _find_unsupported(arguments: Mapping[str, Any], layout: PackageLayout) -> st
 def _backward_calls(
     arguments: Mapping[str, Any], users_by_result: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
 ) -> list[fx.Node] | None:
-    """Return the backward calls of a forward call; None if its results have any other users."""
-    readers = {
-        user for position, group in users_by_result.items() if position != OUT for getitem in group for user in getitem.users
-    }
-    if any(not _is_backward_of(user, arguments, users_by_result, layout) for user in readers) or set(users_by_result) - {
-        OUT,
-        LSE,
-        STATE,
-    }:
+    """Return the backward calls of a forward call; None if anything else uses its results, other than the result `out`.
+
+    `arguments` are those of the forward call; `users_by_result` holds its `getitem` nodes by result index.
+    """
+    if not set(users_by_result) <= {OUT, LSE, STATE}:
         return None
-    return sorted(readers)
+    readers = {
+        user
+        for result_index, getitems in users_by_result.items()
+        if result_index != OUT
+        for getitem in getitems
+        for user in getitem.users
+    }
+    are_backwards = all(_is_backward_of(user, arguments, users_by_result, layout) for user in readers)
+    return sorted(readers) if are_backwards else None
 
 
 def _is_backward_of(
     node: fx.Node, forward_arguments: Mapping[str, Any], users_by_result: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
 ) -> bool:
-    """Return whether a node is this forward call's backward.
+    """Return whether a node is the backward of the forward call with these arguments.
 
-    It has the same operands and options, reads its `out` and `lse`, and only its results dq, dk and dv are used.
+    A backward writes into buffers, so functionalization has wrapped it: its operands are keyword arguments, and the
+    buffers of dq, dk and dv are its bases 0, 1 and 2. It must have the forward's operands and options, and read its `out`
+    and log-sum-exp; only its results dq, dk and dv may be used.
     """
     if node.target is not AUTO_FUNCTIONALIZED or operator_name(node.args[0]) != layout.backward:
         return False
@@ -174,12 +184,12 @@ def _is_backward_of(
 
 
 def _transposed(heads: Any, writer: GraphWriter) -> fx.Node:
-    """Swap the dimensions of rows and heads."""
+    """Swap the dimensions of rows and heads: [b m h d] -> [b h m d], or back."""
     return writer.call(aten.transpose.int, heads, 1, 2)
 
 
 def _identity(value: fx.Node, _: GraphWriter) -> fx.Node:
-    """Return the value itself."""
+    """Return the value itself: the log-sum-exp of the dense layout needs no conversion."""
     return value
 
 
@@ -189,7 +199,10 @@ def _window(arguments: Mapping[str, Any]) -> WindowSize:
 
 
 def _dense_options(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[str, Any]:
-    """Return attention's options: the scale, and the causal flag or a bias for the window."""
+    """Return the keyword arguments of `streamfx::attention` for a dense call: the scale, and how keys are hidden.
+
+    No window: nothing else. A causal call without a left bound: the causal flag. Any other window: a bias [1 1 m n].
+    """
     scale = {"scale": arguments["softmax_scale"]}
     left, right = _window(arguments)
     if left < 0 and right <= 0:
@@ -220,7 +233,10 @@ def _squeeze_batch(value: Any, writer: GraphWriter) -> fx.Node:
 
 
 def _packed_options(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[str, Any]:
-    """Return attention's options: the scale, and a bias that hides other documents and keys outside the window."""
+    """Return the keyword arguments of `streamfx::attention` for a packed call: the scale, and a bias [1 1 m n].
+
+    The bias hides keys of other documents and keys outside the window.
+    """
     size = size_arguments(arguments["q"], writer)[0]
     ends = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
     mask = emit_document_bias(arguments["q"], size, _window(arguments), ends, writer)

@@ -2,6 +2,7 @@
 
 Models repeat each key head for the query heads that share it before they call a fused kernel, which could share the heads
 itself. After the rewrite, the kernel reads the heads without repeats, and the backward needs no sum over the repeats.
+In shapes, g is the number of key heads and r the number of repeats of each: there are g * r query heads.
 """
 
 from __future__ import annotations
@@ -37,84 +38,96 @@ def remove_repeated_heads(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, f
         return None
     repeated = tuple(shape_of_node(operand_of_view(heads)) for heads in (key, value))
     backwards = [user for user in query.users if user.target is ATTENTION_BACKWARD and user.args[1:4] == (query, key, value)]
-    totals_by_backward = [_match_sums_over_repeats(backward, *repeated) for backward in backwards]
-    if any(replacements is None for replacements in totals_by_backward):
+    sums_by_backward = [_match_sums_over_repeats(backward, *repeated) for backward in backwards]
+    if any(sums is None for sums in sums_by_backward):
         return None
     replacements = map_getitems(node, writer.call(ATTENTION, query, *heads, *node.args[3:], **node.kwargs), writer)
-    for backward, totals in zip(backwards, totals_by_backward, strict=True):
-        replacements |= _emit_gradients(backward, heads, totals or {}, writer.before(backward))
+    for backward, sums in zip(backwards, sums_by_backward, strict=True):
+        replacements |= _emit_gradients(backward, heads, sums or {}, writer.before(backward))
     return replacements
 
 
 def match_repeated_heads(node: Any) -> fx.Node | None:
-    """Return the heads [b g n d] that heads [b g*r n d] repeat r times each, or None."""
+    """Return the heads [b g n d] that `node` [b (g r) n d] repeats r times each; None if it does not repeat heads.
+
+    view(expand(unsqueeze(heads, 2), [b, g, r, n, d]), [b, g * r, n, d]) -> heads
+    """
     if not isinstance(node, fx.Node) or node.target not in VIEWS:
         return None
-    source: Any = operand_of_view(node)
-    if source.target is not aten.expand.default or source.args[0].target is not aten.unsqueeze.default:
+    expanded: Any = operand_of_view(node)
+    if expanded.target is not aten.expand.default or expanded.args[0].target is not aten.unsqueeze.default:
         return None
-    heads = source.args[0].args[0]
-    if source.args[0].args[1] != 2 or len(shape_of_node(heads)) != 4:
+    heads, unsqueezed_dim = expanded.args[0].args
+    if unsqueezed_dim != 2 or len(shape_of_node(heads)) != 4:
         return None
     b, g, n, d = shape_of_node(heads)
-    repeated = shape_of_node(source)
-    if (*repeated[:2], *repeated[3:]) != (b, g, n, d) or shape_of_node(node) != (b, g * repeated[2], n, d):
+    expanded_shape = shape_of_node(expanded)
+    r = expanded_shape[2]
+    if expanded_shape != (b, g, r, n, d) or shape_of_node(node) != (b, g * r, n, d):
         return None
     return heads
 
 
 def operand_of_view(node: fx.Node) -> fx.Node:
-    """Return the operand of a view, before the copy that the view may need."""
-    source = node_argument(node)
-    return node_argument(source) if source.target is aten.clone.default else source
+    """Return the operand of a view; if a copy makes it contiguous for the view, the operand of the copy."""
+    operand = node_argument(node)
+    return node_argument(operand) if operand.target is aten.clone.default else operand
 
 
 def _match_sums_over_repeats(node: fx.Node, *repeated: tuple[Size, ...]) -> dict[int, list[fx.Node]] | None:
-    """Return the sums over the repeats of a backward's results 1 and 2, the gradients of keys and values, by result.
+    """Return the sums over the repeats that read an attention backward's gradients of keys (result 1) and values (result 2).
 
-    `repeated` are the shapes [b g r n d] of keys and values before their heads were merged. Return None if a gradient has
-    any other use.
+    The sums are by result index. `repeated` are the shapes [b g r n d] of keys and values before their heads were merged.
+    Return None if a gradient has any other use than such a sum.
     """
-    totals_by_result: dict[int, list[fx.Node]] = {1: [], 2: []}
+    sums_by_result: dict[int, list[fx.Node]] = {1: [], 2: []}
     for getitem in node.users:
         if getitem.target is not operator.getitem:
             return None
         result_index = int_argument(getitem, 1)
-        if result_index == 0:
+        if result_index == 0:  # the gradient of the queries
             continue
         for user in getitem.users:
-            total = _match_sum_after_view(user, repeated[result_index - 1])
-            if total is None:
+            sum_over_repeats = _match_sum_after_view(user, repeated[result_index - 1])
+            if sum_over_repeats is None:
                 return None
-            totals_by_result[result_index].append(total)
-    return totals_by_result
+            sums_by_result[result_index].append(sum_over_repeats)
+    return sums_by_result
 
 
 def _match_sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node | None:
-    """Return the sum of a gradient over the repeats of each head, if a view splits its heads as the repeats were merged."""
+    """Return the sum [b g n d] over the repeats of each head, if `node` is a view [b g r n d] that only this sum reads.
+
+    `repeated` is the shape [b g r n d]. The sum may keep the dimension of repeats if only a squeeze uses it: then return
+    the squeeze. Return None if nothing matches.
+    """
     if node.target not in VIEWS or shape_of_node(node) != repeated or len(node.users) != 1:
         return None
-    (total,) = node.users
-    if total.target is not aten.sum.dim_IntList or list(bound_arguments(total)["dim"] or ()) not in ([2], [-3]):
+    (repeats_sum,) = node.users
+    if repeats_sum.target is not aten.sum.dim_IntList or list(bound_arguments(repeats_sum)["dim"] or ()) not in ([2], [-3]):
         return None
-    if total.meta[VALUE].dtype != node.meta[VALUE].dtype:
+    if repeats_sum.meta[VALUE].dtype != node.meta[VALUE].dtype:
         return None
-    if len(shape_of_node(total)) == 4:
-        return total
-    users = list(total.users)
-    are_squeezed = users and all(
-        user.target is aten.squeeze.dim and user.args[1] in (2, -3) and len(shape_of_node(user)) == 4 for user in users
-    )
-    return users[0] if are_squeezed and len(users) == 1 else None
+    if len(shape_of_node(repeats_sum)) == 4:
+        return repeats_sum
+    if len(repeats_sum.users) != 1:
+        return None
+    (user,) = repeats_sum.users
+    is_squeeze = user.target is aten.squeeze.dim and user.args[1] in (2, -3) and len(shape_of_node(user)) == 4
+    return user if is_squeeze else None
 
 
 def _emit_gradients(
-    node: fx.Node, heads: tuple[Any, Any], totals_by_result: dict[int, list[fx.Node]], writer: GraphWriter
+    node: fx.Node, heads: tuple[Any, Any], sums_by_result: dict[int, list[fx.Node]], writer: GraphWriter
 ) -> dict[fx.Node, fx.Node]:
-    """Emit a backward call with the heads that are not repeated, and map the old gradients to its results."""
+    """Emit an attention backward that reads the key and value heads without repeats; return {old gradient: new gradient}.
+
+    `node` is the old backward call. Its gradients of keys and values are replaced where they have been summed over the
+    repeats: `sums_by_result` holds these sums for result 1 (keys) and result 2 (values).
+    """
     gradients = writer.call(ATTENTION_BACKWARD, *node.args[:2], *heads, *node.args[4:], **node.kwargs)
-    of_query, of_key, of_value = (writer.call(operator.getitem, gradients, i) for i in range(3))
-    replacements = {getitem: of_query for getitem in node.users if int_argument(getitem, 1) == 0}
-    return replacements | {
-        total: of_heads for i, of_heads in ((1, of_key), (2, of_value)) for total in totals_by_result.get(i, ())
-    }
+    query_gradient, key_gradient, value_gradient = (writer.call(operator.getitem, gradients, i) for i in range(3))
+    replacements = {getitem: query_gradient for getitem in node.users if int_argument(getitem, 1) == 0}
+    replacements |= dict.fromkeys(sums_by_result.get(1, ()), key_gradient)
+    replacements |= dict.fromkeys(sums_by_result.get(2, ()), value_gradient)
+    return replacements

@@ -1,8 +1,9 @@
 """Vectorize a function of one score over all scores [b h m n].
 
-Score and mask functions are graphs of 0-dimensional operators on a score and its four indices. Each value that depends on
-these gets four leading dimensions, of size one if it does not vary along them: a value of query and key positions alone
-is [1 1 m n].
+Score and mask functions of `flex_attention` are graphs of 0-dimensional operators on a score and its four indices (batch,
+head, query position, key position). Each value that depends on these gets four leading dimensions (`ScoreValue`), of size
+one if it does not vary along them: a value of query and key positions alone is [1 1 m n]. Any other value is the same for
+all scores and stays as it is.
 
     f(score, b, h, m, n) = score + slopes[h] * (n - m)   ->   scores + slopes[heads [1 h 1 1]] * (keys [1 1 1 n] - rows [1 1 m 1])
 """
@@ -58,7 +59,11 @@ Value: TypeAlias = Any  # ScoreValue, PartialLookup, a node or number that is th
 
 
 def vectorize_graph(function: fx.GraphModule, arguments: list[Value], writer: GraphWriter) -> Any:
-    """Emit a score or mask function for all scores; return its results, a value or a list of values."""
+    """Emit a score or mask function for all scores at once; return its results: a value or a list of values.
+
+    `arguments` are the vectorized values of the function's placeholders: a `ScoreValue` if they vary by score. Raise
+    NotElementwiseError if an operator cannot be vectorized.
+    """
     value_of: dict[fx.Node, Value] = dict(zip(function.graph.find_nodes(op="placeholder"), arguments, strict=True))
     for node in function.graph.nodes:
         if node.op == "get_attr":
@@ -70,21 +75,25 @@ def vectorize_graph(function: fx.GraphModule, arguments: list[Value], writer: Gr
 
 
 def sum_over_scores(value: Value, writer: GraphWriter) -> fx.Node:
-    """Emit the sum of a value over all scores; a value that does not vary by score is returned unchanged."""
+    """Emit the sum of a value over all scores, its four leading dimensions; return any other value unchanged."""
     if not isinstance(value, ScoreValue):
         return value  # type: ignore[no-any-return]
     return writer.call(aten.sum.dim_IntList, value.node, list(range(GRID_RANK)))
 
 
 def _emit_constant(tensor: torch.Tensor, writer: GraphWriter) -> fx.Node:
-    """Emit a 0-dimensional constant; larger constants are not supported."""
+    """Emit a 0-dimensional tensor that a score function holds as a constant; raise NotElementwiseError for larger tensors."""
     if tensor.dim():
         raise NotElementwiseError("a constant tensor")
     return writer.call(aten.full.default, [], tensor.item(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _vectorize_node(node: fx.Node, value_of: dict[fx.Node, Value], writer: GraphWriter) -> Value:
-    """Emit one operator of a score function for all scores, given the vectorized values of its operands."""
+    """Emit one operator of a score function for all scores, and return the vectorized value of its result.
+
+    `value_of` has the vectorized values of its operands. Look-ups of tensors, constants and copies have separate rules; any
+    other operator whose operands vary by score must be elementwise, else raise NotElementwiseError.
+    """
     values = [value_of[source] for source in node.all_input_nodes]
     arguments: Any = fx.node.map_arg((node.args, node.kwargs), lambda source: value_of[source])
     args, kwargs = arguments
@@ -111,9 +120,10 @@ def _vectorize_node(node: fx.Node, value_of: dict[fx.Node, Value], writer: Graph
 
 
 def _is_scalar_per_score(value: Value) -> bool:
-    """Return whether a value is one number per score, or one number for all scores."""
-    rank = len(shape_of_node(value.node)) - GRID_RANK if isinstance(value, ScoreValue) else -1
-    return rank == 0 or (isinstance(value, fx.Node) and not (is_tensor(value) and shape_of_node(value)))
+    """Return whether a value is one number per score, or one number for all scores: neither is a vector or a look-up."""
+    if isinstance(value, ScoreValue):
+        return len(shape_of_node(value.node)) == GRID_RANK
+    return isinstance(value, fx.Node) and not (is_tensor(value) and shape_of_node(value))
 
 
 def unwrap(value: Value) -> Any:
@@ -122,7 +132,10 @@ def unwrap(value: Value) -> Any:
 
 
 def _emit_constant_fill(node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Return a constant, which is the same for all scores."""
+    """Emit a 0-dimensional constant for `zeros_like`, `full_like` and similar operators of a score function.
+
+    Raise NotElementwiseError if the fill value is computed, or if the traced result is not 0-dimensional.
+    """
     arguments, traced = bound_arguments(node), node.meta[VALUE]
     fill = arguments["fill_value"] if FILL_OPERATORS[node.target] is None else FILL_OPERATORS[node.target]
     if traced.dim() or isinstance(fill, fx.Node):
@@ -132,7 +145,11 @@ def _emit_constant_fill(node: fx.Node, writer: GraphWriter) -> fx.Node:
 
 
 def _emit_lookup(table: Value, indices: list[Value], writer: GraphWriter) -> Value:
-    """Emit the index of a tensor, `table[b, q]`; for `table[b]` of `table[b][q]`, return a `PartialLookup`."""
+    """Emit `table[indices]` for all scores; some index varies by score.
+
+    For `table[b][q]`, the look-up `table[b]` emits nothing and returns a `PartialLookup` of the table with the index b. The
+    look-up with the last index emits `table[b, q]`.
+    """
     earlier_indices: tuple[Any, ...] = ()
     if isinstance(table, PartialLookup):
         table, earlier_indices = table.table, table.indices
@@ -145,13 +162,17 @@ def _emit_lookup(table: Value, indices: list[Value], writer: GraphWriter) -> Val
 
 
 def _emit_lookup_gradient(shape: list[int], indices: list[Value], value: Value, writer: GraphWriter) -> fx.Node:
-    """Emit the gradient of an index, summed over all scores: first over the dimensions on which no index depends."""
-    nodes = [unwrap(item) for item in indices]
-    if not isinstance(value, ScoreValue) or len(nodes) != len(shape) or len(shape_of_node(value.node)) != GRID_RANK:
+    """Emit the gradient of a look-up `table[indices]`: zeros of the table's shape, with each score's gradient added.
+
+    `value` is the gradient per score. It is first summed over the dimensions of scores on which no index depends: for
+    `table[h]`, over batch and positions.
+    """
+    index_nodes = [unwrap(index) for index in indices]
+    if not isinstance(value, ScoreValue) or len(index_nodes) != len(shape) or len(shape_of_node(value.node)) != GRID_RANK:
         raise NotElementwiseError("the gradient of a look-up of parts of a tensor")
-    indexed_dims = {i for item in nodes for i, size in enumerate(shape_of_node(item)) if size != 1}
-    dims = [dim for dim in range(GRID_RANK) if dim not in indexed_dims]
-    gradient = writer.call(aten.sum.dim_IntList, value.node, dims, True) if dims else value.node
+    indexed_dims = {dim for index in index_nodes for dim, size in enumerate(shape_of_node(index)) if size != 1}
+    summed_dims = [dim for dim in range(GRID_RANK) if dim not in indexed_dims]
+    gradient = writer.call(aten.sum.dim_IntList, value.node, summed_dims, True) if summed_dims else value.node
     gradient_value = gradient.meta[VALUE]
     zeros = writer.call(aten.full.default, list(shape), 0.0, dtype=gradient_value.dtype, device=gradient_value.device)
-    return writer.call(aten.index_put.default, zeros, nodes, gradient, True)
+    return writer.call(aten.index_put.default, zeros, index_nodes, gradient, True)

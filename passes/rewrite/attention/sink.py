@@ -1,6 +1,8 @@
 """Replace unfused attention with a sink (an extra column of scores) by a fused kernel, scaled by the keys' share.
 
-A kernel returns its result and the log-sum-exp of its scores. The sink only adds to this sum:
+Unfused attention is the products and the softmax as separate operators. The sink k is one more score per row, and is
+dropped after the softmax: it only takes a share of the probabilities. A kernel returns its result and the log-sum-exp of
+its scores. The sink only adds to this sum:
 
     softmax(cat([s, k]))[..., :-1] v = out w,   w = exp(lse - total) = sigmoid(lse - k),   total = logaddexp(lse, k)
 
@@ -55,14 +57,21 @@ def softmax_with_sink_to_attention(node: fx.Node, writer: GraphWriter) -> dict[f
 
 
 def _has_ordinary_range(sink: fx.Node) -> bool:
-    """Return whether the sink's range guarantees that masked scores vanish relative to it."""
+    """Return whether the sink's value range is proven to be that of ordinary numbers: finite, and at least about -1e28.
+
+    Then exp(score - sink) is zero for scores that a mask has set to a huge negative number.
+    """
     lower_bound = VISIBLE_SCORE_HALF if sink.meta[VALUE].dtype == torch.float16 else VISIBLE_SCORE
     value_range = ValueRanges().of(sink)
     return lower_bound <= value_range.low and value_range.high < INFINITY  # if the sink is NaN, so is the result
 
 
 def _match_attention(column: SinkColumn) -> UnfusedAttention | None:
-    """Match the products before and after a softmax, with their gradients; None if the probabilities have another use."""
+    """Match the products before and after a softmax with a sink, and their gradients.
+
+    Return None if the scores are not c q k^T + m, if the probabilities or the gradients have another use, or if no kernel
+    fits the operands.
+    """
     scores = Scores.match(column.scores)
     if scores is None:
         return None
@@ -76,22 +85,35 @@ def _match_attention(column: SinkColumn) -> UnfusedAttention | None:
 
 
 def _is_in_order(attention: UnfusedAttention) -> bool:
-    """Return whether all gradients come after the result and its gradient, so that none is a forward product."""
+    """Return whether all matched gradient products come after the result and its gradient in the graph.
+
+    The replacement computes them together, after these two. A product that comes earlier belongs to the forward graph.
+    """
     return all(attention.last_needed < node for node in attention.gradients)
 
 
 def _record_backward(backward: fx.Node, column: SinkColumn, attention: UnfusedAttention) -> bool:
-    """Record the operand gradients that a softmax backward leads to, and return whether all its uses match."""
-    of_probabilities = bound_arguments(bound_arguments(backward)["grad_output"])["grad_output"]
-    of_scores = (part for part in backward.users if not is_slice_of(part, column, column.column_range))
-    return attention.is_gradient_of_probabilities(of_probabilities) and all(map(attention.record_gradient_uses, of_scores))
+    """Record in `attention` the gradients of q and k computed from a softmax backward, and return whether all uses match.
+
+    The backward reads slice_backward(gradient of the probabilities), and returns the gradients of scores and sink in one
+    value: its users slice one of the two.
+    """
+    padded_gradient = bound_arguments(backward)["grad_output"]
+    probabilities_gradient = bound_arguments(padded_gradient)["grad_output"]
+    scores_gradients = (part for part in backward.users if not is_slice_of(part, column, column.column_range))
+    return attention.is_gradient_of_probabilities(probabilities_gradient) and all(
+        map(attention.record_gradient_uses, scores_gradients)
+    )
 
 
 class _SinkReplacement:
-    """Emits the fused attention and the sink's share of the softmax."""
+    """Emits the fused attention and the sink's share of the softmax.
+
+    `column` is the softmax of scores and sink, `attention` the products around it, with operands [bh m d].
+    """
 
     def __init__(self, column: SinkColumn, attention: UnfusedAttention, writer: GraphWriter) -> None:
-        """Store the match, and the dtypes of the operands and of the sums."""
+        """Store the match, the dtype of the operands, and the dtype for log-sum-exps and shares (at least float32)."""
         self.column, self.attention, self.writer = column, attention, writer
         self.dtype = attention.scores.query.meta[VALUE].dtype
         self.precision = torch.promote_types(self.dtype, torch.float32)
@@ -109,12 +131,16 @@ class _SinkReplacement:
         return replacements
 
     def is_sink_gradient(self, slice_: fx.Node, backward: fx.Node) -> bool:
-        """Return whether a node is the sink's slice of a softmax backward."""
+        """Return whether a node is the sink's gradient: the sink's column of `backward`, if that is a softmax backward."""
         is_gradient = backward.target is aten._softmax_backward_data.default
         return is_gradient and is_slice_of(slice_, self.column, self.column.column_range)
 
     def forward(self, writer: GraphWriter) -> None:
-        """Emit the attention operator, its total log-sum-exp, and the result scaled by the keys' share."""
+        """Emit the attention operator, and store what the replacements read.
+
+        `out` is the result, scaled by the keys' share sigmoid(lse - sink); `total` the log-sum-exp with the sink, which the
+        backward reads; `sink_share` is sigmoid(sink - lse). All operands have the shape [b h m d].
+        """
         scores, write = self.attention.scores, writer.call
         assert self.attention.values is not None
         self.query, self.values = self.with_heads(scores.query, writer), self.with_heads(self.attention.values, writer)
@@ -131,7 +157,7 @@ class _SinkReplacement:
         self.out = cast_to(writer, write(aten.mul.Tensor, out, write(aten.unsqueeze.default, share, 3)), self.dtype)
 
     def backward(self, writer: GraphWriter, sink_gradients: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Emit the attention's backward, and return the replacements of all gradients."""
+        """Emit the attention's backward, and return the replacements of all gradients, of operands and of the sink."""
         attention = self.attention
         assert attention.gradient is not None
         gradient = self.with_heads(attention.gradient, writer)
@@ -149,22 +175,30 @@ class _SinkReplacement:
         return replacements | dict.fromkeys(sink_gradients, self.emit_sink_gradient(gradient, writer))
 
     def emit_sink_gradient(self, gradient: fx.Node, writer: GraphWriter) -> fx.Node:
-        """Emit the sink's gradient: minus its share times the sum of gradient times result, per row."""
+        """Emit the sink's gradient [b h m 1]: minus its share times the sum of gradient times result, per row.
+
+        `gradient` is the gradient of the attention's result, [b h m d].
+        """
         wide = (cast_to(writer, item, self.precision) for item in (gradient, self.out))
-        inner = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, *wide), [3])
-        product = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, self.sink_share), inner)
+        row_sums = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, *wide), [3])
+        product = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, self.sink_share), row_sums)
         return cast_to(writer, writer.call(aten.unsqueeze.default, product, 3), self.column.column.meta[VALUE].dtype)
 
     def with_heads(self, node: fx.Node, writer: GraphWriter) -> fx.Node:
-        """Return a value [bh m d] as [b h m d]: the value before it was flattened, or else a view."""
-        source, folded = through_views(node), shape_of_node(self.column.scores)[:2]
-        if shape_of_node(source) == (*folded, *shape_of_node(node)[1:]):
-            return source
+        """Return a value [bh m d] as [b h m d]: the operand of the view that flattened it, or else a new view."""
+        unflattened = through_views(node)
+        batch_and_heads = shape_of_node(self.column.scores)[:2]
+        if shape_of_node(unflattened) == (*batch_and_heads, *shape_of_node(node)[1:]):
+            return unflattened
         sizes = [*size_arguments(self.column.scores, writer)[:2], *size_arguments(node, writer)[1:]]
         return writer.call(aten.view.default, node, sizes)
 
     def map_results(self, nodes: Iterable[fx.Node], replacement: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Map products [bh m d], and their views [b h m d], to a replacement [b h m d]."""
+        """Yield (old node, new node) for products [bh m d] that a replacement [b h m d] replaces.
+
+        A view of a product with the replacement's shape is replaced directly. For other users of the product, emit a copy of
+        the replacement that is flattened to the product's shape.
+        """
         for node in nodes:
             views = [
                 user for user in node.users if user.target in KEEPS_ELEMENTS and shape_of_node(user) == shape_of_node(replacement)

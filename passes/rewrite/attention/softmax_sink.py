@@ -28,26 +28,29 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SinkColumn:
-    """Scores and one extra column; `first` is the index of the first score in their concatenation."""
+    """The softmax of scores [.. n] and one extra column [.. 1], concatenated along `dim`, the dimension of keys.
+
+    `scores_start` is 0 if the column comes after the scores, 1 if it comes before.
+    """
 
     softmax: fx.Node
     scores: fx.Node
     column: fx.Node
     dim: int
-    first: int
+    scores_start: int
 
     @property
     def scores_range(self) -> tuple[int, int]:
         """Return the start and end of the scores in the concatenation."""
-        count = shape_of_node(self.scores)[self.dim]
-        assert isinstance(count, int)
-        return self.first, self.first + count
+        num_keys = shape_of_node(self.scores)[self.dim]
+        assert isinstance(num_keys, int)
+        return self.scores_start, self.scores_start + num_keys
 
     @property
     def column_range(self) -> tuple[int, int]:
         """Return the start and end of the extra column in the concatenation."""
         end = self.scores_range[1]
-        return (end, end + 1) if self.first == 0 else (0, 1)
+        return (end, end + 1) if self.scores_start == 0 else (0, 1)
 
 
 @rewrite_rule(aten._softmax.default)
@@ -58,7 +61,10 @@ def softmax_with_sink_to_softmax(node: fx.Node, writer: GraphWriter) -> dict[fx.
 
 
 def match_sink_column(softmax: fx.Node) -> SinkColumn | None:
-    """Match a softmax of scores that are concatenated with one extra column; None if it has another operand."""
+    """Match a softmax of scores that are concatenated, along the softmax's dimension, with one extra column (size 1).
+
+    Return None if its operand is no such concatenation.
+    """
     options = bound_arguments(softmax)
     concat = options["self"]
     if not isinstance(concat, fx.Node) or concat.target is not aten.cat.default or options["half_to_float"]:
@@ -77,19 +83,25 @@ def match_sink_column(softmax: fx.Node) -> SinkColumn | None:
 
 
 def has_only_matched_uses(column: SinkColumn) -> bool:
-    """Return whether all uses of a softmax drop the column, and its backward separates the column's gradient from the scores'."""
+    """Return whether all uses of the softmax are a slice without the column, or its backward.
+
+    All uses of the backward's result must slice either the gradient of the scores or that of the column.
+    """
     return all(is_slice_of(user, column, column.scores_range) or _is_backward(user, column) for user in column.softmax.users)
 
 
 def is_slice_of(node: fx.Node, column: SinkColumn, columns: tuple[int, int]) -> bool:
-    """Return whether a value is a slice of the columns of a softmax, or of its gradient."""
+    """Return whether a node slices the columns [start, end) = `columns` from the softmax, or from its gradient."""
     return node.target is aten.slice.Tensor and _slice_bounds(node, column) == columns
 
 
 def _slice_bounds(node: fx.Node, column: SinkColumn) -> tuple[int, int] | None:
-    """Return the start and end of a slice, or of a slice's gradient, along the keys; None if it is any other slice."""
+    """Return the start and end of a `slice` or `slice_backward` of the softmax's columns, as nonnegative numbers.
+
+    Return None if it slices another dimension, has a step, or has dynamic bounds.
+    """
     arguments, rank = bound_arguments(node), len(shape_of_node(column.softmax))
-    length = column.column_range[1] if column.first == 0 else column.scores_range[1]
+    length = column.column_range[1] if column.scores_start == 0 else column.scores_range[1]
     start, end = arguments["start"] or 0, arguments["end"]
     if arguments["dim"] % rank != column.dim or arguments["step"] != 1 or not isinstance(start, int):
         return None
@@ -100,7 +112,10 @@ def _slice_bounds(node: fx.Node, column: SinkColumn) -> tuple[int, int] | None:
 
 
 def _is_backward(node: fx.Node, column: SinkColumn) -> bool:
-    """Return whether a node is the softmax's backward for a gradient of the scores' slice, and only slices use it."""
+    """Return whether a node is the backward of the column's softmax, and only slices of scores and column use its result.
+
+    Its incoming gradient must be that of the slice without the column: slice_backward(gradient of the probabilities).
+    """
     if node.target is not aten._softmax_backward_data.default:
         return False
     arguments, softmax = bound_arguments(node), column.softmax.meta[VALUE]
@@ -116,7 +131,10 @@ def _is_backward(node: fx.Node, column: SinkColumn) -> bool:
 
 
 def _emit_without_column(match: SinkColumn, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """Emit the softmax of the scores times their share, and return the replacements of its slices and gradients."""
+    """Emit softmax(scores) times the scores' share of the sum; return {old node: new node} for slices and gradients.
+
+    The shares are computed at least in float32, and results are cast back to the softmax's dtype.
+    """
     softmax, dim = match.softmax, match.dim
     dtype = softmax.meta[VALUE].dtype
     scores, column = (cast_to(writer, value, torch.promote_types(dtype, torch.float32)) for value in (match.scores, match.column))
@@ -132,16 +150,16 @@ def _emit_without_column(match: SinkColumn, writer: GraphWriter) -> dict[fx.Node
 
 
 def _emit_shares(writer: GraphWriter, scores: fx.Node, column: fx.Node, dim: int) -> list[fx.Node]:
-    """Emit the shares of the scores and of the column in the sum; NaN if the full softmax is NaN.
+    """Emit two shares of the softmax's sum, each of size one along `dim`: of the scores and of the column.
 
-    The column, if it is finite, is subtracted from both: next to a score of -1e30, the logarithm of the number of scores
-    would be lost to rounding.
+    shares = softmax([logsumexp(scores - column), 0]). They are NaN if the full softmax is. The column, if it is finite, is
+    subtracted from both: next to a score of -1e30, the logarithm of the number of scores would be lost to rounding.
     """
     column_value = column.meta[VALUE]
     zero = writer.call(aten.full.default, [], 0.0, dtype=column_value.dtype, device=column_value.device)
     offset = writer.call(aten.where.self, writer.call(aten.isinf.default, column), zero, column)
-    total = writer.call(aten.logsumexp.default, writer.call(aten.sub.Tensor, scores, offset), [dim], True)
-    both = writer.call(aten.cat.default, [total, writer.call(aten.sub.Tensor, column, offset)], dim)
+    scores_lse = writer.call(aten.logsumexp.default, writer.call(aten.sub.Tensor, scores, offset), [dim], True)
+    both = writer.call(aten.cat.default, [scores_lse, writer.call(aten.sub.Tensor, column, offset)], dim)
     shares = writer.call(aten._softmax.default, both, dim, False)
     return [writer.call(aten.slice.Tensor, shares, dim, i, i + 1) for i in range(2)]
 
@@ -149,15 +167,22 @@ def _emit_shares(writer: GraphWriter, scores: fx.Node, column: fx.Node, dim: int
 def _emit_gradients(
     match: SinkColumn, backward: fx.Node, writer: GraphWriter, probabilities: fx.Node, column_share: fx.Node
 ) -> dict[fx.Node, fx.Node]:
-    """Emit the gradients of the scores and of the column, and return the replacements of a backward's slices."""
-    gradient = bound_arguments(bound_arguments(backward)["grad_output"])["grad_output"]
+    """Emit the gradients of the scores and of the column; return {old slice of the backward's result: new gradient}.
+
+    With probabilities p and their gradient g: p * (g - sum(g * p)) for the scores, -share * sum(g * p) for the column.
+    """
+    padded_gradient = bound_arguments(backward)["grad_output"]
+    gradient = bound_arguments(padded_gradient)["grad_output"]
     dtype = backward.meta[VALUE].dtype
     gradient = cast_to(writer, gradient, probabilities.meta[VALUE].dtype)
-    total = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, gradient, probabilities), [match.dim], True)
-    of_scores = writer.call(aten.mul.Tensor, probabilities, writer.call(aten.sub.Tensor, gradient, total))
-    of_column = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, column_share), total)
-    results = {match.scores_range: cast_to(writer, of_scores, dtype), match.column_range: cast_to(writer, of_column, dtype)}
-    return {user: results[_slice_bounds(user, match)] for user in backward.users}  # type: ignore[index]
+    row_sums = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, gradient, probabilities), [match.dim], True)
+    scores_gradient = writer.call(aten.mul.Tensor, probabilities, writer.call(aten.sub.Tensor, gradient, row_sums))
+    column_gradient = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, column_share), row_sums)
+    gradient_by_range = {
+        match.scores_range: cast_to(writer, scores_gradient, dtype),
+        match.column_range: cast_to(writer, column_gradient, dtype),
+    }
+    return {user: gradient_by_range[_slice_bounds(user, match)] for user in backward.users}  # type: ignore[index]
 
 
 def cast_to(writer: GraphWriter, value: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -4,9 +4,11 @@
         attention(q, k, v, m) -> out_1, lse_1
         attention(q, c, w, n) -> out_2, lse_2          total = logaddexp(lse_1, lse_2)
 
-So rows see the keys that their own mask shows, and blocks have their own axis (`compressed_kv.py`). The backward computes
-probabilities from the total: the gradient of all keys is the concatenation of both gradients. A concatenation that is
-only sliced is not computed.
+Models with compressed keys do this: k are the keys of rows, c the keys of blocks of rows, and m and n are their masks. The
+keys of one part are a *slice* of the concatenation (`ConcatSlices` holds the slices of all values along one such axis).
+After the split, rows see the keys that their own mask shows, and blocks have their own axis (`compressed_kv.py`). The
+backward computes probabilities from the total: the gradient of all keys is the concatenation of both gradients. A
+concatenation that is only sliced is not computed.
 
 The total must count the keys that a row sees. Keys that a row does not see must be hidden by minus infinity, or the row
 must see a key with an ordinary score: next to a large negative number, the logarithm of a count is lost to rounding.
@@ -61,7 +63,11 @@ class SplitConcatKV:
     name: ClassVar[str] = "split_concat_kv"
 
     def apply(self, facts: Facts) -> Facts:
-        """Split each attention over concatenated keys, and drop the axes if anything changed."""
+        """Split each attention over concatenated keys, in place, or at first only prepare its mask.
+
+        If masks have to be written as concatenations, only this happens: the pass runs again after the axes of the new
+        graph are found. If anything changed, the returned facts have no axes.
+        """
         axes, joint = facts.found_axes, facts.joint
         if axes is None or axes.sequence is None or not axes.sequence.blocks:
             return facts
@@ -92,7 +98,10 @@ def _can_be_split(node: fx.Node, slices: ConcatSlices) -> bool:
 
 
 def _concat_mask(node: fx.Node, slices: ConcatSlices) -> bool:
-    """Replace a mask that is computed from a concatenated mask by a concatenation, in place; return whether it changed."""
+    """Replace an attention's mask that is computed from a concatenation, in place; return whether it changed.
+
+    where(cat([a, b]), 0, -inf) -> cat([where(a, 0, -inf), where(b, 0, -inf)])
+    """
     mask = bound_arguments(node)["attn_mask"]
     if mask is None or slices.dim(mask) is None or mask.target is aten.cat.default:
         return False
@@ -108,7 +117,7 @@ class _VisibleSlices:
     """
 
     def __init__(self, shows_own_keys: Callable[[fx.Node], bool], values: ValueRanges, axes: AxisFacts) -> None:
-        """Store the test for masks that show own keys, the value ranges, and the axes."""
+        """Store the axes, the value ranges, and a test whether a mask adds an ordinary number to each row's own score."""
         self.shows_own_keys, self.values, self.axes = shows_own_keys, values, axes
         self.bounds = dict[fx.Node, float]()  # by mask: `_bound` of it, computed once
 
@@ -128,16 +137,19 @@ class _VisibleSlices:
         return self.axes.table.resolve(self.axes.shapes[mask][-1]) == queries and self.shows_own_keys(mask)
 
     def _bound(self, mask: fx.Node) -> float:
-        """Return a bound on the finite values that a mask adds to scores, infinite if it is not known.
+        """Return a bound on the magnitude of the finite values of a mask, infinite if it is not known.
 
-        Weights count as zero: they are assumed to be ordinary numbers.
+        Minus infinity does not count. Weights count as zero: they are assumed to be ordinary numbers.
         """
         if mask not in self.bounds:
             self.bounds[mask] = self._bound_by_operands(mask)
         return self.bounds[mask]
 
     def _bound_by_operands(self, mask: fx.Node) -> float:
-        """Return a mask's bound from its constant, its range, or the bounds of its operands."""
+        """Compute `_bound` from a mask's constant, its value range, or the bounds of its operands.
+
+        Of an addition, return the sum of the operands' bounds; of a `where` or a similar selection, the largest.
+        """
         if find_fill(mask) == -math.inf:
             return 0
         value_range = self.values.of(mask)
@@ -148,51 +160,61 @@ class _VisibleSlices:
         scalar_magnitudes = [abs(item) for item in arguments if isinstance(item, (int, float)) and item != -math.inf]
         if not operands or not (mask.target in SELECTIONS or only_moves_elements(mask)):
             return math.inf
-        if mask.target is aten.add.Tensor:  # a value may be added to itself, or a multiple of it
-            is_two_operands = len(arguments) == 2 and not mask.kwargs
-            return (
-                sum((self._bound(item) for item in arguments if isinstance(item, fx.Node)), sum(scalar_magnitudes))
-                if is_two_operands
-                else math.inf
-            )
+        if mask.target is aten.add.Tensor:
+            if len(arguments) != 2 or mask.kwargs:  # an operand is multiplied by `alpha`
+                return math.inf
+            operand_bounds = (self._bound(item) for item in arguments if isinstance(item, fx.Node))  # both, even if equal
+            return sum(operand_bounds, sum(scalar_magnitudes))
         return max(*scalar_magnitudes, *map(self._bound, operands), 0)
 
 
 def _concatenated_keys(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, ConcatSlices]:
-    """Return, by axis, the slices of each axis along which rows of the sequence and blocks of rows are concatenated."""
-    writer, slices_by_axis = GraphWriter(joint.graph), dict[Atom | None, ConcatSlices]()
+    """Find the axes along which a `cat` joins rows of the sequence and blocks of rows; return the slices of values along each.
+
+    The key is the axis of the concatenation. The lengths of the slices must be static.
+    """
+    writer = GraphWriter(joint.graph)
+    slices_by_axis = dict[Atom | None, ConcatSlices]()
     for node in axes.signatures:
         concat = axes.signatures[node].concat if node.target is aten.cat.default else None
         if concat is not None:
-            letter, index = concat
-            dims = [
-                axes.table.resolve(axes.letters[node][item])
-                for item in (letter, *(slice_label for slice_label, _ in index.parts))
-            ]
-            lengths = [axes.table.size_of_dim(dim) for dim in dims[1:]]
-            if len(dims[0]) == 1 and _are_rows_and_blocks(dims[1:], axes) and all(isinstance(length, int) for length in lengths):
-                slices_by_axis.setdefault(dims[0][0], ConcatSlices(axes, writer, dims[0][0], lengths))  # type: ignore[arg-type]
+            result_label, concat_axes = concat
+            result_dim = axes.table.resolve(axes.letters[node][result_label])
+            part_dims = [axes.table.resolve(axes.letters[node][part_label]) for part_label, _ in concat_axes.parts]
+            lengths = [axes.table.size_of_dim(dim) for dim in part_dims]
+            is_static = all(isinstance(length, int) for length in lengths)
+            if len(result_dim) == 1 and _are_rows_and_blocks(part_dims, axes) and is_static:
+                axis = result_dim[0]
+                slices_by_axis.setdefault(axis, ConcatSlices(axes, writer, axis, lengths))  # type: ignore[arg-type]
     return slices_by_axis
 
 
 def _are_rows_and_blocks(dims: Sequence[Dim], axes: AxisFacts) -> bool:
-    """Return whether some dimensions are rows of the sequence and others are blocks of rows."""
+    """Return whether some of the dimensions are rows of the sequence, and others are blocks of rows."""
     assert axes.sequence is not None
-    kinds = {dim[0] in axes.sequence.blocks for dim in dims if len(dim) == 1 and dim[0] in axes.sequence.members}
-    return kinds == {False, True}
+    sequence_axes = [dim[0] for dim in dims if len(dim) == 1 and dim[0] in axes.sequence.members]
+    are_blocks = {axis in axes.sequence.blocks for axis in sequence_axes}
+    return are_blocks == {False, True}
 
 
 def _key_axis(node: fx.Node, axes: AxisFacts) -> Atom | None:
-    """Return the axis of keys of an attention, if it is a single factor."""
-    atoms = axes.table.resolve(axes.letters[node][N]) if node in axes.signatures else ()
-    return atoms[0] if len(atoms) == 1 else None
+    """Return the axis of an attention's keys; None if the axis is a product of several, or is not known.
+
+    `N` is the axis label of key positions in the signature of attention operators.
+    """
+    axis_factors = axes.table.resolve(axes.letters[node][N]) if node in axes.signatures else ()
+    return axis_factors[0] if len(axis_factors) == 1 else None
 
 
 # -- writing the replacement
 
 
 def _write_forward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool]) -> None:
-    """Emit one attention per slice of keys, and replace the results by their sum weighted by the share of each slice."""
+    """Emit one attention per slice of keys, and replace the results by their sum weighted by the share of each slice.
+
+    total = logaddexp over slices of lse_i, out = sum of exp(lse_i - total) * out_i. `shows_own` says for each slice whether
+    its mask shows each row its own key; otherwise a row may see no key of the slice.
+    """
     query, operands = tensor_operands(node)[0], _operands_by_slice(node, slices)
     dtype, call = query.meta[VALUE].dtype, slices.writer.before(node).call
     calls = [call(ATTENTION, query, key, value, **options) for key, value, options in operands]
@@ -216,13 +238,18 @@ def _write_forward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool
 
 
 def _masked_lse(lse: fx.Node, mask: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Set the log-sum-exp of rows that see no key to minus infinity, because some kernels return another value."""
+    """Emit the log-sum-exp with minus infinity for rows that see no key, because some kernels return another value."""
     largest = writer.call(aten.amax.default, mask, [-1])
-    return writer.call(aten.masked_fill.Scalar, lse, writer.call(aten.eq.Scalar, largest, -math.inf), -math.inf)
+    sees_no_key = writer.call(aten.eq.Scalar, largest, -math.inf)
+    return writer.call(aten.masked_fill.Scalar, lse, sees_no_key, -math.inf)
 
 
 def _write_backward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool]) -> None:
-    """Emit one attention backward per slice of keys, and replace the gradients by the sum or concatenation of all."""
+    """Emit one attention backward per slice of keys, and replace the results of the old one.
+
+    The gradient of the queries is the sum over slices; those of keys and values are concatenated. A slice of a concatenated
+    gradient reads the slice's own gradient instead. `shows_own` is not needed.
+    """
     gradient, query, *_, out, total = node.args
     operands = _operands_by_slice(node, slices)
     call = slices.writer.before(node).call
@@ -232,15 +259,19 @@ def _write_backward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[boo
     for slice_gradient in query_gradients[1:]:
         query_gradient = call(aten.add.Tensor, query_gradient, slice_gradient)
     for user in list(node.users):
-        if user.args[1]:
-            slices.slices_by_value[user] = tuple(key_gradients if user.args[1] == 1 else value_gradients)
+        result_index = user.args[1]  # 0: query, 1: keys, 2: values
+        if result_index:
+            slices.slices_by_value[user] = tuple(key_gradients if result_index == 1 else value_gradients)
             _bypass_slices(user, slices)
     slices.writer.before(node)
     _replace_results(node, (query_gradient, call(aten.cat.default, key_gradients, 2), call(aten.cat.default, value_gradients, 2)))
 
 
 def _bypass_slices(gradient: fx.Node, slices: ConcatSlices) -> None:
-    """Replace slices of a concatenated gradient, or of values computed from it, by the gradient's own slices."""
+    """Make users of a slice of a gradient read the value that was computed for this slice alone, in place.
+
+    cat([a, b])[len(a):] -> b, and also for a slice of a value computed from the gradient, such as cat([a, b]) * 2.
+    """
     starts = [sum(slices.lengths[:i]) for i in range(len(slices.lengths))]
     todo = list(gradient.users)
     while todo:
@@ -254,25 +285,28 @@ def _bypass_slices(gradient: fx.Node, slices: ConcatSlices) -> None:
 
 
 def _slice_index(node: fx.Node, starts: Sequence[int], slices: ConcatSlices) -> int | None:
-    """Return the index of the concatenation's slice that a `slice` node takes; None if it takes other rows."""
-    arguments, source = bound_arguments(node), tensor_operands(node)[0]
-    dim = arguments["dim"] % source.meta[VALUE].dim()
-    row_count, start = node.meta[VALUE].shape[dim], arguments["start"] or 0
-    if dim != slices.dim(source) or arguments["step"] != 1 or (start, row_count) not in zip(starts, slices.lengths, strict=True):
+    """Return which of the concatenated slices an `aten.slice` node selects; None if it selects other rows.
+
+    `starts` has the first row of each slice.
+    """
+    arguments, operand = bound_arguments(node), tensor_operands(node)[0]
+    dim = arguments["dim"] % operand.meta[VALUE].dim()
+    num_rows, start = node.meta[VALUE].shape[dim], arguments["start"] or 0
+    if dim != slices.dim(operand) or arguments["step"] != 1 or (start, num_rows) not in zip(starts, slices.lengths, strict=True):
         return None
-    return list(starts).index(start) if slices.can_slice(source) else None
+    return list(starts).index(start) if slices.can_slice(operand) else None
 
 
 def _operands_by_slice(node: fx.Node, slices: ConcatSlices) -> list[tuple[fx.Node, fx.Node, dict[str, object]]]:
-    """Return the keys, values and options of each slice."""
+    """Return (keys, values, keyword arguments) for the attention over each slice of keys: its mask, if any, and the scale."""
     arguments = bound_arguments(node)
-    keys, values, mask = (
-        None if item is None else slices.slices_of(item) for item in map(arguments.get, ("key", "value", "attn_mask"))
-    )
-    assert keys is not None and values is not None
-    options = [{} if mask is None else {"attn_mask": item} for item in (mask or keys)]
+    keys, values = slices.slices_of(arguments["key"]), slices.slices_of(arguments["value"])
+    mask = arguments["attn_mask"]
+    masks = None if mask is None else slices.slices_of(mask)
+    mask_options: list[dict[str, object]] = [{}] * len(keys) if masks is None else [{"attn_mask": item} for item in masks]
     return [
-        (key, value, {**option, "scale": arguments["scale"]}) for key, value, option in zip(keys, values, options, strict=True)
+        (key, value, {**mask_option, "scale": arguments["scale"]})
+        for key, value, mask_option in zip(keys, values, mask_options, strict=True)
     ]
 
 

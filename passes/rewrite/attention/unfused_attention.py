@@ -2,7 +2,9 @@
 
     s = c q k^T + m,  o = p v,  dv = p^T do,  dp = do v^T,  dq = c ds k,  dk = c ds^T q
 
-In shapes, `bh` is the batch and the heads in one dimension, as in batched products.
+s are the scores, p = softmax(s) the probabilities, m a mask, do the gradient of the result o, and ds that of the scores. In
+shapes, `bh` is the batch and the heads in one dimension, as in `bmm`; m and n are query and key positions. Values are
+matched through views (also copies and aliases) that keep their elements and at most merge or split batch and heads.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ class Scores:
 
     query: fx.Node
     keys: fx.Node
-    scaling: Scaling | None
+    scaling: Scaling | None  # (aten.mul.Tensor or aten.div.Tensor, number): how the product is scaled
     mask: fx.Node | None
 
     @staticmethod
     def match(scores: fx.Node) -> Scores | None:
-        """Match scores; return None if they are not a scaled product plus a mask."""
+        """Match scores [b h m n] as c q k^T, or as c q k^T + m; return None if they are neither."""
         node, shape = through_views(scores), shape_of_node(scores)
         if node.target is not aten.add.Tensor:
             return Scores._match_product(node, None, shape)
@@ -56,14 +58,21 @@ class Scores:
 
     @staticmethod
     def _match_product(node: fx.Node, mask: fx.Node | None, shape: Shape) -> Scores | None:
-        """Match a product. It must have the shape of all scores: adding the mask may not broadcast it."""
-        node, scaling = through_views(node), None
+        """Match `node` as a product, times or divided by a number, and return it as scores with the given mask.
+
+        `shape` [b h m n] is the shape of the scores. The product must have it, too, because adding the mask may not
+        broadcast it. Return None if nothing matches.
+        """
+        node = through_views(node)
+        scaling = None
         if node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[1], (int, float)) and node.args[1]:
             scaling = node.target, float(node.args[1])
             node = through_views(node.args[0])
         operands = match_bmm(node)
-        has_shape_of_scores = shape_of_node(node) == _flat_shape(shape) and (mask is None or 2 <= len(shape_of_node(mask)) <= 4)
-        return Scores(*operands, scaling, mask) if operands is not None and has_shape_of_scores else None
+        is_mask_supported = mask is None or 2 <= len(shape_of_node(mask)) <= 4
+        if operands is None or shape_of_node(node) != _flat_shape(shape) or not is_mask_supported:
+            return None
+        return Scores(*operands, scaling, mask)
 
     @property
     def scale(self) -> float:
@@ -74,7 +83,10 @@ class Scores:
         return number if target is aten.mul.Tensor else 1 / number
 
     def uses_of_gradient(self, gradient: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yield the uses of a gradient of scores after it is scaled like the scores; for any other use, yield the gradient."""
+        """Yield (user, operand) for each use of the scores' gradient `ds`, after it is scaled as the product was: c ds.
+
+        A use that does not scale it yields (gradient, gradient), which no product matches.
+        """
         for user, node in uses_through_views(gradient):
             if self.scaling is None:
                 yield user, node
@@ -86,19 +98,19 @@ class Scores:
 
 @dataclass
 class UnfusedAttention:
-    """The products of probabilities and `values` [bh n e], the gradient of their result, and the gradients of all operands."""
+    """The nodes of one unfused attention, recorded as they are matched: products p v, and the gradients of q, k and v."""
 
     scores: Scores
-    values: fx.Node | None = None
-    results: list[fx.Node] = field(default_factory=list)
-    gradient: fx.Node | None = None
+    values: fx.Node | None = None  # [bh n e]
+    results: list[fx.Node] = field(default_factory=list)  # each is the product of probabilities and values
+    gradient: fx.Node | None = None  # of the result
     query_gradients: list[fx.Node] = field(default_factory=list)
     key_gradients: list[fx.Node] = field(default_factory=list)  # [bh n d]
     transposed_key_gradients: list[fx.Node] = field(default_factory=list)  # [bh d n]
     value_gradients: list[fx.Node] = field(default_factory=list)
 
     def record_probability_uses(self, probabilities: fx.Node) -> bool:
-        """Record the products that use the probabilities, and return whether nothing else uses them."""
+        """Record the products p v (`results`) and p^T do (`value_gradients`); return whether nothing else uses p."""
         for user, node in uses_through_views(probabilities):
             left, right = match_bmm(user) or (None, None)
             if left is node and right is not node and self._record_or_compare("values", right):
@@ -108,22 +120,28 @@ class UnfusedAttention:
         return True
 
     def _record_value_gradient(self, user: fx.Node, probabilities: fx.Node) -> bool:
-        """Record a product as the values' gradient, and return whether its operands match."""
+        """Record `user` as the gradient of the values, and return whether it is the product of p^T and the result's gradient.
+
+        `probabilities` is p^T. The result's gradient is recorded at its first use, and must be the same at all others.
+        """
         left, right = match_bmm(user) or (None, None)
         self.value_gradients.append(user)
         return left is probabilities and self._record_or_compare("gradient", right)
 
     def is_gradient_of_probabilities(self, value: fx.Node) -> bool:
-        """Return whether a value is the product of the result's gradient and the values."""
+        """Return whether a value is dp = do v^T: the product of the result's gradient and the transposed values."""
         left, right = match_bmm(through_views(value)) or (None, None)
         return self._record_or_compare("gradient", left) and self.values is not None and is_transpose_of(right, self.values)
 
     def record_gradient_uses(self, scores_gradient: fx.Node) -> bool:
-        """Record the operand gradients computed from a gradient of scores, and return whether nothing else uses it."""
+        """Record the gradients of q and k that are computed from the scores' gradient; return whether nothing else uses it."""
         return all(self._record_operand_gradient(user, node) for user, node in self.scores.uses_of_gradient(scores_gradient))
 
     def _record_operand_gradient(self, user: fx.Node, gradient: fx.Node) -> bool:
-        """Record a use of a scaled gradient of scores, and return whether it computes the gradient of the query or the keys."""
+        """Record the gradient of q or k that `user` computes from the scaled gradient of scores; return False if it is neither.
+
+        Matched are dq = ds k, dk^T = q^T ds, and dk = ds^T q, where `user` is the transpose ds^T.
+        """
         left, right = match_bmm(user) or (None, None)
         if left is gradient and is_transpose_of(right, self.scores.keys):
             self.query_gradients.append(user)
@@ -137,7 +155,10 @@ class UnfusedAttention:
         return True
 
     def _record_or_compare(self, name: str, value: Any) -> bool:
-        """Record the operand `name` at the first call, and return whether the value is the recorded one."""
+        """Set the field `name` ("values" or "gradient") at the first call; later, return whether the value is the same node.
+
+        Return False if `value` is not a tensor.
+        """
         if not is_tensor(value):
             return False
         recorded = getattr(self, name)
@@ -152,11 +173,11 @@ class UnfusedAttention:
 
     @property
     def last_needed(self) -> fx.Node:
-        """Return the last operand of the gradients: a result or its gradient."""
+        """Return the last node, in graph order, on which the gradients depend: a result or its gradient."""
         return max([*self.results, *([] if self.gradient is None else [self.gradient])])
 
     def fits_kernel(self) -> bool:
-        """Return whether a kernel can read all operands without a conversion."""
+        """Return whether a fused kernel can read all operands: they have one dtype, and shapes that are not broadcast."""
         if not self.results or self.values is None or not shape_of_node(self.values)[-1]:
             return False
         if self.gradient is not None and shape_of_node(self.gradient) != shape_of_node(self.results[0]):
@@ -166,22 +187,22 @@ class UnfusedAttention:
 
 
 def match_bmm(node: Any) -> tuple[fx.Node, fx.Node] | None:
-    """Return the operands of a batched product, or None."""
+    """Return the two operands of a batched matrix product (`bmm`); None if `node` is not one."""
     is_product = isinstance(node, fx.Node) and node.target is aten.bmm.default
     return node.args if is_product else None
 
 
 def through_views(node: Any) -> fx.Node:
-    """Return the value before views that keep its elements, with batch and heads in one dimension or in two."""
+    """Return the value before any views and copies that keep its elements, and at most merge or split batch and heads."""
     while node.target in KEEPS_ELEMENTS and _is_equal_or_folded(node, node.args[0]):
         node = node.args[0]
     return node
 
 
 def uses_through_views(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield (user, operand) for each user of a value or of a view that keeps its elements.
+    """Yield (user, operand) for each user of a value, looking through views and copies that keep its elements.
 
-    `operand` is the value itself, or the last of these views before the user.
+    `operand` is the value, or the last view before the user: for product(view(value), x), yield (product, view).
     """
     for user in node.users:
         if user.target in KEEPS_ELEMENTS and user.args[0] is node and _is_equal_or_folded(user, node):
@@ -191,14 +212,17 @@ def uses_through_views(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def is_transpose_of(node: Any, source: fx.Node) -> bool:
-    """Return whether a value is another value [bh m n] with its last two dimensions transposed."""
+    """Return whether `node` transposes the last two dimensions of `source` [bh m n]."""
     if not is_tensor(node) or node.target is not aten.transpose.int or len(shape_of_node(node)) != 3:
         return False
     return node.args[0] is source and {dim % 3 for dim in node.args[1:]} == {1, 2}
 
 
 def _is_equal_or_folded(node: fx.Node, source: Any) -> bool:
-    """Return whether two values of the same elements have equal shapes, or one flattens the first two dimensions of the other."""
+    """Return whether a view and its operand have equal shapes, or one of them merges batch and heads: [b h m n] and [bh m n].
+
+    Also return False if the dtype differs, or if there are fewer than two dimensions.
+    """
     shape, source_shape = (shape_of_node(item) for item in (node, source))
     if node.meta[VALUE].dtype != source.meta[VALUE].dtype or len(shape) < 2 or len(source_shape) < 2:
         return False
@@ -206,5 +230,5 @@ def _is_equal_or_folded(node: fx.Node, source: Any) -> bool:
 
 
 def _flat_shape(shape: Shape) -> Shape:
-    """Return a 4-dimensional shape with its first two dimensions merged."""
+    """Merge batch and heads in a shape: (b, h, m, n) -> (b * h, m, n). Return other shapes unchanged."""
     return (product(shape[:2]), *shape[2:]) if len(shape) == 4 else shape

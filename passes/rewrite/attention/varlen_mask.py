@@ -1,4 +1,9 @@
-"""Write the visible keys of each row as a bias of plain operators: a window, and packed documents."""
+"""Write the visible keys of each row as a bias of plain operators: a window, and packed documents.
+
+A bias is added to the scores [b h m n] of m query positions (rows) and n key positions: zero for a visible key, minus
+infinity for a hidden one. Packed documents are several sequences, one after the other in one row dimension. Their
+cumulative lengths (`cu_seqlens`, the ends of the documents) say where each ends: [0, 3, 5] is one of 3 rows and one of 2.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +23,14 @@ aten = torch.ops.aten
 
 
 WindowSize: TypeAlias = "tuple[int, int]"
-"""How many keys before and after a row it sees; -1 means all."""
+"""(left, right): how many keys before and after its own position a row sees; -1 means all."""
 
 
 def emit_window_bias(query: fx.Node, size: Any, window: WindowSize, writer: GraphWriter) -> fx.Node:
-    """Return a bias [1 1 m n], with m = n: zero for keys inside the window, minus infinity for all others."""
+    """Emit a bias [1 1 m n], with m = n = `size`: zero for keys inside the window, minus infinity for all others.
+
+    The bias gets the dtype and device of `query`.
+    """
     rows, keys = (_emit_indices(query, size, writer) for _ in range(2))
     return _emit_bias(_emit_window_conditions(*_broadcast(rows, keys, size, writer), window, writer), query, writer)
 
@@ -30,23 +38,24 @@ def emit_window_bias(query: fx.Node, size: Any, window: WindowSize, writer: Grap
 def emit_document_bias(
     query: fx.Node, size: Any, window: WindowSize, ends: tuple[fx.Node, fx.Node], writer: GraphWriter
 ) -> fx.Node:
-    """Return a bias that also hides keys of other documents; `ends` are the cumulative lengths, for rows and for keys.
+    """Emit a bias [1 1 m n] that hides keys of other documents and keys outside the window; m = n = `size`.
 
-    If both ends are one value, a document's rows and keys have the same indices, and the window is relative to these
-    indices. Otherwise the window is relative to the ends of the document's rows and keys.
+    `ends` are the cumulative lengths of the documents' rows and of their keys. If both are one value, a document's rows
+    and keys have the same indices, and the window is relative to these indices. Otherwise the last row of a document is
+    aligned with its last key, and the window is relative to the ends of both.
     """
     call = writer.call
     rows, keys = (_emit_indices(query, size, writer) for _ in range(2))
-    of_row, of_key = (
-        call(aten.bucketize.Tensor, indices, document_ends, right=True)
-        for indices, document_ends in zip((rows, keys), ends, strict=True)
-    )
-    if not _is_same_value(*ends):
-        rows, keys = _offset_from_end(rows, of_row, ends[0], writer), _offset_from_end(keys, of_key, ends[1], writer)
-    is_same_document = call(aten.eq.Tensor, *_broadcast(of_row, of_key, size, writer))
-    return _emit_bias(
-        [is_same_document, *_emit_window_conditions(*_broadcast(rows, keys, size, writer), window, writer)], query, writer
-    )
+    row_ends, key_ends = ends
+    # with ends [0, 3, 5], rows 0 to 4 get the document indices 1 1 1 2 2
+    row_documents = call(aten.bucketize.Tensor, rows, row_ends, right=True)
+    key_documents = call(aten.bucketize.Tensor, keys, key_ends, right=True)
+    if not _is_same_value(row_ends, key_ends):
+        rows = _offset_from_end(rows, row_documents, row_ends, writer)
+        keys = _offset_from_end(keys, key_documents, key_ends, writer)
+    is_same_document = call(aten.eq.Tensor, *_broadcast(row_documents, key_documents, size, writer))
+    window_conditions = _emit_window_conditions(*_broadcast(rows, keys, size, writer), window, writer)
+    return _emit_bias([is_same_document, *window_conditions], query, writer)
 
 
 def _is_same_value(first: fx.Node, second: fx.Node) -> bool:
@@ -55,27 +64,31 @@ def _is_same_value(first: fx.Node, second: fx.Node) -> bool:
 
 
 def _emit_indices(query: fx.Node, size: Any, writer: GraphWriter) -> fx.Node:
-    """Emit the indices 0, 1, 2, ... up to `size`."""
+    """Emit the indices 0, 1, ..., `size` - 1, on the device of `query`."""
     return writer.call(aten.arange.default, size, device=query.meta[VALUE].device)
 
 
 def _offset_from_end(indices: fx.Node, documents: fx.Node, ends: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Return minus the number of rows left in each row's document. Rows after the last document get a document with end 0."""
+    """Emit each row's index minus the end of its document: -3 -2 -1 for three rows. Works for keys, too.
+
+    `documents` has the index into `ends` for each row. Rows after the last document have no entry: their end is 0.
+    """
     call = writer.call
     padded = call(aten.constant_pad_nd.default, ends, [0, 1])
     return call(aten.sub.Tensor, indices, call(aten.index.Tensor, padded, [documents]))
 
 
 def _broadcast(rows: fx.Node, keys: fx.Node, size: Any, writer: GraphWriter) -> tuple[fx.Node, fx.Node]:
-    """Reshape values of rows to [1 1 m 1], and values of keys to [1 1 1 n]."""
+    """Reshape a vector over rows to [1 1 m 1], and one over keys to [1 1 1 n]; m = n = `size`."""
     call = writer.call
     return call(aten.reshape.default, rows, [1, 1, size, 1]), call(aten.reshape.default, keys, [1, 1, 1, size])
 
 
 def _emit_window_conditions(rows: fx.Node, keys: fx.Node, window: WindowSize, writer: GraphWriter) -> list[fx.Node]:
-    """Return the conditions for a visible key.
+    """Emit the conditions for a visible key: row - left <= key <= row + right. A bound of -1 (all) has no condition.
 
-    The bounds are added to row indices and not to distances, because distances have m * n elements.
+    `rows` [1 1 m 1] and `keys` [1 1 1 n] are indices. The bounds are added to the m row indices, and not to the distances
+    key - row, which have m * n elements.
     """
     (left, right), call = window, writer.call
 
@@ -89,7 +102,7 @@ def _emit_window_conditions(rows: fx.Node, keys: fx.Node, window: WindowSize, wr
 
 
 def _emit_bias(conditions: Sequence[fx.Node], query: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Return zero if all conditions hold, and minus infinity elsewhere."""
+    """Emit a bias with the dtype of `query`: zero where all conditions hold, and minus infinity elsewhere."""
     is_visible = reduce(lambda left, right: writer.call(aten.bitwise_and.Tensor, left, right), conditions)
     like = {"dtype": query.meta[VALUE].dtype, "device": query.meta[VALUE].device}
     zero, hidden = (writer.call(aten.full.default, [], number, **like) for number in (0.0, -math.inf))

@@ -1,4 +1,8 @@
-"""Fuse a reduction over ranks with its wait, and merge sums of reductions into one reduction."""
+"""Fuse a reduction over ranks with its wait, and merge sums of reductions into one reduction.
+
+Functional collectives are two operators: one starts the communication, `wait` returns its result. `streamfx`'s all-reduce
+is one operator that starts and waits.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,11 @@ class MergeAllReduces:
     name: ClassVar[str] = "merge_all_reduces"
 
     def apply(self, facts: Facts) -> Facts:
-        """Merge each sum of two all-reduces into one all-reduce, and drop the axes if anything changed."""
+        """Merge each sum of two all-reduces into one all-reduce of a sum, in place.
+
+        If the graph changes, the returned facts have no axes (`found_axes`): they are then analyzed for the new graph.
+        Without a sequence axis, or if rows are reduced between loops (`separate_reductions`), nothing changes.
+        """
         joint, axes, is_changed = facts.joint, facts.found_axes, False
         if axes is None or axes.sequence is None or facts.separate_reductions is not None:
             return facts
@@ -67,7 +75,10 @@ class MergeAllReduces:
 
 
 def _can_merge(*operands: fx.Node) -> bool:
-    """Return whether two values are linear reductions with equal arguments, shape and dtype, each with one user."""
+    """Return whether there are two operands, both reductions that commute with sums, each with one user.
+
+    Their reduction, group of ranks, shape and dtype must be equal.
+    """
     if len(operands) != 2 or any(len(operand.users) != 1 for operand in operands):
         return False
     left, right = operands

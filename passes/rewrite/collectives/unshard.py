@@ -3,18 +3,19 @@
     wait(all_gather(shard)) -> t -> mm        ->    weight -> t -> mm
     mm -> wait(reduce_scatter) -> gradient    ->    mm -> gradient
 
-The removed operators are stored and reinserted around the loops (`lowering/reinsert_collectives.py`), so that all passes
-in between see the unsharded model. A gather is the subgraph from one input to one value that depends on this input alone;
-a reduction is the subgraph from one value to one gradient that has no other use. Both are proven from the users of each
-node. A reduction stays after all operators that compute its operand: before a product with a tangent it would be wrong,
-because each rank has its own tangent.
+A shard is the part of a weight that one rank holds. The removed operators are stored and reinserted around the loops
+(`lowering/reinsert_collectives.py`), so that all passes in between see the unsharded model. A gather is the subgraph from
+one input (a primal) to one value that depends on this input alone; a reduction is the subgraph from one value to one
+gradient that has no other use. Both also contain the operators that cut and reassemble shards (views, `cat`, padding;
+`REASSEMBLES`). Both are proven from the users of each node. A reduction stays after all operators that compute its
+operand: before a product with a tangent it would be wrong, because each rank has its own tangent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -73,20 +74,23 @@ class Unshard:
 
 
 def remove_gathers(joint: JointGraph) -> dict[fx.Node, Gather]:
-    """Make each gathered weight an input of the graph, in place, and return the removed gather of each input."""
+    """Turn each input that is a shard into the full weight, in place, and return the removed gather of each such input.
+
+    wait(all_gather(primal)) -> t -> mm   ->   primal -> t -> mm, and the primal's fake value is that of the full weight.
+    """
     gathers: dict[fx.Node, Gather] = {}
     for primal, derived in nodes_by_only_input(joint).items():
         if any(map(is_gather, derived)) and not primal.meta.get(MUTATED, False):
             derived = _merge_equal(derived)
-            end = _find_gathered_weight(primal, derived)
-            if end is not None:
-                ancestors = _ancestors_within(end, derived)
-                gathers[primal] = Gather(
-                    Subgraph.between(primal, end, ancestors), _recompute_policy([node for node in derived if node in ancestors])
-                )
-                end.replace_all_uses_with(primal)
-                meta = {key: value for key, value in primal.meta.items() if key != PATTERN}  # the pattern describes the shard
-                primal.meta = {**meta, VALUE: end.meta[VALUE]}
+            full_weight = _find_gathered_weight(primal, derived)
+            if full_weight is not None:
+                gather_nodes = _ancestors_within(full_weight, derived)
+                keep_full = _recompute_policy([node for node in derived if node in gather_nodes])
+                gathers[primal] = Gather(Subgraph.between(primal, full_weight, gather_nodes), keep_full)
+                full_weight.replace_all_uses_with(primal)
+                # `PATTERN` describes the elements of the shard
+                meta = {key: value for key, value in primal.meta.items() if key != PATTERN}
+                primal.meta = {**meta, VALUE: full_weight.meta[VALUE]}
     return gathers
 
 
@@ -104,7 +108,10 @@ def nodes_by_only_input(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _merge_equal(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Merge equal operators, in place, because a weight that is used twice is gathered twice; return the remaining nodes."""
+    """Merge operators with equal arguments, in place, because a weight that is used twice is gathered twice.
+
+    Return the remaining nodes, in order.
+    """
     first_by_key: dict[Any, fx.Node] = {}
     for node in nodes:
         first = first_by_key.setdefault(merge_key(node), node)
@@ -115,19 +122,22 @@ def _merge_equal(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _find_gathered_weight(primal: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """Return the value that a gather passes to the model: the last one before any operator that does more than reassemble.
+    """Return the gathered weight that the model reads; None if no value is one.
 
-    `nodes` depend on the input alone. The value replaces the weight, so it must hold the weight's elements, at most rounded
-    or padded with zeros. None if there is no such value.
+    `nodes` are all nodes that depend on the input `primal` alone, in order. A candidate must hold the weight's elements, at
+    most rounded or padded with zeros, because the weight will replace it, and no other operator may read a value before it.
+    The first candidate may include casts; then it advances over operators that reassemble shards, and stops at any other.
     """
-    result, ancestors_of_end = None, set[fx.Node]()
+    result = None
+    ancestors_of_result = set[fx.Node]()
     for node in nodes:
         ancestors = _ancestors_within(node, nodes)
         is_gathered = any(map(is_gather, ancestors)) and any(map(is_wait, ancestors)) and is_tensor(node)
         if is_gathered and all(map(_keeps_elements, ancestors)) and _is_only_result(node, {primal, *ancestors}):
-            if result is not None and not all(map(_is_reassembly, ancestors - ancestors_of_end)):
+            if result is not None and not all(map(_is_reassembly, ancestors - ancestors_of_result)):
                 break
-            result, ancestors_of_end = node, ancestors
+            result = node
+            ancestors_of_result = ancestors
     return result
 
 
@@ -137,12 +147,12 @@ def _pads_with_nonzero(node: fx.Node) -> bool:
 
 
 def _is_reassembly(node: fx.Node) -> bool:
-    """Return whether an operator is a gather, its wait, or reassembles a tensor from shards."""
+    """Return whether an operator is a gather, its wait, or a view, slice, `cat` or padding that reassembles shards."""
     return node.target in REASSEMBLES or is_gather(node) or is_wait(node)
 
 
 def _keeps_elements(node: fx.Node) -> bool:
-    """Return whether an operator returns elements of its operand, at most rounded or padded with zeros."""
+    """Return whether an operator of a gather returns elements of its operand, at most rounded or padded with zeros."""
     if _pads_with_nonzero(node):
         return False
     if node.target is aten._to_copy.default:
@@ -157,7 +167,7 @@ def _is_only_result(end: fx.Node, subgraph: set[fx.Node]) -> bool:
 
 
 def _ancestors_within(node: fx.Node, within: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the node, and those ancestors that are reachable from it through nodes of `within` alone."""
+    """Return the node, and its ancestors in `within` that are reachable from it through nodes of `within` alone."""
     allowed, ancestors, todo = set(within), {node}, [node]
     while todo:
         new = [source for source in todo.pop().all_input_nodes if source in allowed and source not in ancestors]
@@ -167,83 +177,105 @@ def _ancestors_within(node: fx.Node, within: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _recompute_policy(nodes: Iterable[fx.Node]) -> bool | None:
-    """Return whether the user's checkpoint policy saves (True) or recomputes (False) a gathered weight; None if it is not set."""
-    hints = [node.meta[RECOMPUTE] for node in nodes if node.meta.get(RECOMPUTE) is not None]
-    if any(policy in SAVES for policy in hints):
+    """Return whether the user's checkpoint policy saves (True) or recomputes (False) a gathered weight; None if it is not set.
+
+    `nodes` are the operators of the gather. If their policies differ, saving wins.
+    """
+    policies = [node.meta[RECOMPUTE] for node in nodes if node.meta.get(RECOMPUTE) is not None]
+    if any(policy in SAVES for policy in policies):
         return True
-    return False if any(policy in RECOMPUTES for policy in hints) else None
+    return False if any(policy in RECOMPUTES for policy in policies) else None
 
 
 # -- reductions of gradients
 
 
 def remove_reductions(joint: JointGraph) -> dict[int, Subgraph]:
-    """Let the graph return gradients before their reduction over ranks, in place; return the reductions by gradient index."""
-    output, num_outputs = joint.graph.output_node(), len(joint.outputs)
+    """Make the graph return each gradient before its reduction over ranks, in place.
+
+    Return the removed reductions by the index of the gradient among the graph's gradients. A value that is returned twice
+    keeps its reduction.
+    """
+    num_outputs = len(joint.outputs)  # the forward results, which precede the gradients
     results = list(outputs_of(joint.graph))
     reductions: dict[int, Subgraph] = {}
     for gradient_index, primal, gradient in joint.trained:
         if is_tensor(primal) and results.count(gradient) == 1:
             gradient = results[num_outputs + gradient_index] = _merge_reductions(gradient, primal)
-            removed = _match_reduction(gradient, primal)
-            if removed is not None:
-                results[num_outputs + gradient_index], reductions[gradient_index] = removed
-    output.args = (tuple(results),)
+            match = _match_reduction(gradient, primal)
+            if match is not None:
+                results[num_outputs + gradient_index] = match.source
+                reductions[gradient_index] = match.subgraph
+    joint.graph.output_node().args = (tuple(results),)
     return reductions
 
 
-def _match_reduction(gradient: fx.Node, primal: fx.Node) -> tuple[fx.Node, Subgraph] | None:
-    """Return the value from which a gradient's reduction starts, and the reduction's subgraph; None if there is no reduction.
+class ReductionMatch(NamedTuple):
+    """The reduction of a gradient: `subgraph` computes the gradient from `source`, the value before it is reduced."""
 
-    The value is the last one with the weight's shape and dtype, else the last operand on which all reductions depend.
+    source: fx.Node
+    subgraph: Subgraph
+
+
+def _match_reduction(gradient: fx.Node, primal: fx.Node) -> ReductionMatch | None:
+    """Match the operators that reduce a weight's gradient over ranks; return None if there is no reduction.
+
+    mm -> pad -> reduce_scatter -> wait = gradient: the source is `mm`. All reductions must depend on the source. If several
+    values qualify, the last one with the full weight's shape and dtype is the source, else the last one.
     """
     candidates = _exclusive_ancestors(gradient)
     reductions = {node for node in candidates if is_reduction(node)}
-    operands = {source for node in candidates for source in node.all_input_nodes if is_tensor(source)} if reductions else ()
+    operands = {operand for node in candidates for operand in node.all_input_nodes if is_tensor(operand)} if reductions else ()
     nodes_by_source = {
         source: nodes
-        for source in sorted(operands, reverse=True)
+        for source in sorted(operands, reverse=True)  # the last in graph order comes first
         if reductions <= (nodes := _nodes_between(source, gradient, candidates))
     }
-    like_the_weight = [source for source in nodes_by_source if _has_shape_and_dtype_of(source, primal)]
-    source = next(iter(like_the_weight or nodes_by_source), None)
-    return None if source is None else (source, Subgraph.between(source, gradient, nodes_by_source[source]))
+    sources_like_weight = [source for source in nodes_by_source if _has_shape_and_dtype_of(source, primal)]
+    source = next(iter(sources_like_weight or nodes_by_source), None)
+    return None if source is None else ReductionMatch(source, Subgraph.between(source, gradient, nodes_by_source[source]))
 
 
 def _merge_reductions(gradient: fx.Node, primal: fx.Node) -> fx.Node:
-    """Merge the reductions of two uses of a weight into one reduction of their sum, in place; return the gradient.
+    """Merge the reductions of two uses of a weight into one reduction of their sum, in place.
 
     add(wait(reduce_scatter(a)), wait(reduce_scatter(b))) -> wait(reduce_scatter(add(a, b)))
+
+    Return the new gradient, or the given node if it is no such sum. Addends that are sums themselves are merged first.
     """
     if gradient.target is not aten.add.Tensor or gradient.kwargs or not all(map(is_tensor, gradient.args)):
         return gradient
     addends = [
         _merge_reductions(addend, primal) if set(addend.users) == {gradient} else addend for addend in gradient.all_input_nodes
     ]
-    reductions = [
-        pair for addend in addends if set(addend.users) == {gradient} and (pair := _match_reduction(addend, primal)) is not None
+    matches = [
+        match for addend in addends if set(addend.users) == {gradient} and (match := _match_reduction(addend, primal)) is not None
     ]
-    if len(reductions) != 2:
+    if len(matches) != 2:
         return gradient
-    (source, first), (second_source, second) = reductions
-    if structure(first.graph) != structure(second.graph) or not all(map(_is_linear, first.nodes)):
+    left, right = matches
+    reduction = left.subgraph
+    if structure(reduction.graph) != structure(right.subgraph.graph) or not all(map(_is_linear, reduction.nodes)):
         return gradient
-    total = GraphWriter(gradient.graph).before(gradient).call(aten.add.Tensor, source, second_source)
-    reduced_sum = first.insert_into(total, lambda node: gradient)[first.result]
+    sum_before_reduction = GraphWriter(gradient.graph).before(gradient).call(aten.add.Tensor, left.source, right.source)
+    reduced_sum = reduction.insert_into(sum_before_reduction, lambda node: gradient)[reduction.result]
     gradient.replace_all_uses_with(reduced_sum)
     gradient.graph.erase_node(gradient)
     return reduced_sum
 
 
 def _is_linear(node: fx.Node) -> bool:
-    """Return whether an operator of a reduction commutes with sums."""
+    """Return whether an operator of a reduction's subgraph commutes with sums: f(a + b) = f(a) + f(b)."""
     if _pads_with_nonzero(node):
         return False
     return is_linear_reduction(node) or is_wait(node) or node.target in REASSEMBLES
 
 
 def _exclusive_ancestors(gradient: fx.Node) -> set[fx.Node]:
-    """Return those ancestors of a gradient that have no other use, and that may be part of a reduction."""
+    """Return the operators that may belong to the reduction of a gradient: the gradient itself, and ancestors of it.
+
+    An ancestor qualifies if only other operators of the set use it, and if it has one operand or reassembles shards.
+    """
     ancestors: set[fx.Node] = set()
     todo = [gradient]
     while todo:
@@ -256,14 +288,14 @@ def _exclusive_ancestors(gradient: fx.Node) -> set[fx.Node]:
 
 
 def _may_be_in_reduction(node: fx.Node) -> bool:
-    """Return whether an operator has one operand or reassembles a tensor from shards."""
+    """Return whether an operator has one operand or reassembles a tensor from shards, for example by `cat`."""
     return len(node.all_input_nodes) == 1 or node.target in REASSEMBLES
 
 
 def _nodes_between(source: fx.Node, target: fx.Node, allowed: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes on paths from `source` to `target` through allowed nodes.
+    """Return the nodes after `source`, up to `target`, on paths of allowed nodes; they compute `target` from `source`.
 
-    Return the empty set if these nodes read another value as well.
+    Return the empty set if there is no path, or if these nodes read another value as well.
     """
     descendants, todo = set[fx.Node](), [source]
     while todo:
