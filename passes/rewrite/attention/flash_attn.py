@@ -89,13 +89,13 @@ def _replace_calls(node: fx.Node, layout: PackageLayout, writer: GraphWriter) ->
     If an option is not supported, or if anything but its own backward uses the call's log-sum-exp, return None and record
     the reason at the node (`FALLBACK_REASON`).
     """
-    arguments, users_by_result = bound_arguments(node), getitems_by_index(node)
+    arguments, forward_results = bound_arguments(node), getitems_by_index(node)
     unsupported = _find_unsupported(arguments, layout)
     if unsupported:
         node.meta[FALLBACK_REASON] = UNSUPPORTED_CALL.format(operator=node.target, found=unsupported)
         return None
-    backwards = None if users_by_result is None else _backward_calls(arguments, users_by_result, layout)
-    if users_by_result is None or backwards is None:
+    backwards = None if forward_results is None else _backward_calls(arguments, forward_results, layout)
+    if forward_results is None or backwards is None:
         node.meta[FALLBACK_REASON] = UNSUPPORTED_CALL.format(
             operator=node.target, found="results in use by more than its own backward"
         )
@@ -104,8 +104,8 @@ def _replace_calls(node: fx.Node, layout: PackageLayout, writer: GraphWriter) ->
     options = layout.options(arguments, writer)
     results = writer.call(ATTENTION, *heads, **options)
     out, lse = (writer.call(operator.getitem, results, i) for i in range(2))
-    replacements = dict.fromkeys(users_by_result.get(LSE, ()), layout.lse(lse, writer))
-    replacements |= dict.fromkeys(users_by_result.get(OUT, ()), layout.from_bhmd(out, writer))
+    replacements = dict.fromkeys(forward_results.get(LSE, ()), layout.lse(lse, writer))
+    replacements |= dict.fromkeys(forward_results.get(OUT, ()), layout.from_bhmd(out, writer))
     for backward in backwards:
         writer.before(backward)
         gradient = layout.to_bhmd(backward.kwargs["dout"], writer)
@@ -133,27 +133,27 @@ def _find_unsupported(arguments: Mapping[str, Any], layout: PackageLayout) -> st
 
 
 def _backward_calls(
-    arguments: Mapping[str, Any], users_by_result: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
+    arguments: Mapping[str, Any], forward_results: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
 ) -> list[fx.Node] | None:
     """Return the backward calls of a forward call; None if anything else uses its results, other than the result `out`.
 
-    `arguments` are those of the forward call; `users_by_result` holds its `getitem` nodes by result index.
+    `arguments` are those of the forward call; `forward_results` holds its `getitem` nodes by result index.
     """
-    if not set(users_by_result) <= {OUT, LSE, STATE}:
+    if not set(forward_results) <= {OUT, LSE, STATE}:
         return None
     readers = {
         user
-        for result_index, getitems in users_by_result.items()
+        for result_index, getitems in forward_results.items()
         if result_index != OUT
         for getitem in getitems
         for user in getitem.users
     }
-    are_backwards = all(_is_backward_of(user, arguments, users_by_result, layout) for user in readers)
+    are_backwards = all(_is_backward_of(user, arguments, forward_results, layout) for user in readers)
     return sorted(readers) if are_backwards else None
 
 
 def _is_backward_of(
-    node: fx.Node, forward_arguments: Mapping[str, Any], users_by_result: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
+    node: fx.Node, forward_arguments: Mapping[str, Any], forward_results: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
 ) -> bool:
     """Return whether a node is the backward of the forward call with these arguments.
 
@@ -173,9 +173,9 @@ def _is_backward_of(
         return False
     compared = ("q", "k", "v", *OPTIONS, *layout.extra_arguments)
     has_equal_operands = all(arguments[name] == forward_arguments[name] for name in compared)
-    reads_results = arguments["out"] in users_by_result.get(OUT, ()) and arguments["softmax_lse"] in users_by_result.get(LSE, ())
+    reads_results = arguments["out"] in forward_results.get(OUT, ()) and arguments["softmax_lse"] in forward_results.get(LSE, ())
     results = getitems_by_index(node)
-    reads_known_state = arguments["rng_state"] in (None, *users_by_result.get(STATE, ()))
+    reads_known_state = arguments["rng_state"] in (None, *forward_results.get(STATE, ()))
     returns_only_gradients = results is not None and set(results) <= GRADIENT_RESULTS
     return has_equal_operands and reads_results and reads_known_state and returns_only_gradients
 

@@ -1,6 +1,11 @@
 """Decompose `flex_attention` into plain operators, so that all analyses of masks and scores apply to it.
 
-The mask function alone determines the result; the block mask only lists the blocks in which it is true.
+A call has a score function, which computes a new score from a score and its indices (batch, head, query position, key
+position), and a mask function, which says from the indices whether the key is visible. Both may read *captured* tensors.
+If the score function only adds a bias, the call becomes a kernel call with a bias (`_FlexKernel`); otherwise matrix
+products and a softmax (`_FlexProducts`). The mask function alone determines the result; the block mask only lists the
+blocks in which it is true. In shapes, m are query positions and n key positions. NotElementwiseError means that the call
+stays as it is.
 """
 
 from __future__ import annotations
@@ -55,6 +60,12 @@ def _find_backward(node: fx.Node) -> fx.Node | None:
 
 @dataclass
 class _FlexCall:
+    """A forward call, its backward call if there is one, and what both implementations read of them.
+
+    `score`, `mask` and `joint_function` (the backward of the score function) are `get_attr` nodes of graphs;
+    `score_values` and `mask_values` are the captured tensors; `visible` is the mask for all scores.
+    """
+
     node: fx.Node
     writer: GraphWriter
 
@@ -68,7 +79,10 @@ class _FlexCall:
         self.result_gradient, self.lse_gradient, self.joint_function = backward_args[5], backward_args[6], backward_args[8]
 
     def replacements(self) -> dict[fx.Node, fx.Node]:
-        """Return the replacements of the forward and backward results."""
+        """Emit the call as plain operators; return {old result: new result} for forward and backward.
+
+        Raise NotElementwiseError if that is not possible.
+        """
         if self.query.meta[VALUE].shape[0] != self.key.meta[VALUE].shape[0]:
             raise NotElementwiseError("one batch of keys for all queries")
         self.visible = self.vectorize(self.mask, [*self.grid, *self.mask_values])
@@ -83,18 +97,24 @@ class _FlexCall:
 
     @cached_property
     def grid(self) -> list[ScoreValue]:
-        """Emit the indices of batch, head, query position and key position, each broadcastable to [b h m n]."""
+        """Emit the indices of batch, head, query position and key position, each broadcastable to [b h m n].
+
+        They are the index arguments of the score and mask functions, for all scores at once.
+        """
         (b, h, m, _), n = self.query.meta[VALUE].shape, self.key.meta[VALUE].shape[2]
         return [ScoreValue(self.broadcast_indices(size, dim)) for dim, size in enumerate((b, h, m, n))]
 
     def broadcast_indices(self, size: Any, dim: int) -> fx.Node:
-        """Emit the indices of a dimension of the scores, broadcastable to [b h m n]."""
+        """Emit 0, 1, ..., size - 1 along dimension `dim` of four: for the keys (dim 3), a tensor [1 1 1 n]."""
         size = self.size(size)
         indices = self.writer.call(aten.arange.default, size, device=self.query.meta[VALUE].device)
         return self.writer.call(aten.reshape.default, indices, [size if i == dim else 1 for i in range(4)])
 
     def size(self, size: Any) -> Any:
-        """Return a size as an argument: an integer, or the input with that size."""
+        """Return a size as an argument of an operator: an integer, or the graph input that is this dynamic size.
+
+        Raise NotElementwiseError if no input is.
+        """
         if isinstance(size, int):
             return size
         size_input = find_size_input(size, self.node.graph)
@@ -103,12 +123,15 @@ class _FlexCall:
         return size_input
 
     def vectorize(self, function: fx.Node, arguments: Sequence[Any]) -> Any:
-        """Emit a score or mask function for all scores, and return its result."""
+        """Emit a score or mask function for all scores at once, and return its result.
+
+        The result is a `ScoreValue` (a node broadcastable to [b h m n]), or a node that is the same for all scores.
+        """
         return vectorize_graph(function.meta[GRAPH], list(arguments), self.writer)
 
     @cached_property
     def sees_all(self) -> bool:
-        """Return whether the mask function is the constant True."""
+        """Whether the mask function is the constant True: no key is hidden."""
         return isinstance(self.visible, fx.Node) and self.visible.target is aten.full.default and self.visible.args[1] is True
 
     def emit_scalar(self, value: float, dtype: torch.dtype) -> fx.Node:
@@ -118,32 +141,39 @@ class _FlexCall:
     # -- the choice of an implementation
 
     def fits_kernel(self) -> bool:
-        """Return whether a kernel can compute the call: the score function at most adds to the score, only `out` is used."""
+        """Return whether a kernel can compute the call.
+
+        The score function at most adds a bias to the score, only the call's result (index 0) is used outside its backward,
+        and the backward needs the gradients of query, key and value alone.
+        """
         query, key, value = (item.meta[VALUE] for item in (self.query, self.key, self.value))
         is_contiguous = all(item.stride(-1) == 1 for item in (query, key, value)) and query.shape[-1] == value.shape[-1]
         used_results = {
-            user.args[1]
-            for user in self.node.users
-            for inner in user.users
-            if inner is not self.backward and not _is_alias(inner)
+            getitem.args[1]
+            for getitem in self.node.users
+            for user in getitem.users
+            if user is not self.backward and not _is_alias(user)
         }
-        needs_more_gradients = self.backward is not None and (self.lse_gradient is not None or self.has_buffer_gradients())
+        needs_more_gradients = self.backward is not None and (self.lse_gradient is not None or self.has_captured_gradients())
         return (
             is_contiguous
             and query.device.type in KERNELS
             and used_results <= {0}
             and not needs_more_gradients
-            and self.addition != "other"
+            and self.score_use != "other"
         )
 
-    def has_buffer_gradients(self) -> bool:
-        """Return whether the backward returns gradients of tensors that the score function captures."""
-        results = self.joint_function.meta[GRAPH].graph.output_node().args[0]
-        return any(item is not None for item in results[5:])
+    def has_captured_gradients(self) -> bool:
+        """Return whether the backward returns gradients of tensors that the score function captures.
+
+        The score function's backward returns the gradients of the score, its four indices (None), and the captured tensors.
+        """
+        gradients = self.joint_function.meta[GRAPH].graph.output_node().args[0]
+        return any(gradient is not None for gradient in gradients[5:])
 
     @cached_property
-    def addition(self) -> str:
-        """How the score function uses the score: "none" if it returns it, "sum" if it adds a bias to it, or "other".
+    def score_use(self) -> str:
+        """What the score function does with the score: "none" if it returns it, "sum" if it adds a bias to it, or "other".
 
         A kernel reads the bias in the queries' dtype, while eager adds it in float32. So a bias that the queries' dtype may
         round counts as "other".
@@ -166,24 +196,28 @@ class _FlexCall:
     # -- replacements of results
 
     def map_results(self, node: fx.Node, values: Sequence[Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yield (old node, new node) for each `getitem` of an operator. Nested results are nested tuples of values."""
-        for user in node.users:
-            position: Any = user.args[1]
-            if user.target is not operator.getitem or (values[position] is None and user.users):
-                raise NotElementwiseError(f"result {position}")
-            if isinstance(values[position], tuple):
-                yield from self.map_results(user, values[position])
-            elif values[position] is not None:
-                yield user, self._in_traced_dtype(values[position], user)
+        """Yield (old node, new node) for each result of `node`, which its `getitem` nodes read; `values` are the new results.
 
-    def _in_traced_dtype(self, value: Any, user: fx.Node) -> Any:
-        """Cast to the traced dtype, because torch declares the log-sum-exp as float32 for each dtype of the computation."""
-        dtype = user.meta[VALUE].dtype
+        A tuple among the values is a result that is a tuple itself. A value of None is a result that nothing may use; raise
+        NotElementwiseError if something does.
+        """
+        for getitem in node.users:
+            result_index: Any = getitem.args[1]
+            if getitem.target is not operator.getitem or (values[result_index] is None and getitem.users):
+                raise NotElementwiseError(f"result {result_index}")
+            if isinstance(values[result_index], tuple):
+                yield from self.map_results(getitem, values[result_index])
+            elif values[result_index] is not None:
+                yield getitem, self._in_dtype_of(getitem, values[result_index])
+
+    def _in_dtype_of(self, old: fx.Node, value: Any) -> Any:
+        """Cast a new result to the dtype of the old one: torch traces the log-sum-exp as float32 even if it is float64."""
+        dtype = old.meta[VALUE].dtype
         return value if value.meta[VALUE].dtype == dtype else self.writer.call(aten._to_copy.default, value, dtype=dtype)
 
 
 def _is_alias(node: fx.Node) -> bool:
-    """Return whether a node is an alias of its operand."""
+    """Return whether a node is its operand: `detach` or `alias`."""
     return node.target in (aten.detach.default, aten.alias.default)
 
 
@@ -194,7 +228,7 @@ class _FlexKernel:
     call: _FlexCall
 
     def forward(self) -> tuple[Any, ...]:
-        """Emit the attention operator; return its result, its log-sum-exp, and None for the maximum."""
+        """Emit the attention operator; return the call's three results: the result, the log-sum-exp, and None for the maximum."""
         call, write = self.call, self.call.writer.call
         self.bias = self._bias()
         options: dict[str, Any] = {"scale": call.scale}
@@ -204,13 +238,17 @@ class _FlexKernel:
         return self.out, self.lse, None
 
     def _bias(self) -> fx.Node | None:
-        """Emit the bias (the addend of scores, minus infinity for hidden keys), or return None if there is none."""
+        """Emit the kernel's bias: what the score function adds to the score, and minus infinity for hidden keys.
+
+        Return None if it adds nothing and no key is hidden. A number that is the same for all scores is no bias: raise
+        NotElementwiseError.
+        """
         call, write = self.call, self.call.writer.call
         dtype = call.query.meta[VALUE].dtype
         bias: Any = None
-        if call.addition == "sum":
+        if call.score_use == "sum":
             zero = call.emit_scalar(0.0, dtype)
-            bias = call.vectorize(call.score, [zero, *call.grid, *call.score_values])
+            bias = call.vectorize(call.score, [zero, *call.grid, *call.score_values])  # the new score for the score 0
             bias = bias.node if isinstance(bias, ScoreValue) else bias
             bias = write(aten._to_copy.default, bias, dtype=dtype)
         if not call.sees_all:
@@ -226,34 +264,40 @@ class _FlexKernel:
         return bias
 
     def backward(self) -> tuple[Any, ...]:
-        """Emit the attention's backward; return the gradients of query, key and value, and None for each captured tensor."""
+        """Emit the attention's backward; return (query gradient, key gradient, value gradient, gradients of captured tensors).
+
+        The last item is a tuple of None: a call that needs these gradients is not computed by a kernel.
+        """
         call, write = self.call, self.call.writer.call
         if call.result_gradient is None:
             raise NotElementwiseError("no gradient of the result")
         gradients = write(
             ATTENTION_BACKWARD, call.result_gradient, call.query, call.key, call.value, self.out, self.lse, **self.options
         )
-        buffer_gradients = (None,) * len(call.score_values)
-        return (*(write(operator.getitem, gradients, i) for i in range(3)), buffer_gradients)
+        captured_gradients = (None,) * len(call.score_values)
+        return (*(write(operator.getitem, gradients, i) for i in range(3)), captured_gradients)
 
 
 @dataclass
 class _FlexProducts:
-    """Emits attention as matrix products and a softmax, in eager's precision."""
+    """Emits attention as matrix products and a softmax, in eager's precision. `forward` stores the values for `backward`."""
 
     call: _FlexCall
 
     def __post_init__(self) -> None:
-        """Set the dtype of the softmax, and the number of key heads and of query heads per key head."""
+        """Set the dtype of the softmax (`precision`), the number of key heads, and of query heads per key head (`repeats`)."""
         call = self.call
         self.write = call.writer.call
         self.dtype = call.query.meta[VALUE].dtype
         self.precision = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self.groups = call.key.meta[VALUE].shape[1]
-        self.repeats = call.query.meta[VALUE].shape[1] // self.groups
+        self.key_heads = call.key.meta[VALUE].shape[1]
+        self.repeats = call.query.meta[VALUE].shape[1] // self.key_heads
 
     def forward(self) -> tuple[Any, ...]:
-        """Emit products and softmax; return the result, the log-sum-exp and the maximum of scores, both in base 2."""
+        """Emit products and softmax; return the result, and per row the log-sum-exp and the maximum of scores.
+
+        Both are divided by log(2), as `flex_attention` returns them.
+        """
         call, write = self.call, self.write
         self.keys, self.values = self._for_all_heads(call.key), self._for_all_heads(call.value)
         keys = write(aten.transpose.int, self._to_softmax_dtype(self.keys), 2, 3)
@@ -269,7 +313,10 @@ class _FlexProducts:
         return out, lse, largest
 
     def backward(self) -> tuple[Any, ...]:
-        """Emit the backward; return the gradients of query, key and value, and of each captured tensor."""
+        """Emit the backward; return (query gradient, key gradient, value gradient, gradients of captured tensors).
+
+        The last item is a tuple, with None for a captured tensor without a gradient.
+        """
         call, write = self.call, self.write
         value_gradient = (
             write(aten.zeros_like.default, call.value)
@@ -277,22 +324,27 @@ class _FlexProducts:
             else self._gradient_of_value(call.result_gradient)
         )
         softmax_input_gradient = self._gradient_of_softmax_input(call.result_gradient, call.lse_gradient)
+        # the backward of the score function: (score, indices, gradient, captured tensors) -> gradients of its arguments
         arguments = [ScoreValue(self.scores), *call.grid, ScoreValue(softmax_input_gradient), *call.score_values]
-        score_gradient, _, _, _, _, *captured_gradients = call.vectorize(call.joint_function, arguments)
+        score_gradient, _, _, _, _, *per_score_gradients = call.vectorize(call.joint_function, arguments)
         scaled = self._to_traced_dtype(write(aten.mul.Tensor, unwrap(score_gradient), call.scale))
         scaled = self._where_visible(scaled, 0.0)
         query_gradient = self._batched_product(scaled, self.keys)
-        key_gradient = self._for_groups(self._batched_product(write(aten.transpose.int, scaled, 2, 3), call.query))
-        buffer_gradients = tuple(None if item is None else sum_over_scores(item, call.writer) for item in captured_gradients)
-        return query_gradient, key_gradient, value_gradient, buffer_gradients
+        key_gradient = self._sum_per_key_head(self._batched_product(write(aten.transpose.int, scaled, 2, 3), call.query))
+        captured_gradients = tuple(None if item is None else sum_over_scores(item, call.writer) for item in per_score_gradients)
+        return query_gradient, key_gradient, value_gradient, captured_gradients
 
     def _gradient_of_value(self, gradient: Any) -> fx.Node:
-        """Return the gradient of the values, summed over the query heads that share them."""
+        """Emit the gradient of the values from that of the result, summed over the query heads that share them."""
         weights = self.write(aten.transpose.int, self._to_traced_dtype(self.weights), 2, 3)
-        return self._for_groups(self._batched_product(weights, gradient))
+        return self._sum_per_key_head(self._batched_product(weights, gradient))
 
     def _gradient_of_softmax_input(self, gradient: Any, lse_gradient: Any) -> fx.Node:
-        """Return the gradient of the scores that enter the softmax."""
+        """Emit the gradient of the scores that enter the softmax, [b h m n].
+
+        It is the sum of two parts: from the gradient of the result, and from that of the log-sum-exp. Each may be None; if
+        both are, raise NotElementwiseError.
+        """
         write, scores_gradient = self.write, None
         if gradient is not None:
             values = write(aten.transpose.int, self._to_softmax_dtype(self.values), 2, 3)
@@ -307,7 +359,7 @@ class _FlexProducts:
         return scores_gradient
 
     def _where_visible(self, value: fx.Node, hidden: float) -> fx.Node:
-        """Replace the elements of hidden keys by the number `hidden`."""
+        """Emit a value per score [b h m n] with the number `hidden` in place of the elements of hidden keys."""
         call = self.call
         if call.sees_all:
             return value
@@ -322,27 +374,27 @@ class _FlexProducts:
         return self._cast(value, self.dtype)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """Return a value in a dtype, cast if necessary."""
+        """Return a value in a dtype; emit a cast if necessary."""
         return value if value.meta[VALUE].dtype == dtype else self.write(aten._to_copy.default, value, dtype=dtype)
 
     def _for_all_heads(self, value: Any) -> Any:
-        """Repeat each key head for the query heads that share it: [b g n d] -> [b (g r) n d]."""
+        """Emit each of g key heads once for each of the r query heads that share it: [b g n d] -> [b (g r) n d]."""
         if self.repeats == 1:
             return value
         b, g, n, d = (self.call.size(size) for size in value.meta[VALUE].shape)
         wide = self.write(aten.expand.default, self.write(aten.unsqueeze.default, value, 2), [b, g, self.repeats, n, d])
         return self.write(aten.reshape.default, wide, [b, g * self.repeats, n, d])
 
-    def _for_groups(self, value: fx.Node) -> fx.Node:
-        """Sum over the query heads that share a key head: [b (g r) n d] -> [b g n d]."""
+    def _sum_per_key_head(self, value: fx.Node) -> fx.Node:
+        """Emit the sum over the r query heads that share each of g key heads: [b (g r) n d] -> [b g n d]."""
         if self.repeats == 1:
             return value
         b, _, n, d = (self.call.size(size) for size in value.meta[VALUE].shape)
-        grouped = self.write(aten.reshape.default, value, [b, self.groups, self.repeats, n, d])
+        grouped = self.write(aten.reshape.default, value, [b, self.key_heads, self.repeats, n, d])
         return self.write(aten.sum.dim_IntList, grouped, [2])
 
     def _batched_product(self, left: Any, right: Any) -> fx.Node:
-        """Emit the product [b h m k] @ [b h k n]."""
+        """Emit the product [b h m k] @ [b h k n] as one `bmm`: batch and heads are merged before it, and split after it."""
         sizes = [self.call.size(size) for size in (*left.meta[VALUE].shape[:3], right.meta[VALUE].shape[3])]
         flat = [self._flatten_heads(item) for item in (left, right)]
         return self.write(aten.reshape.default, self.write(aten.bmm.default, *flat), sizes)

@@ -3,11 +3,12 @@
     wait(all_to_all(q)) -> attention -> wait(all_to_all(out))
         ->  for each group of heads:  wait(all_to_all(q[heads])) -> attention -> wait(all_to_all(out)), all concatenated
 
-An exchange splits its first dimension, and attention never mixes heads: a head depends on its own queries and on the key
-head that it shares. So only one group of heads has the full sequence at a time. The other groups exist as shards: not yet
-sent, as the loops before the exchange have stored them, or already returned for the loops after it. The number of groups
-depends on the numbers of heads only, so all ranks send the same. Gradients of keys that several groups share are summed
-in float32 or a wider dtype.
+In this scheme (Ulysses), a rank holds some rows of all heads. An exchange (all-to-all) sends them, and then the rank has
+all rows of some heads for attention. A second exchange returns the results. An exchange splits its first dimension, and
+attention never mixes heads: a head depends on its own queries and on the key head that it shares. So only one group of
+heads has the full sequence at a time. The other groups exist as shards: not yet sent, as the loops before the exchange have
+stored them, or already returned for the loops after it. The number of groups depends on the numbers of heads only, so all
+ranks send the same. Gradients of keys that several groups share are summed in float32 or a wider dtype.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ class ExchangePath:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A backward call of attention: the path of its incoming gradient, and the paths of its results by position."""
+    """A backward call of attention: the path of its incoming gradient, and the paths of its results.
+
+    The keys of `outputs` are result indices: 0, 1 and 2 for the gradients of queries, keys and values.
+    """
 
     node: fx.Node
     inputs: ExchangePath
@@ -94,8 +98,11 @@ def split_heads_into_groups(graph: fx.Graph) -> None:
 
 
 def _match_exchanged(node: fx.Node) -> ExchangedAttention | None:
-    """Match attention if its operands come from exchanges, its results go into exchanges, and nothing else reads these values."""
-    results = getitems_by_index(node) or {}
+    """Match an attention whose operands come from exchanges and whose result goes into one, in forward and backward.
+
+    Return None if anything else reads these values, or if the heads cannot be split into groups.
+    """
+    results = getitems_by_index(node) or {}  # 0: the result, 1: the log-sum-exp, which only the backward may read
     backwards = [user for user in _users_of(results.get(0, ())) if user.target is ATTENTION_BACKWARD]
     if not _can_split_heads(node) or len(results.get(0, ())) != 1 or set(results) > {0, 1}:
         return None
@@ -112,21 +119,23 @@ def _match_exchanged(node: fx.Node) -> ExchangedAttention | None:
 
 
 def _match_gradient(node: fx.Node, operands: Sequence[fx.Node], results: Mapping[int, Sequence[fx.Node]]) -> Gradient | None:
-    """Match a backward call of attention if its gradient comes from an exchange and its results go into exchanges."""
-    arguments = [node_argument(node, i) for i in range(6)]  # gradient, query, key, value, result, log-sum-exp
-    results_by_position, gradient_path = getitems_by_index(node), _match_path_to(arguments[0], {node})
-    is_of_this_call = (
-        arguments[1:4] == list(operands) and arguments[4] in results.get(0, ()) and arguments[5] in results.get(1, ())
-    )
+    """Match a backward call of attention if its incoming gradient comes from an exchange and its results go into exchanges.
+
+    `operands` are the forward call's query, key and value; `results` has its `getitem` nodes by result index. Return None
+    if the backward call does not read these, or if nothing matches.
+    """
+    cotangent, *backward_operands, out, lse = (node_argument(node, i) for i in range(6))
+    gradients_by_index, cotangent_path = getitems_by_index(node), _match_path_to(cotangent, {node})
+    is_of_this_call = backward_operands == list(operands) and out in results.get(0, ()) and lse in results.get(1, ())
     if (
         not is_of_this_call
-        or gradient_path is None
-        or results_by_position is None
-        or any(len(getitems) != 1 for getitems in results_by_position.values())
+        or cotangent_path is None
+        or gradients_by_index is None
+        or any(len(getitems) != 1 for getitems in gradients_by_index.values())
     ):
         return None
-    result_paths = {position: _match_path_from(getitems[0], set()) for position, getitems in results_by_position.items()}
-    return None if None in result_paths.values() else Gradient(node, gradient_path, result_paths)  # type: ignore[arg-type]
+    paths = {index: _match_path_from(getitems[0], set()) for index, getitems in gradients_by_index.items()}
+    return None if None in paths.values() else Gradient(node, cotangent_path, paths)  # type: ignore[arg-type]
 
 
 def _can_split_heads(node: fx.Node) -> bool:
@@ -150,37 +159,50 @@ def _users_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _match_path_to(node: fx.Node, readers: set[fx.Node]) -> ExchangePath | None:
-    """Return the path from the sent value to an operand of attention; None if a value on it has more than one reader.
+    """Return the path from the value that an exchange sends to an operand of attention (`node`), walking backwards.
 
-    `readers` may read the operand itself.
+    Return None if there is no exchange, if a value on the path has another reader, or if the exchange splits the heads, its
+    first dimension. `readers` may read the operand itself.
     """
-    steps, dims, dim = list[fx.Node](), list[int](), HEADS
+    steps, dims = list[fx.Node](), list[int]()
+    dim = HEADS
     while set(node.users) <= readers and node.op == "call_function":
-        before = _dim_before(node, dim)
-        if before is None:
+        operand_dim = _dim_before(node, dim)
+        if operand_dim is None:
             return None
-        steps, dims, dim, readers = [node, *steps], [before, *dims], before, {node}
+        steps.insert(0, node)
+        dims.insert(0, operand_dim)
         if _is_exchange(node):
-            return ExchangePath(tuple(steps), tuple(dims), HEADS) if before else None
+            return ExchangePath(tuple(steps), tuple(dims), HEADS) if operand_dim else None
+        dim = operand_dim
+        readers = {node}
         node = node_argument(node)
     return None
 
 
 def _match_path_from(node: fx.Node, backwards: set[fx.Node]) -> ExchangePath | None:
-    """Return the path from a result of attention to the received value; None if a value on it has more than one reader.
+    """Return the path from a result of attention (`node`) to the value that an exchange returns, walking forwards.
 
-    `backwards` may read the result itself.
+    The last step is the exchange's wait. Return None if there is no exchange, if a value on the path has another reader, or
+    if the exchange splits the heads, its first dimension. `backwards` may read the result itself.
     """
-    steps, dims, dim, is_sent = list[fx.Node](), list[int](), HEADS, False
+    steps, dims = list[fx.Node](), list[int]()
+    dim = HEADS
+    is_sent = False
     while not (is_sent and is_wait(steps[-1])):
         users = [user for user in node.users if user not in backwards]
         if len(users) != 1 or users[0].args[:1] != (node,):
             return None
-        after = _dim_after(users[0], dim)
-        if after is None or (_is_exchange(users[0]) and (is_sent or not dim)):
+        (user,) = users
+        result_dim = _dim_after(user, dim)
+        if result_dim is None or (_is_exchange(user) and (is_sent or not dim)):
             return None
-        is_sent |= _is_exchange(users[0])
-        steps, dims, dim, node, backwards = [*steps, users[0]], [*dims, dim], after, users[0], set()
+        is_sent |= _is_exchange(user)
+        steps.append(user)
+        dims.append(dim)
+        dim = result_dim
+        node = user
+        backwards = set()
     return ExchangePath(tuple(steps), tuple(dims), dim)
 
 
@@ -190,7 +212,7 @@ def _is_exchange(node: fx.Node) -> bool:
 
 
 def _dim_before(node: fx.Node, dim: int) -> int | None:
-    """Return the operand's dimension that corresponds to a dimension of an operator's result; None if it is not known."""
+    """Return the operand's dimension that is dimension `dim` of the result of a view, copy or exchange; None if not known."""
     if node.target is aten.permute.default:
         return _permuted_dims(node)[dim]
     if node.target in VIEWS:
@@ -199,7 +221,7 @@ def _dim_before(node: fx.Node, dim: int) -> int | None:
 
 
 def _dim_after(node: fx.Node, dim: int) -> int | None:
-    """Return the result's dimension that corresponds to a dimension of an operator's operand; None if it is not known."""
+    """Return the result's dimension that is dimension `dim` of the operand of a view, copy or exchange; None if not known."""
     if node.target is aten.permute.default:
         return _permuted_dims(node).index(dim)
     if node.target in VIEWS:
@@ -208,15 +230,16 @@ def _dim_after(node: fx.Node, dim: int) -> int | None:
 
 
 def _permuted_dims(node: fx.Node) -> list[int]:
-    """Return the dimensions of a permutation, as nonnegative numbers."""
+    """Return, for each dimension of a `permute` node's result, the operand's dimension, as a nonnegative number."""
     dims: Any = node.args[1]
     return [dim % len(dims) for dim in dims]
 
 
 def _match_dim(shape: Sequence[Size], dim: int, other_shape: Sequence[Size]) -> int | None:
-    """Return the dimension of another view with equal size and as many elements after it; None if there is none.
+    """Return the dimension of `other_shape`, another view of the same elements, that is dimension `dim` of `shape`.
 
-    Several dimensions match only if the size is one: then take the last, because a single head is never split.
+    It has equal size, and as many elements after it: dimension 1 of (2, 6, 4) is dimension 2 of (1, 2, 6, 4). Return None if
+    there is none. Several dimensions match only if the size is one: then return the last, because one head is never split.
     """
     trailing = product(shape[dim + 1 :])
     candidates = [i for i, size in enumerate(other_shape) if size == shape[dim] and product(other_shape[i + 1 :]) == trailing]
@@ -227,73 +250,79 @@ def _match_dim(shape: Sequence[Size], dim: int, other_shape: Sequence[Size]) -> 
 
 
 def _choose_num_groups(exchanged: ExchangedAttention) -> int:
-    """Return the number of groups of heads, at most `MAX_GROUPS` if possible.
+    """Return the number of groups of heads, at most `MAX_GROUPS` if possible; 1 if the heads cannot be split.
 
-    Groups have equally many heads, and each has complete key heads or shares one key head with other groups.
+    Groups have equally many heads, and each has complete key heads or shares one key head with other groups: 8 query heads
+    and 2 key heads are split into 2, 4 or 8 groups.
     """
-    heads, keys = (int(shape_of_node(path.last)[HEADS]) for path in exchanged.inputs[:2])
-    counts = [n for n in range(2, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
+    heads, key_heads = (int(shape_of_node(path.last)[HEADS]) for path in exchanged.inputs[:2])
+    counts = [n for n in range(2, heads + 1) if heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)]
     return max((n for n in counts if n <= MAX_GROUPS), default=min(counts, default=1))
 
 
 def _rewrite(exchanged: ExchangedAttention, num_groups: int, writer: GraphWriter) -> None:
-    """Emit one attention call per group of heads, replace the received result, and rewrite the backward calls."""
+    """Emit one attention call per group of heads, replace the received result, and rewrite the backward calls, in place.
+
+    Keys are split into as many groups if there are enough key heads. Otherwise there is one group per key head
+    (`num_key_groups`), and consecutive query groups share its keys and values, which are received once.
+    """
     query, *key_value_paths = exchanged.inputs
-    key_groups = min(num_groups, int(shape_of_node(key_value_paths[0].last)[HEADS]))
+    num_key_groups = min(num_groups, int(shape_of_node(key_value_paths[0].last)[HEADS]))
     writer.before(exchanged.node)
-    operands_by_group, results, received = list[list[fx.Node]](), list[fx.Node](), list[fx.Node]()
+    operands_by_group = list[list[fx.Node]]()  # of each group: query, keys, values
+    calls, received = list[fx.Node](), list[fx.Node]()
     for group in range(num_groups):
-        keys_and_values = (
-            operands_by_group[-1][1:]
-            if group * key_groups % num_groups
-            else [_emit_group(path, group * key_groups // num_groups, key_groups, writer) for path in key_value_paths]
-        )
+        shares_previous_keys = group * num_key_groups % num_groups != 0
+        if shares_previous_keys:
+            keys_and_values = operands_by_group[-1][1:]
+        else:
+            key_group = group * num_key_groups // num_groups
+            keys_and_values = [_emit_group(path, key_group, num_key_groups, writer) for path in key_value_paths]
         operands_by_group.append([_emit_group(query, group, num_groups, writer), *keys_and_values])
-        results.append(writer.call(ATTENTION, *operands_by_group[-1], **_options(exchanged.node)))
-        results[-1].meta[SPLIT_FROM] = exchanged.node.name
-        received.append(_apply_path(exchanged.outputs, _getitem(results[-1], 0, writer), num_groups, writer))
+        calls.append(writer.call(ATTENTION, *operands_by_group[-1], **_options(exchanged.node)))
+        calls[-1].meta[SPLIT_FROM] = exchanged.node.name
+        received.append(_apply_path(exchanged.outputs, _getitem(calls[-1], 0, writer), num_groups, writer))
     _concat_groups(exchanged.outputs, received, writer)
     for gradient in exchanged.gradients:
-        _rewrite_gradient(gradient, operands_by_group, results, key_groups, writer.before(gradient.node))
+        _rewrite_gradient(gradient, operands_by_group, calls, num_key_groups, writer.before(gradient.node))
 
 
 def _rewrite_gradient(
     gradient: Gradient,
     operands_by_group: Sequence[Sequence[fx.Node]],
-    results: Sequence[fx.Node],
-    key_groups: int,
+    calls: Sequence[fx.Node],
+    num_key_groups: int,
     writer: GraphWriter,
 ) -> None:
-    """Emit one backward call per group of heads, add up the gradients of shared key heads, and replace the received gradients."""
+    """Emit one backward call per group of heads, add up the gradients of shared key heads, and replace the received gradients.
+
+    `operands_by_group` has the query, keys and values of each forward call in `calls`. Each gradient is sent as soon as it
+    is complete: that of a query group at once, that of keys and values after the last query group that shares them.
+    """
     num_groups = len(operands_by_group)
-    received: dict[int, list[fx.Node]] = {position: [] for position in gradient.outputs}
+    received: dict[int, list[fx.Node]] = {index: [] for index in gradient.outputs}  # by result: 0 query, 1 keys, 2 values
     running_sums = dict[int, fx.Node]()
-    for group, (operands, result) in enumerate(zip(operands_by_group, results, strict=True)):
-        out, lse = (_getitem(result, position, writer) for position in (0, 1))
+    for group, (operands, call) in enumerate(zip(operands_by_group, calls, strict=True)):
+        out, lse = (_getitem(call, index, writer) for index in (0, 1))
         group_cotangent = _emit_group(gradient.inputs, group, num_groups, writer)
         gradients = writer.call(ATTENTION_BACKWARD, group_cotangent, *operands, out, lse, **_options(gradient.node))
-        completes_key_group = (group + 1) * key_groups % num_groups == 0
-        for position, path in gradient.outputs.items():
-            group_gradient = _getitem(gradients, position, writer)
-            if position and num_groups > key_groups:
-                group_gradient = running_sums[position] = _add_in_float32(
-                    running_sums.pop(position, None), group_gradient, writer
-                )
-                group_gradient = (
-                    writer.call(aten._to_copy.default, group_gradient, dtype=gradients.meta[VALUE][position].dtype)
-                    if completes_key_group
-                    else group_gradient
-                )
+        completes_key_group = (group + 1) * num_key_groups % num_groups == 0
+        for index, path in gradient.outputs.items():
+            group_gradient = _getitem(gradients, index, writer)
+            if index and num_groups > num_key_groups:
+                group_gradient = running_sums[index] = _add_in_float32(running_sums.pop(index, None), group_gradient, writer)
                 if completes_key_group:
-                    del running_sums[position]
-            if position == 0 or completes_key_group:
-                received[position].append(_apply_path(path, group_gradient, num_groups if position == 0 else key_groups, writer))
-    for position, path in gradient.outputs.items():
-        _concat_groups(path, received[position], writer)
+                    dtype = gradients.meta[VALUE][index].dtype
+                    group_gradient = writer.call(aten._to_copy.default, group_gradient, dtype=dtype)
+                    del running_sums[index]
+            if index == 0 or completes_key_group:
+                received[index].append(_apply_path(path, group_gradient, num_groups if index == 0 else num_key_groups, writer))
+    for index, path in gradient.outputs.items():
+        _concat_groups(path, received[index], writer)
 
 
 def _add_in_float32(total: fx.Node | None, part: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Add a gradient to a running sum in float32 or wider; without a sum, return the gradient in that dtype."""
+    """Emit the sum of a running sum and a gradient, in float32 or a wider dtype; `total` is None before the first gradient."""
     if total is not None:
         return writer.call(aten.add.Tensor, total, part)
     wide_dtype = torch.promote_types(part.meta[VALUE].dtype, torch.float32)
@@ -306,17 +335,25 @@ def _getitem(node: fx.Node, index: int, writer: GraphWriter) -> fx.Node:
 
 
 def _emit_group(path: ExchangePath, group: int, num_groups: int, writer: GraphWriter) -> fx.Node:
-    """Emit the path's operators for one group of heads: slice the sent value, and exchange the slice."""
+    """Emit the path to an operand of attention for one group of heads: slice the value that is sent, and exchange the slice.
+
+    `group` is the index of the group. A single group needs no new operators: return the operand itself.
+    """
     if num_groups == 1:
         return path.last
-    size = int(shape_of_node(path.source)[path.dims[0]]) // num_groups
-    heads = writer.call(aten.slice.Tensor, path.source, path.dims[0], group * size, (group + 1) * size)
+    heads_dim = path.dims[0]
+    num_heads = int(shape_of_node(path.source)[heads_dim]) // num_groups
+    heads = writer.call(aten.slice.Tensor, path.source, heads_dim, group * num_heads, (group + 1) * num_heads)
     return _apply_path(path, heads, num_groups, writer)
 
 
 def _apply_path(path: ExchangePath, node: fx.Node, num_groups: int, writer: GraphWriter) -> fx.Node:
-    """Apply the operators of a path to one group of heads."""
-    result_dims = [*path.dims[1:], path.result_dim]
+    """Emit the operators of a path for `node`, which holds one group of heads; return the value at the end of the path.
+
+    The sizes in views are divided by the number of groups along the dimension of heads. An exchange needs a contiguous
+    operand.
+    """
+    result_dims = [*path.dims[1:], path.result_dim]  # the dimension of heads of each step's result
     for step, head_dim in zip(path.steps, result_dims, strict=True):
         arguments = list(step.args[1:])
         if step.target in VIEWS:
@@ -334,6 +371,6 @@ def _apply_path(path: ExchangePath, node: fx.Node, num_groups: int, writer: Grap
 
 
 def _concat_groups(path: ExchangePath, received: Sequence[fx.Node], writer: GraphWriter) -> None:
-    """Replace the received value of all heads by the concatenated groups."""
+    """Replace the last value of a path, in place, by the concatenation of the values that all groups of heads received."""
     all_heads = received[0] if len(received) == 1 else writer.call(aten.cat.default, list(received), path.result_dim)
     path.last.replace_all_uses_with(all_heads, propagate_meta=False)

@@ -1,7 +1,7 @@
-"""Replace the fused attention operators of all devices by one operator.
+"""Replace the fused attention operators of all devices by one operator, `streamfx::attention`, and their backwards.
 
-Forward and backward are replaced together or not at all, because a kernel's backward only reads its own forward's
-log-sum-exp.
+PyTorch has one operator per kernel (flash on CPU, flash on CUDA, memory-efficient, cuDNN). Forward and backward are
+replaced together or not at all, because a kernel's backward only reads its own forward's log-sum-exp.
 """
 
 from __future__ import annotations
@@ -46,33 +46,44 @@ def sdpa_to_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.No
 
 
 def _backward_calls(node: fx.Node) -> list[fx.Node] | None:
-    """Return the backward calls of a forward call; None if its results have any other users, or if it cannot be replaced."""
-    arguments, users_by_result = _arguments(node), getitems_by_index(node)
-    if users_by_result is None or arguments["dropout_p"] != 0.0 or arguments.get("return_debug_mask") or _is_aligned_at_end(node):
+    """Return the backward calls of a forward call, in graph order; None if the call cannot be replaced.
+
+    It cannot if it uses dropout, or if anything but a backward of this call reads another result than the first (`out`):
+    the log-sum-exp, a random seed.
+    """
+    arguments, getitems = _arguments(node), getitems_by_index(node)
+    if getitems is None or arguments["dropout_p"] != 0.0 or arguments.get("return_debug_mask") or _is_aligned_at_end(node):
         return None
     readers = {
-        user for position, group in users_by_result.items() if position != 0 for getitem in group for user in getitem.users
+        user for result_index, items in getitems.items() if result_index != 0 for getitem in items for user in getitem.users
     }
-    if any(user.target is not BACKWARD_OF[node.target] or not _is_backward_of(user, node, users_by_result) for user in readers):
+    if any(user.target is not BACKWARD_OF[node.target] or not _is_backward_of(user, node, getitems) for user in readers):
         return None
     return [user for user in node.graph.nodes if user in readers]
 
 
 def _is_aligned_at_end(node: fx.Node) -> bool:
-    """Return whether a causal mask aligns the last row with the last key, as CUDA's flash attention does, not the first ones."""
+    """Return whether a causal call aligns the last row with the last key, as CUDA's flash attention does.
+
+    `streamfx::attention` aligns the first row with the first key. Both are the same for as many rows as keys: return False.
+    """
     arguments = _arguments(node)
     rows, keys = (shape_of_node(arguments[name])[2] for name in ("query", "key"))
     return node.target is aten._scaled_dot_product_flash_attention.default and arguments["is_causal"] and rows != keys
 
 
-def _is_backward_of(node: fx.Node, forward: fx.Node, users_by_result: dict[int, list[fx.Node]]) -> bool:
-    """Return whether a node is the backward of this forward call: with its operands and results."""
+def _is_backward_of(node: fx.Node, forward: fx.Node, forward_results: dict[int, list[fx.Node]]) -> bool:
+    """Return whether a backward call reads the operands, options and results of this forward call.
+
+    `forward_results` has the forward call's `getitem` nodes by result index (0: out, 1: log-sum-exp). Of the backward's
+    results, only the gradients of query, key and value may be used: not that of a bias.
+    """
     arguments, forward_arguments, results = _arguments(node), _arguments(forward), getitems_by_index(node)
     has_equal_operands = all(
         arguments.get(name) == forward_arguments.get(name)
         for name in ("query", "key", "value", "attn_mask", "is_causal", "scale")
     )
-    reads_results = arguments["out"] in users_by_result.get(0, ()) and arguments["logsumexp"] in users_by_result.get(1, ())
+    reads_results = arguments["out"] in forward_results.get(0, ()) and arguments["logsumexp"] in forward_results.get(1, ())
     return (
         has_equal_operands
         and reads_results
@@ -83,12 +94,15 @@ def _is_backward_of(node: fx.Node, forward: fx.Node, users_by_result: dict[int, 
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Return a node's arguments under the names of the attention operator."""
+    """Return the arguments of a device's operator by name; some of its names are replaced by those of `streamfx::attention`."""
     return {COMMON_NAMES.get(name, name): value for name, value in bound_arguments(node).items()}
 
 
 def _emit_call(node: fx.Node, target: Any, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """Emit `target` with a device operator's arguments, and map the operator's results to the new ones."""
+    """Emit `target` (`streamfx::attention` or its backward) with the arguments of a device's operator `node`.
+
+    Return {old getitem: new getitem} for the results that both have. Options that are not set are omitted.
+    """
     arguments = _arguments(node)
     names = [argument.name for argument in target._schema.arguments]
     optional = {"attn_mask", "is_causal", "scale"}

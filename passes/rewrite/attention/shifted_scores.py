@@ -2,7 +2,9 @@
 
     x [t w] -> view [w t] -> without the first row -> view [t, w - 1] -> the first n columns     is  y[i, j] = x[i, t - i + j]
 
-After the end of a row, the view continues with the next row. Later passes decide whether such elements are masked.
+x[i, k] is the score of row i for relative position k; y[i, j] is its score for key j. After the end of a row, the view
+continues with the next row. Later passes decide whether such elements are masked. The operators are
+`relative_shift(x, dim, first, columns)`, where `dim` is the dimension of rows and `first` is t, and its backward.
 """
 
 from __future__ import annotations
@@ -36,18 +38,19 @@ def index_by_arange_to_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | No
     base, index = arguments["self"], arguments["index"]
     if not is_arange(index) or index.meta[VALUE].dtype not in INDEX_DTYPES or not (shape := shape_of_node(base)):
         return None
-    dim, (count,) = arguments["dim"] % len(shape), shape_of_node(index)
-    ends = (0, size_arguments(index, writer)[0])
-    if not is_at_least(shape[dim], count):
+    dim = arguments["dim"] % len(shape)
+    (num_indices,) = shape_of_node(index)
+    start_and_end = (0, size_arguments(index, writer)[0])
+    if not is_at_least(shape[dim], num_indices):
         return None
     if node.target is aten.index_select.default:
-        return writer.call(aten.slice.Tensor, base, dim, *ends)
-    source, dtype = arguments["source"], node.meta[VALUE].dtype
-    is_pad = is_zero(base) and arguments["alpha"] == 1 and source.meta[VALUE].dtype == dtype and dtype.is_floating_point
-    if not is_pad or shape_of_node(source) != (*shape[:dim], count, *shape[dim + 1 :]):
+        return writer.call(aten.slice.Tensor, base, dim, *start_and_end)
+    added, dtype = arguments["source"], node.meta[VALUE].dtype
+    is_pad = is_zero(base) and arguments["alpha"] == 1 and added.meta[VALUE].dtype == dtype and dtype.is_floating_point
+    if not is_pad or shape_of_node(added) != (*shape[:dim], num_indices, *shape[dim + 1 :]):
         return None
-    added = writer.call(aten.add.Tensor, source, 0.0)  # zero plus -0 is zero
-    return writer.call(aten.slice_backward.default, added, size_arguments(base, writer), dim, *ends, 1)
+    plus_zero = writer.call(aten.add.Tensor, added, 0.0)  # zero plus -0 is zero
+    return writer.call(aten.slice_backward.default, plus_zero, size_arguments(base, writer), dim, *start_and_end, 1)
 
 
 @rewrite_rule(*VIEWS, aten.slice.Tensor)
@@ -73,9 +76,10 @@ def reshapes_to_relative_shift_backward(node: fx.Node, writer: GraphWriter) -> f
     padded = before_copies(node_argument(node))
     if padded.target is not aten.slice_backward.default:
         return None
-    inner, arguments = node_argument(padded), bound_arguments(padded)
+    unpadded, arguments = node_argument(padded), bound_arguments(padded)
     dim = arguments["dim"] % len(shape_of_node(padded))
-    candidates = (inner, node_argument(view)) if (view := before_copies(inner)).target in VIEWS else (inner,)
+    # the inner view is the identity, and missing, if there are as many columns as rows
+    candidates = (unpadded, node_argument(view)) if (view := before_copies(unpadded)).target in VIEWS else (unpadded,)
     shapes = shape_of_node(node), shape_of_node(padded)
     gradient = next((value for value in candidates if _is_shift(arguments, *shapes, shape_of_node(value))), None)
     if gradient is None:
@@ -85,14 +89,15 @@ def reshapes_to_relative_shift_backward(node: fx.Node, writer: GraphWriter) -> f
 
 
 def _plus(size: Any, number: int, writer: GraphWriter) -> Any:
-    """Return the sum of a size and an integer, as an integer or a node."""
+    """Return size + number: an integer, or a new node if the size is a node (a dynamic size)."""
     return size + number if isinstance(size, int) else writer.call(operator.add, size, number)
 
 
 def _is_shift(slice_arguments: dict[str, Any], x: tuple[Size, ...], reshaped: tuple[Size, ...], result: tuple[Size, ...]) -> bool:
-    """Return whether reading x [t w] as `reshaped`, without its first t elements, as `result` [t, w - 1] shifts each row.
+    """Return whether three shapes and a slice are those of a relative shift: view x [t w], slice off t elements, view the rest.
 
-    Element j of row i is then element t + i * (w - 1) + j of x: index t - i + j of row i, continued into the next row.
+    `x` is the shape before, `reshaped` [.. w t] the shape that is sliced, and `result` [.. t, w - 1] the shape after. Element
+    j of row i of the result is then element t + i * (w - 1) + j of x: index t - i + j of row i, continued into the next row.
     """
     dim, start = slice_arguments["dim"] % len(x), slice_arguments["start"]
     if (
@@ -102,14 +107,14 @@ def _is_shift(slice_arguments: dict[str, Any], x: tuple[Size, ...], reshaped: tu
         or not isinstance(start, int)
     ):
         return False
-    pairs = slice(dim, dim + 2)
+    row_dims = slice(dim, dim + 2)  # the dimension of rows, and the one within a row
     other_sizes = [(*shape[:dim], *shape[dim + 2 :]) for shape in (x, reshaped, result)]
-    (rows, width), (result_rows, columns) = x[pairs], result[pairs]
+    (rows, width), (result_rows, columns) = x[row_dims], result[row_dims]
     return (
         other_sizes[0] == other_sizes[1] == other_sizes[2]
         and rows == result_rows
         and columns + 1 == width
-        and product(reshaped[pairs]) == product(x[pairs])
+        and product(reshaped[row_dims]) == product(x[row_dims])
         and product((start, reshaped[dim + 1])) == rows
     )
 
@@ -118,10 +123,10 @@ def _is_shift(slice_arguments: dict[str, Any], x: tuple[Size, ...], reshaped: tu
 def merge_slice_into_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """relative_shift(x, first, w)[:, :n] -> relative_shift(x, first, n)"""
     arguments, shift = bound_arguments(node), node_argument(node)
-    if shift.target is not RELATIVE_SHIFT or (ends := _first_columns(arguments, shift, shape_of_node(node))) is None:
+    if shift.target is not RELATIVE_SHIFT or (num_columns := _num_first_columns(arguments, shift, shape_of_node(node))) is None:
         return None
     x, dim, first, _ = shift.args
-    return writer.call(RELATIVE_SHIFT, x, dim, first, ends)
+    return writer.call(RELATIVE_SHIFT, x, dim, first, num_columns)
 
 
 @rewrite_rule(RELATIVE_SHIFT_BACKWARD)
@@ -131,16 +136,21 @@ def merge_slice_backward_into_relative_shift(node: fx.Node, writer: GraphWriter)
     if padded.target is not aten.slice_backward.default:
         return None
     gradient = node_argument(padded)
-    if _first_columns(bound_arguments(padded), node, shape_of_node(gradient)) is None:
+    if _num_first_columns(bound_arguments(padded), node, shape_of_node(gradient)) is None:
         return None
     return writer.call(RELATIVE_SHIFT_BACKWARD, gradient, *node.args[1:])
 
 
-def _first_columns(slice_arguments: dict[str, Any], shift: fx.Node, shape: tuple[Size, ...]) -> Any:
-    """Return, as an argument, the number of a shift's first columns that a slice keeps; None if it is any other slice."""
-    column, end = int_argument(shift, 1) + 1, slice_arguments["end"]
-    if slice_arguments["dim"] % len(shape) != column or slice_arguments["start"] not in (None, 0) or slice_arguments["step"] != 1:
+def _num_first_columns(slice_arguments: dict[str, Any], shift: fx.Node, shape: tuple[Size, ...]) -> Any:
+    """Return the number n of columns if a slice keeps the first n columns of a relative shift; None for any other slice.
+
+    The number is an integer, or the node of a dynamic size. `shape` is the shape of the slice.
+    """
+    column_dim, end = int_argument(shift, 1) + 1, slice_arguments["end"]
+    is_along_columns = slice_arguments["dim"] % len(shape) == column_dim
+    if not is_along_columns or slice_arguments["start"] not in (None, 0) or slice_arguments["step"] != 1:
         return None
-    if isinstance(shape[column], int):
-        return shape[column]
-    return end if is_size(end) and size_of(end.meta[VALUE]) == shape[column] else None
+    num_columns = shape[column_dim]
+    if isinstance(num_columns, int):
+        return num_columns
+    return end if is_size(end) and size_of(end.meta[VALUE]) == num_columns else None

@@ -1,8 +1,9 @@
 """Simplify a softmax of scores minus their maximum, which a softmax subtracts itself.
 
-The second rule removes the gradient that autograd computes for the first rule's maximum: probabilities sum to one for any
-scores, so the gradients of one softmax's scores sum to zero. Both rules hold up to rounding. If all scores of a row are
-minus infinity, or one of them is NaN or infinity, both sides are NaN.
+The second rule removes the gradient that autograd computes for the first rule's maximum. Autograd sums the gradient of the
+scores over keys, and writes minus this sum to the largest score of each row, or divides it among equal largest ones. But
+probabilities sum to one for any scores, so the gradients of one row's scores sum to zero. Both rules hold up to rounding.
+If all scores of a row are minus infinity, or one of them is NaN or infinity, both sides are NaN.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def remove_max_before_softmax(node: fx.Node, writer: GraphWriter) -> fx.Node | N
 
 
 def _is_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
-    """Return whether a value is the maximum of each row along a dimension, which is kept with size one."""
+    """Return whether `node` is the maximum of the scores along `dim`, computed with keepdim=True, by `max` or `amax`."""
     rank = len(shape_of_node(scores))
     if node.target is operator.getitem and node.args[1] == 0:
         node = node.args[0]  # type: ignore[assignment]
@@ -53,16 +54,16 @@ def remove_gradient_of_max(node: fx.Node, writer: GraphWriter) -> fx.Node | None
     left, right, scale = bound_arguments(node).values()
     if scale != 1 or not is_tensor(left) or not is_tensor(right):
         return None
-    for gradient, share in ((left, right), (right, left)):
+    for gradient, max_gradient in ((left, right), (right, left)):
         if (scores := _match_scores(gradient)) is None or shape_of_node(gradient) != shape_of_node(node):
             continue
-        if gradient.meta[VALUE].dtype == node.meta[VALUE].dtype and _is_share_of_sum(share, gradient, scores):
+        if gradient.meta[VALUE].dtype == node.meta[VALUE].dtype and _is_gradient_of_max(max_gradient, gradient, scores):
             return gradient  # type: ignore[no-any-return]
     return None
 
 
 def _match_scores(gradient: fx.Node) -> fx.Node | None:
-    """Return the scores whose softmax, along the same dimension, has this gradient; else None."""
+    """Return x if `gradient` is the gradient of x in softmax(x), computed by the softmax's backward; else None."""
     if gradient.target is not aten._softmax_backward_data.default:
         return None
     arguments, rank = bound_arguments(gradient), len(shape_of_node(gradient))
@@ -74,28 +75,30 @@ def _match_scores(gradient: fx.Node) -> fx.Node | None:
     return softmax_arguments["self"] if is_same and arguments["input_dtype"] == softmax.meta[VALUE].dtype else None
 
 
-def _is_share_of_sum(node: Any, gradient: fx.Node, scores: fx.Node) -> bool:
-    """Return whether a value is plus or minus a gradient's sum over keys, as the gradient of a maximum has it.
+def _is_gradient_of_max(node: Any, gradient: fx.Node, scores: fx.Node) -> bool:
+    """Return whether a value is the gradient that autograd adds to the scores x for the maximum in x - max(x).
 
-    The sum is written to one key per row, or divided among the keys with the largest score.
+    `gradient` is that of x - max(x). Its sum over keys, plus or minus, is written to one key per row (the backward of
+    `max`), or divided among the keys with the largest score (the backward of `amax`):
+    scatter(zeros, dim, index, sum), or sum / largest.sum(dim) * largest with largest = (x == max(x)).
     """
     dim = bound_arguments(gradient)["dim"] % len(shape_of_node(gradient))
     if node.target is aten.scatter.src:
         arguments = bound_arguments(node)
-        index, total = arguments["index"], arguments["src"]
-        is_along_keys = arguments["dim"] % len(shape_of_node(node)) == dim and shape_of_node(index) == shape_of_node(total)
-        return is_along_keys and is_zero(arguments["self"]) and _is_sum(total, gradient, dim)
+        index, gradient_sum = arguments["index"], arguments["src"]
+        is_along_keys = arguments["dim"] % len(shape_of_node(node)) == dim and shape_of_node(index) == shape_of_node(gradient_sum)
+        return is_along_keys and is_zero(arguments["self"]) and _is_sum(gradient_sum, gradient, dim)
     if node.target is not aten.mul.Tensor:
         return False
-    quotient, chosen = node.args
-    if not is_tensor(quotient) or not is_tensor(chosen) or quotient.target is not aten.div.Tensor:
+    quotient, largest = node.args
+    if not is_tensor(quotient) or not is_tensor(largest) or quotient.target is not aten.div.Tensor:
         return False
-    total, count = quotient.args
-    return _is_sum(total, gradient, dim) and _is_count(count, chosen, dim) and _is_mask_of_largest(chosen, scores, dim)
+    gradient_sum, count = quotient.args
+    return _is_sum(gradient_sum, gradient, dim) and _is_count(count, largest, dim) and _is_mask_of_largest(largest, scores, dim)
 
 
 def _is_sum(node: Any, gradient: fx.Node, dim: int) -> bool:
-    """Return whether a value is plus or minus the sum of a gradient along a dimension, which is kept with size one."""
+    """Return whether a value is plus or minus the sum of a gradient along `dim`, computed with keepdim=True."""
     if not is_tensor(node) or node.meta[VALUE].dtype != gradient.meta[VALUE].dtype:
         return False
     sum_count = 0
@@ -109,17 +112,17 @@ def _is_sum(node: Any, gradient: fx.Node, dim: int) -> bool:
     return node is gradient and sum_count == 1
 
 
-def _is_count(node: Any, chosen: fx.Node, dim: int) -> bool:
-    """Return whether a value is the number of chosen elements along a dimension."""
-    if not is_tensor(node) or node.target is not aten.sum.dim_IntList or node.args[0] is not chosen:
+def _is_count(node: Any, mask: fx.Node, dim: int) -> bool:
+    """Return whether a value is the number of True elements of a mask along `dim`, computed with keepdim=True."""
+    if not is_tensor(node) or node.target is not aten.sum.dim_IntList or node.args[0] is not mask:
         return False
-    arguments, rank = bound_arguments(node), len(shape_of_node(chosen))
+    arguments, rank = bound_arguments(node), len(shape_of_node(mask))
     is_exact_count = arguments["dtype"] in (None, torch.int64) and arguments["keepdim"]
     return is_exact_count and [item % rank for item in arguments["dim"] or ()] == [dim]
 
 
 def _is_mask_of_largest(node: fx.Node, scores: fx.Node, dim: int) -> bool:
-    """Return whether a value is the mask of each row's largest scores."""
+    """Return whether a value is the mask of the largest scores along `dim`: scores == max(scores)."""
     if node.target is not aten.eq.Tensor:
         return False
     pairs: tuple[tuple[Any, ...], ...] = (node.args, node.args[::-1])
