@@ -1,4 +1,9 @@
-"""Access patterns: the rows of each operand that an operator reads inside a loop."""
+"""Access patterns: the rows of each operand that an operator reads inside a loop over chunks of the sequence.
+
+A *sequence dimension* of a value is a dimension that holds the sequence, or an axis derived from it, such as a slice. Its
+*placement* says where the sequence lies in it. Its *role* is ROWS (query positions: the chunk's own rows [s, e)), KEYS (key
+positions: the rows that the chunk's queries see) or WHOLE (all rows). Its *selector* says which rows exactly.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from streamfx.ir.facts import AccessFacts, AxisFacts, Role, SpanFacts, StorageCl
 from streamfx.ir.joint import tensor_operands
 from streamfx.ir.program import Placement, RowRange, Selector, ShiftedRows
 from streamfx.ir.recurrence import Truncation
+from streamfx.ir.signature import Letter
 from streamfx.ir.sizes import Size, product
 from streamfx.ir.span import Span
 
@@ -21,7 +27,11 @@ OWN_ROWS = Span(0, 0)
 
 
 class SequenceAccess(NamedTuple):
-    """How an operator reads one sequence dimension of an operand: where it lies, its role, and which rows are read."""
+    """How an operator reads one sequence dimension of an operand.
+
+    `selector` says which rows are read: a `Span` [s + low, e + high) of keys, the `ShiftedRows` of a window, or None for the
+    chunk's own rows.
+    """
 
     placement: Placement
     role: Role
@@ -55,7 +65,8 @@ class OperandAccess:
 class Layout:
     """Axes, roles, and spans combined: locate the rows of a value, and the rows that a chunk reads.
 
-    The graph and its facts must not change while a layout is in use, because `operand_accesses` caches its results.
+    `truncations` has the recurrences whose gradients reach back a limited number of rows. The graph and its facts must not
+    change while a layout is in use, because `operand_accesses` caches its results.
     """
 
     axes: AxisFacts
@@ -67,45 +78,60 @@ class Layout:
     )
 
     def rows(self, dim: Dim) -> RowRange:
-        """Return the rows of the sequence that a dimension holds: offset, length, and block size."""
+        """Return the rows of the sequence that a sequence dimension holds, as (offset, length, rows per block).
+
+        With 40 rows in the sequence, dimension 1 of `x[:, 3:]` holds (3, 37, 1).
+        """
         sequence = self.axes.sequence
         atom = self.axes.sequence_atom(dim)
         assert sequence is not None and atom is not None
         offset, length = sequence.members[atom]
         return RowRange(offset, length, sequence.block(atom))
 
-    def placement(self, value: fx.Node, position: int) -> Placement:
-        """Return the placement of the sequence in one dimension of a value."""
-        dim = self.axes.table.resolve(self.axes.shapes[value][position])
-        atom = self.axes.sequence_atom(dim)
-        assert atom is not None
-        atom_index = dim.index(atom)
+    def placement(self, value: fx.Node, dim_index: int) -> Placement:
+        """Return where sequence dimension `dim_index` of a value holds the sequence.
+
+        A dimension is a product of axis factors (atoms): in `(b t c)`, with t the sequence, `outer` is the size of b and `inner`
+        the size of c.
+        """
+        factors = self.axes.table.resolve(self.axes.shapes[value][dim_index])
+        sequence_factor = self.axes.sequence_atom(factors)
+        assert sequence_factor is not None
+        factor_index = factors.index(sequence_factor)
         size = self.axes.table.size
         return Placement(
-            position, self.rows(dim), product(size(a) for a in dim[:atom_index]), product(size(a) for a in dim[atom_index + 1 :])
+            dim=dim_index,
+            rows=self.rows(factors),
+            outer=product(size(factor) for factor in factors[:factor_index]),
+            inner=product(size(factor) for factor in factors[factor_index + 1 :]),
         )
 
     def placements(self, value: fx.Node) -> tuple[Placement, ...]:
         """Return the placement of the sequence in each sequence dimension of a value."""
-        return tuple(self.placement(value, i) for i in self.axes.sequence_dims(self.axes.shapes[value]))
+        return tuple(self.placement(value, dim_index) for dim_index in self.axes.sequence_dims(self.axes.shapes[value]))
 
     def full_shape(self, value: fx.Node) -> tuple[Size, ...]:
         """Return the sizes of all dimensions of a value, for all rows of the sequence."""
         return tuple(self.axes.table.size_of_dim(self.axes.table.resolve(dim)) for dim in self.axes.shapes[value])
 
     def span(self, node: fx.Node, requested_span: Span | None = None) -> Span:
-        """Return the key positions that an operator covers.
+        """Return the key positions that an operator covers, as a span [s + low, e + high) for a chunk [s, e).
 
-        An operator that is recomputed per consumer covers the span that the consumer requests (`requested_span`).
+        An operator without a span (one that each consumer recomputes) covers the consumer's keys: `requested_span`, or all
+        keys if that is None.
         """
         return self.key_spans.spans.get(node, requested_span or Span())
 
     def is_recomputed_per_consumer(self, node: fx.Node) -> bool:
-        """Return whether a query-by-key value is recomputed for the key positions of each consumer."""
+        """Return whether each consumer recomputes a query-by-key value, such as a mask, for its own key positions."""
         return self.access.storage_class(node) is StorageClass.PAIR and node in self.key_spans.recomputed_per_consumer
 
     def operand_accesses(self, node: fx.Node, requested_span: Span | None = None) -> tuple[OperandAccess, ...]:
-        """Return the rows that an operator reads inside a loop, one `OperandAccess` per tensor operand."""
+        """Return the rows that an operator reads inside a loop, one `OperandAccess` per tensor operand.
+
+        `requested_span` matters only if the operator has no span of keys: then its consumer chooses the keys. Results are
+        cached.
+        """
         key = (node, requested_span if self._uses_requested_keys(node) else None)
         accesses = self._accesses.get(key)
         if accesses is None:
@@ -117,35 +143,47 @@ class Layout:
         return node not in self.key_spans.spans and Role.KEYS in self.access.roles.get(node, {}).values()
 
     def _accesses_of(self, node: fx.Node, requested_span: Span | None) -> Iterator[OperandAccess]:
-        """Yield the rows of each tensor operand that an operator reads; its consumer may request a span of keys."""
+        """Yield the `OperandAccess` of each tensor operand; `operand_accesses` caches them.
+
+        The operator's signature (as `m k, k n -> m n`) has the axis labels of each dimension of each operand. In a sequence
+        dimension, the first label with a role decides which rows are read.
+        """
         signature, roles = self.axes.signatures[node], self.access.roles.get(node, {})
-        for operand, letters in zip(tensor_operands(node), signature.operands, strict=True):
+        for operand, labels_of_dims in zip(tensor_operands(node), signature.operands, strict=True):
             sequence_dims: list[SequenceAccess] = []
-            for position in self.axes.sequence_dims(self.axes.shapes[operand]):
-                letter = next(letter for letter in letters[position] if letter in roles)
-                selector = self._selector(node, letter, roles[letter], requested_span)
-                sequence_dims.append(SequenceAccess(self.placement(operand, position), roles[letter], selector))
+            for dim_index in self.axes.sequence_dims(self.axes.shapes[operand]):
+                label = next(label for label in labels_of_dims[dim_index] if label in roles)
+                selector = self._selector(node, label, roles[label], requested_span)
+                sequence_dims.append(SequenceAccess(self.placement(operand, dim_index), roles[label], selector))
             yield OperandAccess(operand, tuple(sequence_dims))
 
-    def _selector(self, node: fx.Node, letter: int, role: Role, requested_span: Span | None) -> Selector:
-        """Return the selector of one letter: a span for keys, shifted rows for a window, None for the chunk's own rows."""
+    def _selector(self, node: fx.Node, label: Letter, role: Role, requested_span: Span | None) -> Selector:
+        """Return which rows of an operand an operator reads along one axis label.
+
+        A span for key positions. Shifted rows if a result has a window over the label: its row i reads rows i + start to
+        i + start + reach (a slice, a padding, a convolution). Else None: the chunk's own rows, or all rows for role WHOLE.
+        """
         if role is Role.KEYS:
             return self.span(node, requested_span)
         if role is Role.ROWS:
             signature = self.axes.signatures[node]
-            for row_letter, window in signature.windows.items():
-                if window.source == letter:
-                    return ShiftedRows(self.rows(self.axes.letters[node][row_letter]), window.start, window.reach)
+            for result_label, window in signature.windows.items():
+                if window.source == label:
+                    return ShiftedRows(self.rows(self.axes.letters[node][result_label]), window.start, window.reach)
         return None
 
     def shown_rows(self, placement: Placement, selector: Selector) -> ShiftedRows | None:
-        """Return the selector if it selects a chunk's own rows of an axis that may start later or end earlier; else None."""
+        """Return the selector if it selects the chunk's own rows, of an axis that may start later or end earlier; else None.
+
+        For example a slice `x[:, 3:]`: its row i is row i + 3 of x, so both are the same row of the sequence.
+        """
         return selector if isinstance(selector, ShiftedRows) and self.distance(placement, selector) == OWN_ROWS else None
 
     def distance(self, placement: Placement, selector: Selector) -> Span:
-        """Return the distance from the chunk's own rows to the rows that an operand with one sequence dimension provides.
+        """Return how far the rows that a selector reads are from the chunk's own rows, as a span [s + low, e + high).
 
-        The span is unbounded if the distance is unknown.
+        (0, 0): the same rows of the sequence. Unbounded if the distance is known only at run time. `placement` is that of the
+        operand, which has one sequence dimension.
         """
         if isinstance(selector, Span):
             return selector

@@ -1,4 +1,8 @@
-"""Axis names for shapes in reports, such as `b t d`. No pass uses them."""
+"""Axis names for shapes in reports, such as `b t d`. No pass uses them.
+
+A dimension is a product of axis factors (atoms); each factor gets a name. *Derived axes* hold rows of the sequence, from some
+row on: slices and paddings of it. A loop reads an axis of the sequence by its *role*: its own rows, key positions, or all rows.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from streamfx.ir.facts import AxisFacts, Role, Shape
 from streamfx.ir.joint import JointGraph, is_tensor
 
 SEQUENCE = {Role.ROWS: "t", Role.KEYS: "s", Role.WHOLE: "T"}
-POOL = "dhkfvegmnpqruwxyzijloac"
+POOL = "dhkfvegmnpqruwxyzijloac"  # names of all other axes, in order: the most frequent axis is `d`
 
 
 class AxisNames:
@@ -24,27 +28,31 @@ class AxisNames:
         self._names = _names(joint, axes)
 
     def shape(self, shape: Shape, roles: Mapping[int, Role] | None = None) -> str:
-        """Format a shape as `[b t d]`; `roles` maps the index of a sequence dimension to its role."""
-        return f"[{' '.join(self.dim(dim, (roles or {}).get(i, Role.ROWS)) for i, dim in enumerate(shape))}]"
+        """Format a shape as `[b t d]`; `roles` maps the index of a sequence dimension to its role (default: `t`, own rows)."""
+        roles = roles or {}
+        return f"[{' '.join(self.dim(dim, roles.get(dim_index, Role.ROWS)) for dim_index, dim in enumerate(shape))}]"
 
     def dim(self, dim: Dim, role: Role = Role.ROWS) -> str:
-        """Format a dimension as the name of its axis, as `(b t)` if it has several, or as `1`."""
+        """Format a dimension as the name of its axis: `t`. With several axes, as `(b t)`; with none (size one), as `1`."""
         names = [self._name(atom, role) for atom in self.axes.table.resolve(dim)]
         if len(names) == 1:
             return names[0]
         return f"({' '.join(names)})" if names else "1"
 
     def _name(self, atom: Atom, role: Role) -> str:
-        """Return the name of an axis factor; `t` becomes the letter of its role."""
+        """Return the name of an axis factor; an axis of the sequence is `t`, `s` or `T`, by its role."""
         name = self._names.get(atom, "?")
         return name.replace("t", SEQUENCE[role]) if self._is_derived(atom) else name
 
     def _is_derived(self, atom: Atom) -> bool:
-        """Return whether an axis factor belongs to the sequence."""
+        """Return whether an axis factor is the sequence, or derived from it."""
         return self.axes.sequence is not None and atom in self.axes.sequence.members
 
     def legend(self) -> str:
-        """Return a legend such as `t=12 b=2 d=16`: the sizes of axes, and the first rows of axes derived from the sequence."""
+        """Return a legend such as `t=12, t'=10 from row 2 of t, b=2, d=16`: each axis with its size.
+
+        An axis derived from the sequence also gets its first row in the sequence, and its rows per block if it has blocks.
+        """
         sequence, entries = self.axes.sequence, []
         for atom, name in self._names.items():
             text = f"{name}={self.axes.table.size(atom)}"
@@ -56,35 +64,41 @@ class AxisNames:
 
 
 def _names(joint: JointGraph, axes: AxisFacts) -> dict[Atom, str]:
-    """Return a name for each axis factor of a tensor: the sequence, then the batch, then the most common ones."""
+    """Return a name for each axis factor that a tensor has.
+
+    `t`, `t'`, ... for the axes of the sequence, `b` for the batch; all others by how many tensors have them, from `POOL`.
+    """
     shapes = [axes.shapes[node] for node in (*joint.sources, *joint.nodes) if is_tensor(node)]
-    resolved = [[atom for dim in shape for atom in axes.table.resolve(dim)] for shape in shapes]
-    members = list(axes.sequence.members) if axes.sequence is not None else []
-    names = {atom: "t" + "'" * i for i, atom in enumerate(members)}
-    counts = Counter(atom for atoms in resolved for atom in dict.fromkeys(atoms))
-    batch = _batch(joint, axes, set(members))
+    atoms_of_shapes = [[atom for dim in shape for atom in axes.table.resolve(dim)] for shape in shapes]
+    sequence_atoms = list(axes.sequence.members) if axes.sequence is not None else []
+    names = {atom: "t" + "'" * i for i, atom in enumerate(sequence_atoms)}
+    num_tensors = Counter(atom for atoms in atoms_of_shapes for atom in dict.fromkeys(atoms))
+    batch = _batch(joint, axes, set(sequence_atoms))
     if batch is not None:
         names[batch] = "b"
-    others = [atom for atom, _ in counts.most_common() if atom not in names]
-    names.update((atom, _axis_name(i)) for i, atom in enumerate(others))
-    return {atom: name for atom, name in names.items() if atom in counts}
+    others = [atom for atom, _ in num_tensors.most_common() if atom not in names]
+    names.update((atom, _pool_name(rank)) for rank, atom in enumerate(others))
+    return {atom: name for atom, name in names.items() if atom in num_tensors}
 
 
-def _batch(joint: JointGraph, axes: AxisFacts, members: set[Atom]) -> Atom | None:
-    """Find the batch: the axis that no weight has and that most sequence values share."""
-    counts: Counter[Atom] = Counter()
-    weights: set[Atom] = set()
+def _batch(joint: JointGraph, axes: AxisFacts, sequence_atoms: set[Atom]) -> Atom | None:
+    """Return the batch: among the axes that no weight has, the one that most values with rows of the sequence have.
+
+    An input without a sequence axis counts as a weight. None if there is no such axis.
+    """
+    num_values: Counter[Atom] = Counter()
+    weight_atoms: set[Atom] = set()
     for node in (*joint.sources, *joint.nodes):
         if is_tensor(node):
             atoms = {atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim)}
-            if atoms & members:
-                counts.update(sorted(atoms - members))
+            if atoms & sequence_atoms:
+                num_values.update(sorted(atoms - sequence_atoms))
             elif node.op == "placeholder":
-                weights |= atoms
-    return next((atom for atom, _ in counts.most_common() if atom not in weights), None)
+                weight_atoms |= atoms
+    return next((atom for atom, _ in num_values.most_common() if atom not in weight_atoms), None)
 
 
-def _axis_name(index: int) -> str:
-    """Return a letter, followed by a digit if all letters are used: the name of the other axis with this index."""
-    repeat, index = divmod(index, len(POOL))
-    return POOL[index] + (str(repeat) if repeat else "")
+def _pool_name(rank: int) -> str:
+    """Return the name of the axis with this rank among the other axes: 0 -> `d`, 1 -> `h`, ...; 23 -> `d1`, after all letters."""
+    repeat, letter_index = divmod(rank, len(POOL))
+    return POOL[letter_index] + (str(repeat) if repeat else "")

@@ -1,6 +1,7 @@
 """Collectives: the argument that names the process group, and the weight collectives removed from a joint graph.
 
-No loop may contain a collective on a weight.
+Sharded weights are gathered, and their gradients are summed over ranks. Loops over chunks must not repeat such collectives,
+so a pass removes them from the joint graph, and another one inserts them around the loops.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ class Gather:
 
 @dataclass(frozen=True)
 class Collectives:
-    """The gather of each sharded primal, and the subgraph that sums each gradient over ranks, by gradient index."""
+    """The collectives removed from a joint graph.
+
+    `gathers`: by primal, the gather of its full weight. `reductions`: by index of a gradient, the subgraph that sums it over
+    ranks.
+    """
 
     gathers: Mapping[fx.Node, Gather]
     reductions: Mapping[int, Subgraph]

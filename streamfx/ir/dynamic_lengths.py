@@ -29,7 +29,7 @@ PRECISION = 1.05  # the search for the longest lengths stops within this factor
 
 @dataclass(frozen=True)
 class Lengths:
-    """A value for each symbol in a graph's sizes.
+    """A number for each symbol (dynamic size) of a graph's inputs, such as {s0: 4096}; false if no size is dynamic.
 
     `maximums` holds known upper bounds of the symbols: the rows of a position table, for example.
     """
@@ -51,7 +51,7 @@ class Lengths:
         return ", ".join(f"{symbol} <= {number:,}" for symbol, number in self.numbers.items())
 
     def scaled_by(self, factor: float) -> Lengths:
-        """Return these lengths times a factor, each at most its upper bound."""
+        """Return these lengths times a factor, rounded down, each at most its upper bound."""
         scaled = {symbol: int(number * factor) for symbol, number in self.numbers.items()}
         return replace(
             self, numbers={symbol: min(number, self.maximums.get(symbol, number)) for symbol, number in scaled.items()}
@@ -68,9 +68,9 @@ class Lengths:
     def longest_valid(self, is_valid: Callable[[Lengths], bool], precision: float = PRECISION) -> Lengths:
         """Return the longest multiple of these lengths for which `is_valid` returns True, within a factor of `precision`.
 
-        `is_valid` must return True for these lengths.
+        `is_valid` must return True for these lengths. The factor is doubled until `is_valid` returns False, then bisected.
         """
-        low, high = 1.0, 2.0
+        low, high = 1.0, 2.0  # factors: valid at `low`
         while high <= 2**MAX_DOUBLINGS and self._is_valid_at(is_valid, high):
             if self.scaled_by(high) == self.scaled_by(low):
                 return self.scaled_by(low)
@@ -81,9 +81,9 @@ class Lengths:
         return self.scaled_by(low)
 
     def longest_if_longer(self, is_valid: Callable[[Lengths], bool], precision: float = PRECISION) -> Lengths | None:
-        """Return `longest_valid`, or no lengths if none is dynamic; None if only these lengths are valid.
+        """Return `longest_valid` if it exceeds these lengths; else None, because then each longer call would be recompiled.
 
-        If only these are valid, each longer call would be recompiled.
+        If no size is dynamic, return these lengths, which are empty.
         """
         longest_valid = self.longest_valid(is_valid, precision) if self else self
         return None if self and longest_valid == self else longest_valid
@@ -91,7 +91,7 @@ class Lengths:
     def _is_valid_at(self, is_valid: Callable[[Lengths], bool], factor: float) -> bool:
         """Return whether `is_valid` returns True for these lengths times a factor.
 
-        False if the graph cannot be traced at them; they may exceed a position table, for example.
+        False if it raises, which is logged: the lengths may exceed a position table, for example.
         """
         longer = self.scaled_by(factor)
         with longer.assumed():
@@ -102,12 +102,15 @@ class Lengths:
                 return False
 
     def with_headroom(self) -> Iterator[Lengths]:
-        """Iterate over these lengths and longer ones, the longest first."""
+        """Iterate over the lengths to plan for, the longest first: multiples of these (`HEADROOM`), without repetitions."""
         longer = [self.scaled_by(factor) for factor in HEADROOM]
         return (lengths for i, lengths in enumerate(longer) if lengths not in longer[:i])
 
     def intersection(self, other: Lengths | None) -> Lengths:
-        """Return the lengths for which both plans are valid: the shorter ones."""
+        """Return the lengths for which two plans are valid, each up to its own lengths: the shorter ones, by symbol.
+
+        If `other` is None, return these lengths.
+        """
         if other is None:
             return self
         numbers = {symbol: min(number, other.numbers.get(symbol, number)) for symbol, number in self.numbers.items()}
@@ -121,9 +124,9 @@ class Lengths:
 
 
 def dynamic_sizes(graph: fx.Graph) -> dict[sympy.Symbol, tuple[int, torch.SymInt]]:
-    """Return the symbols that are sizes of a graph's inputs, each with its value at trace time and its `SymInt`.
+    """Return the symbols that are sizes of a graph's inputs, each with (value at trace time, `SymInt`).
 
-    Sizes that are expressions of symbols, such as 2 * s0, add none.
+    Sizes that are expressions of symbols, such as 2 * s0, add none; neither do sizes that depend on data.
     """
     symbols: dict[sympy.Symbol, tuple[int, torch.SymInt]] = {}
     for node in graph.find_nodes(op="placeholder"):

@@ -1,4 +1,9 @@
-"""Facts that passes establish about a joint graph. Each pass reads some of them and fills in one field."""
+"""Facts that passes establish about a joint graph. Each pass reads some of them and fills in one field.
+
+A loop runs the graph for one *chunk* of the sequence at a time: rows [s, e). An operator's *signature* names the dimensions of
+its operands and results by *axis labels* (`Letter`), as in `m k, k n -> m n`. A dimension is a product of *axis factors*
+(`Atom`), as in `(b t)`. Operators that cannot be chunked *fall back*: they run on the full sequence, between loops.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ T = TypeVar("T")
 
 
 class DerivedRows(NamedTuple):
-    """The first row of a derived axis, as a row of the sequence, and the number of its rows."""
+    """The first row of a derived axis, as a row of the sequence, and the number of its rows: `x[:, 3:40]` has (3, 37)."""
 
     offset: Size
     length: Size
@@ -51,21 +56,23 @@ class SequenceAxis:
     group_sizes: frozenset[int] = frozenset()
 
     def block(self, atom: Atom) -> int:
-        """Return how many rows of the sequence one row of this axis represents."""
+        """Return how many rows of the sequence one row of this axis represents: 1 unless it is an axis of blocks."""
         return self.blocks.get(atom, 1)
 
     @property
     def chunk_alignment(self) -> int:
-        """The rows of which each chunk has a multiple: a common multiple of all blocks and groups."""
+        """The number of rows of which each chunk has a multiple: the least common multiple of all blocks and groups."""
         return lcm(*self.blocks.values(), *self.group_sizes)
 
 
 @dataclass(frozen=True)
 class AxisFacts:
-    """The axis of each dimension.
+    """The axes of each dimension of each value.
 
     `shapes` holds the dimensions of each tensor, `results` the shape of each result of an operator. `signatures` holds
-    the effect of each operator on its axes; if an operator has none, `missing_rules` holds the reason.
+    the effect of each operator on its axes, `letters` the dimension of each of its axis labels; if an operator has no
+    signature, `missing_rules` holds the reason. `static` holds the values that depend only on integers, booleans,
+    vectors, and constants: masks, rotary tables, labels. `sequence` is None if no axis can be chunked.
     """
 
     table: AxisTable
@@ -78,7 +85,7 @@ class AxisFacts:
     sequence: SequenceAxis | None = None
 
     def sequence_atom(self, dim: Dim) -> Atom | None:
-        """Return the sequence atom of a dimension, if it has one."""
+        """Return the axis factor of a dimension that is the sequence, or is derived from it; None if there is none."""
         if self.sequence is not None:
             for atom in self.table.resolve(dim):
                 if atom in self.sequence.members:
@@ -94,7 +101,10 @@ class AxisFacts:
         return any(self.sequence_atom(self.letters[node].get(letter, ())) is not None for letter in running)
 
     def row_axis(self, dim: Dim) -> Atom | None:
-        """Return the atom of a dimension if it is the sequence alone, not in blocks: an index along it is a row index."""
+        """Return the one axis factor of a dimension whose indices are rows of the sequence; else None.
+
+        None for a product such as `(b t)`, for axes that are not the sequence, and for blocks of rows.
+        """
         atoms = self.table.resolve(dim)
         if self.sequence is None or len(atoms) != 1 or atoms[0] not in self.sequence.members or atoms[0] in self.sequence.blocks:
             return None
@@ -106,7 +116,7 @@ class AxisFacts:
 
 
 class Role(Enum):
-    """How a loop over chunks accesses a letter (axis label) that ranges over the sequence."""
+    """Which rows a loop reads for a chunk [s, e), along an axis label that ranges over the sequence."""
 
     ROWS = "rows"  # query positions: the chunk's own rows [s, e)
     KEYS = "keys"  # key positions: the rows visible to the chunk's queries
@@ -129,7 +139,11 @@ NOT_IN_LOOPS = (StorageClass.OUTSIDE, StorageClass.WHOLE)
 
 @dataclass(frozen=True)
 class AccessFacts:
-    """The rows of its operands that each operator needs, and the storage class of its results."""
+    """The rows of its operands that each operator needs, and how its results are computed and stored.
+
+    `roles`: by axis label, for the labels that range over the sequence. `storage_classes`: one for each result.
+    `reasons`: why an operator falls back, for each that does.
+    """
 
     roles: Mapping[fx.Node, Mapping[Letter, Role]]
     storage_classes: Mapping[fx.Node, tuple[StorageClass, ...]]
@@ -146,18 +160,18 @@ class AccessFacts:
 
 @dataclass(frozen=True)
 class SpanFacts:
-    """The key positions visible to a chunk: a span for each operator that has keys, and its kind, as reports print it.
+    """The key positions visible to a chunk [s, e): a span [s + low, e + high) for each operator that has keys.
 
-    Operators in `recomputed_per_consumer`, and slices of their results, have no span: each consumer recomputes them for its keys.
+    `span_kinds`: the kind of each span, as reports print it ("causal"). Operators in `recomputed_per_consumer`, such as masks,
+    and slices of their results, have no span: each consumer recomputes them for its keys.
     """
 
     spans: Mapping[fx.Node, Span]
     span_kinds: Mapping[fx.Node, str]
     recomputed_per_consumer: frozenset[fx.Node] = frozenset()
     exact_masks: frozenset[fx.Node] = frozenset()  # fused attention whose mask equals its span
-    ordinary_scores: frozenset[fx.Node] = (
-        frozenset()
-    )  # fused attention with ordinary scores: a huge negative mask value removes them exactly
+    # fused attention whose scores are small enough: a huge negative mask value, such as -1e30, hides a key exactly
+    ordinary_scores: frozenset[fx.Node] = frozenset()
 
 
 def known(fact: T | None) -> T:
@@ -222,7 +236,7 @@ class Facts:
         return known(self.found_key_spans)
 
     def has_rows(self, node: fx.Node) -> bool:
-        """Return whether a value is a tensor that is computed by rows, and depends on more than positions."""
+        """Return whether loops compute a tensor chunk by chunk, and it depends on more than integers and vectors (`static`)."""
         return is_tensor(node) and node not in self.axes.static and self.access.storage_class(node) is StorageClass.ROWS
 
     @property

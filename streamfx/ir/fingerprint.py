@@ -19,33 +19,33 @@ from torch import Tensor
 from streamfx.torch_private import FakeTensor, is_traceable_wrapper_subclass, no_modes
 
 MAX_BYTES = 1 << 30  # larger inputs are not read at each call, and not trusted
-WORDS = 1 << 12  # per row; each row has one sum
-ROWS = 1 << 8  # per block; a block is summed at once and stays in the cache
+WORDS = 1 << 12  # 32-bit words per row; each row has one sum
+ROWS = 1 << 8  # rows per block; a block (4 MiB) is summed at once and stays in the processor's cache
 
 
 @dataclass(frozen=True, eq=False)
 class Fingerprint:
-    """The state of a tensor at one time. A tensor subclass, which has no memory itself, has only a layout and a version."""
+    """The state of a tensor at one time. If its bytes were not read, it has only a layout and a version."""
 
-    layout: tuple[Any, ...]
-    version: int | None
+    layout: tuple[Any, ...]  # dtype, device, shape, strides
+    version: int | None  # torch's count of writes in place; None for an inference tensor
     nbytes: int | None = None  # of its storage
-    sums: Tensor | None = None
+    sums: Tensor | None = None  # its checksum
 
     @staticmethod
     def of(tensor: Tensor, reads: bool = True) -> Fingerprint:
-        """Record the state of a tensor. If `reads`, read all its bytes, without waiting for the device."""
+        """Record the state of a tensor. If `reads`, and it has memory, read all its bytes, without waiting for the device."""
         layout, version = _layout(tensor), _version(tensor)
         if not reads or not has_memory(tensor):
             return Fingerprint(layout, version)
         return Fingerprint(layout, version, tensor.untyped_storage().nbytes(), checksum(tensor))
 
     def change(self, tensor: Tensor, name: str = "it") -> str | None:
-        """Describe the change of a tensor since then; return None if it is unchanged."""
+        """Describe how a tensor, called `name`, changed since then; None if it did not. May read its bytes and wait for them."""
         return self.visible_change(tensor, name) or self.hidden_change(tensor, name)
 
     def visible_change(self, tensor: Tensor, name: str = "it") -> str | None:
-        """Describe a change that shows without reading the values."""
+        """Describe a change of version, layout, or memory, which shows without reading the values; None if there is none."""
         if self.is_written(tensor):
             times = abs((_version(tensor) or 0) - (self.version or 0))
             return f"{name} was changed in place since the call ({times} time{'s' if times > 1 else ''})"
@@ -58,12 +58,12 @@ class Fingerprint:
         return None
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Return whether the version counter has changed."""
+        """Return whether the version counter has changed since then; False if it is unknown, then or now."""
         version = _version(tensor)
         return None not in (self.version, version) and version != self.version
 
     def hidden_change(self, tensor: Tensor, name: str = "it") -> str | None:
-        """Describe a change that only the values show. Waits for their device."""
+        """Describe a change of the values, by their checksum; None if they are equal, or were not read. Waits for the device."""
         if self.sums is None:
             return None
         with no_modes():
@@ -82,7 +82,7 @@ def any_hidden_change(fingerprints: Sequence[tuple[Fingerprint, Tensor]]) -> boo
 
 
 def has_memory(tensor: Any) -> bool:
-    """Return whether a value is a tensor whose bytes can be read."""
+    """Return whether a value is a tensor whose bytes can be read: no fake, sparse, quantized, nested, wrapper or freed tensor."""
     if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
         return False
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
@@ -91,7 +91,7 @@ def has_memory(tensor: Any) -> bool:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return sums over the bytes of a tensor, on its device: one for each `4 * WORDS` bytes."""
+    """Return the checksum of a tensor, on its device: int64 sums, one for each `4 * WORDS` bytes."""
     with no_modes(), torch.no_grad():
         block_bytes = 4 * WORDS * ROWS
         sums = [_sums(block) for byte_slice in _byte_slices(tensor.detach()) for block in byte_slice.split(block_bytes)]
@@ -99,17 +99,20 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _sums(block: Tensor) -> Tensor:
-    """Sum each row of a block. Words are widened first: in a sum that wraps at 32 bits, pairs of signs would cancel."""
-    columns = WORDS if block.numel() >= 4 * WORDS else -(-block.numel() // 4)
-    missing = -block.numel() % (4 * columns)
-    if missing or block.storage_offset() % 4:
-        block = torch.cat((block, block.new_zeros(missing)))
-    return torch.mul(block.view(torch.int32).view(-1, columns), _factors(block.device)[:columns]).sum(1)
+    """Return the sum of each row of a block of bytes [n]: of its 32-bit words, each times a random factor.
+
+    Words are widened to 64 bits first: in a sum that wraps at 32 bits, pairs of signs would cancel.
+    """
+    words_per_row = WORDS if block.numel() >= 4 * WORDS else -(-block.numel() // 4)
+    num_missing_bytes = -block.numel() % (4 * words_per_row)
+    if num_missing_bytes or block.storage_offset() % 4:  # fill the last row; views as int32 must be aligned
+        block = torch.cat((block, block.new_zeros(num_missing_bytes)))
+    return torch.mul(block.view(torch.int32).view(-1, words_per_row), _factors(block.device)[:words_per_row]).sum(1)
 
 
 @cache
 def _factors(device: torch.device) -> Tensor:
-    """Return the random odd factor of each word of a row, the same in each process."""
+    """Return the random odd 64-bit factor of each word of a row, the same in each process."""
     generator = torch.Generator().manual_seed(0x5EED)
     with torch.inference_mode(False):
         factors = torch.randint(-(1 << 63), (1 << 63) - 1, (WORDS,), generator=generator, device="cpu")
@@ -117,22 +120,25 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def _byte_slices(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the bytes of a tensor, without a copy if it fills its memory in some order of its dimensions."""
+    """Yield the bytes of a tensor as uint8 vectors; elements that an expanded dimension repeats, only once.
+
+    One vector without a copy, if the tensor fills its memory in some order of its dimensions; else copies of about a block.
+    """
     if not tensor.numel():
         return
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         tensor = tensor.narrow(dim, 0, 1) if size > 1 and not stride else tensor
     tensor = tensor.resolve_conj().resolve_neg()
-    ordered = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
-    if ordered.is_contiguous():
-        yield ordered.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    in_memory_order = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
+    if in_memory_order.is_contiguous():
+        yield in_memory_order.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         return
-    rows = max(1, 4 * WORDS * ROWS * ordered.shape[0] // ordered.nbytes)
-    yield from (rows_slice.reshape(-1).view(torch.uint8) for rows_slice in ordered.split(rows))
+    slice_length = max(1, 4 * WORDS * ROWS * in_memory_order.shape[0] // in_memory_order.nbytes)
+    yield from (part.reshape(-1).view(torch.uint8) for part in in_memory_order.split(slice_length))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the properties of a tensor that show without reading its values."""
+    """Return (dtype, device, shape, strides) of a tensor, which show without reading its values."""
     return (tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride())
 
 

@@ -1,4 +1,8 @@
-"""The joint graph: the forward and backward graph of one traced function, as AOTAutograd builds it."""
+"""The joint graph: the forward and backward graph of one traced function, as AOTAutograd builds it.
+
+Its inputs are *primals* (inputs of the forward graph: parameters, buffers, data) and *tangents* (the gradients that backward
+gets, one per forward output). Its results are the forward outputs, then the gradients of primals.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +21,16 @@ from streamfx.node_meta import KEPT_WITHOUT_USERS, STATIC_ADDRESS, VALUE
 from streamfx.torch_private import inputs_of_gradients, is_token
 
 ASSERTIONS = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default, torch.ops.aten._assert_scalar.default)
-_ASSERTION_IDS = frozenset(
-    map(id, ASSERTIONS)
-)  # comparing ids is faster than comparing operators, and each pass tests each operator
+_ASSERTION_IDS = frozenset(map(id, ASSERTIONS))  # faster to compare than operators, and each pass tests each operator
 
 
 @dataclass(frozen=True)
 class JointGraph:
     """A copy of a joint graph, which passes may rewrite.
 
-    `outputs` are the forward results in order (nodes or constants), `gradients` the results after them; `trained` pairs
-    gradients with their primals. `forward` holds the ancestors of the outputs, and of assertions that depend on no tangent.
-    All other nodes belong to the backward graph.
+    `outputs` are the forward results in order (nodes or constants), `gradients` the results after them (None for a primal
+    without one); `trained` pairs gradients with their primals. `forward` holds the ancestors of the outputs, and of
+    assertions that depend on no tangent. All other nodes belong to the backward graph.
     """
 
     graph: fx.Graph
@@ -45,7 +47,7 @@ class JointGraph:
 
     @property
     def trained(self) -> list[tuple[int, fx.Node, fx.Node]]:
-        """The primals that have a gradient, as (index of the gradient, primal, gradient)."""
+        """The primals that have a gradient, as (index in `gradients`, primal, gradient)."""
         reported = inputs_of_gradients(self.graph, len(self.outputs))
         inputs = self.inputs if reported is None else reported
         pairs = enumerate(zip(inputs, self.gradients, strict=False))
@@ -74,12 +76,12 @@ def device_of(graph: fx.Graph) -> torch.device:
 
 
 def device_of_value(node: fx.Node) -> torch.device:
-    """Return the device of a value, or of the first tensor among an operator's results."""
+    """Return the device of a value, or of the first tensor among an operator's results (there must be one)."""
     return next(value.device for value in results_of(node) if value is not None)
 
 
 def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
-    """Return the nodes on which `roots` depend, and the roots."""
+    """Return the nodes on which `roots` depend, and the roots; roots that are constants are ignored."""
     visited: set[fx.Node] = set()
     todo = [root for root in roots if isinstance(root, fx.Node)]
     while todo:
@@ -91,25 +93,28 @@ def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
 
 
 def descendants(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return `roots`, and the members of `nodes` (in graph order) that depend on them through `nodes` only."""
+    """Return `roots`, and the nodes among `nodes` (given in graph order) that depend on them through `nodes` only."""
     dependent = set(roots)
     for node in nodes:
-        if any(source in dependent for source in node.all_input_nodes):
+        if any(operand in dependent for operand in node.all_input_nodes):
             dependent.add(node)
     return dependent
 
 
 def connected_components(nodes: Iterable[fx.Node], links: Iterable[tuple[fx.Node, fx.Node]]) -> list[list[fx.Node]]:
-    """Return the connected components of the nodes; the groups, and the nodes in each, are in the order of `nodes`."""
-    position = {node: i for i, node in enumerate(nodes)}
+    """Return the connected components of an undirected graph with these nodes and links (pairs of nodes).
+
+    The components, and the nodes in each, are in the order of `nodes`.
+    """
+    node_order = {node: i for i, node in enumerate(nodes)}
     network = networkx.Graph()
-    network.add_nodes_from(position)
+    network.add_nodes_from(node_order)
     network.add_edges_from(links)
-    return [sorted(group, key=position.__getitem__) for group in networkx.connected_components(network)]
+    return [sorted(component, key=node_order.__getitem__) for component in networkx.connected_components(network)]
 
 
 def trained_sources(joint: JointGraph) -> frozenset[fx.Node]:
-    """Return the tangents, and the primals that have a gradient: parameters and activations."""
+    """Return the inputs that gradients depend on or belong to: all tangents, and the primals that have a gradient."""
     return frozenset(joint.tangents) | {primal for _, primal, _ in joint.trained}
 
 
@@ -120,7 +125,11 @@ def trained_values(joint: JointGraph) -> frozenset[fx.Node]:
 
 
 def joint_graph(graph: fx.Graph, num_primals: int, num_outputs: int) -> JointGraph:
-    """Read `graph` as a joint graph whose first placeholders are primals and whose first outputs are forward results."""
+    """Wrap a graph (without copying it) as a joint graph.
+
+    Its first `num_primals` placeholders are primals, the others tangents. Its first `num_outputs` results are forward outputs,
+    the others gradients.
+    """
     placeholders = tuple(graph.find_nodes(op="placeholder"))
     results = outputs_of(graph)
     outputs = results[:num_outputs]
@@ -128,7 +137,7 @@ def joint_graph(graph: fx.Graph, num_primals: int, num_outputs: int) -> JointGra
         node for node in graph.nodes if is_assertion(node) and not ancestors((node,)).intersection(placeholders[num_primals:])
     ]
     forward = ancestors((*outputs, *forward_assertions)).difference(forward_assertions)
-    selected_results = {user for node in forward for user in node.users if user.target is operator.getitem}
+    selected_results = {user for node in forward for user in node.users if user.target is operator.getitem}  # even if unused
     return JointGraph(
         graph=graph,
         primals=placeholders[:num_primals],
@@ -147,17 +156,20 @@ def graph_copy(graph: fx.Graph) -> fx.Graph:
 
 
 def erase_unused(graph: fx.Graph, keep: Callable[[fx.Node], bool] = lambda node: False) -> list[fx.Node]:
-    """Erase unused nodes, except assertions and nodes for which `keep` is true; return the erased nodes."""
-    dropped = []
+    """Erase operators without users, and then those that only they used; return the erased nodes.
+
+    Assertions, and nodes for which `keep` returns True, stay.
+    """
+    erased = []
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not is_assertion(node) and not keep(node):
             graph.erase_node(node)
-            dropped.append(node)
-    return dropped
+            erased.append(node)
+    return erased
 
 
 def is_assertion(node: fx.Node) -> bool:
-    """Return whether an operator must run even if nothing uses its result: an assertion, or a collective."""
+    """Return whether an operator must run even if nothing uses its result: an assertion, or one that a pass marked so."""
     return id(node.target) in _ASSERTION_IDS or node.meta.get(KEPT_WITHOUT_USERS, False)
 
 
@@ -179,9 +191,12 @@ def is_size(node: Any) -> bool:
 
 
 def input_symbols(joint: JointGraph) -> set[sympy.Symbol]:
-    """Return the symbols in the sizes of inputs: numbers that are known before the graph runs."""
-    tensors = (size for node in joint.primals if is_tensor(node) for size in shape_of_node(node))
-    return free_symbols([*tensors, *(size_of(node.meta[VALUE]) for node in joint.primals if is_size(node))])
+    """Return the symbols (dynamic sizes) in the shapes of primals, and in primals that are sizes themselves.
+
+    Their numbers are known before the graph runs; those of sizes that depend on data are not.
+    """
+    tensor_sizes = (size for node in joint.primals if is_tensor(node) for size in shape_of_node(node))
+    return free_symbols([*tensor_sizes, *(size_of(node.meta[VALUE]) for node in joint.primals if is_size(node))])
 
 
 def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
@@ -191,13 +206,17 @@ def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 def saved_values(forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> dict[fx.Node, fx.Node]:
-    """Map each input of a backward graph, except tangents, to the forward value that is saved for it."""
+    """Map each input of a backward graph, except tangents, to the forward value that is saved for it.
+
+    `forward` and `backward` are the graphs after partitioning: the results of `forward` are `num_outputs` outputs, then the
+    saved values.
+    """
     saved = sort_sizes_first(outputs_of(forward)[num_outputs:])
     return dict(zip(backward.find_nodes(op="placeholder"), saved, strict=False))
 
 
 def sort_sizes_first(saved: Iterable[Any]) -> list[Any]:
-    """Return the saved forward values in the order of the backward graph's inputs: AOTAutograd puts sizes first."""
+    """Return the saved forward values in the order of the backward graph's inputs: first sizes, then tensors, as AOTAutograd."""
     return sorted(saved, key=lambda node: not is_size(node))
 
 
@@ -207,14 +226,14 @@ def is_object(node: Any) -> bool:
 
 
 def node_argument(node: fx.Node, position: int = 0) -> fx.Node:
-    """Return an argument that the operator's schema declares as a tensor (or as a tuple of results, for `getitem`)."""
+    """Return a positional argument that must be a node: a tensor, or for `getitem` an operator with several results."""
     argument = node.args[position]
     assert isinstance(argument, fx.Node)
     return argument
 
 
 def int_argument(node: fx.Node, position: int) -> int:
-    """Return an argument that the operator's schema declares as an integer: a dimension, the index of a result."""
+    """Return a positional argument that must be an integer: a dimension, or for `getitem` the index of a result."""
     argument = node.args[position]
     assert isinstance(argument, int)
     return argument
@@ -234,7 +253,7 @@ def has_same_type(node: fx.Node, other: fx.Node) -> bool:
 
 
 def results_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
-    """Return the node's results as fake tensors; None for a result that is not a tensor."""
+    """Return the fake tensors of a node's results, a tuple even for one result; None for a result that is not a tensor."""
     value = node.meta.get(VALUE)
     values = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(item if isinstance(item, torch.Tensor) else None for item in values)
@@ -246,7 +265,7 @@ def shape_of_node(node: fx.Node) -> tuple[Size, ...]:
 
 
 def scalar_argument(argument: Any) -> Any:
-    """Return a scalar argument of an operator; for a node that is a size, its expression."""
+    """Return a scalar argument of an operator; if it is a node that computes a size, return the size as an expression."""
     return size_of(argument.meta[VALUE]) if is_size(argument) else argument
 
 

@@ -22,7 +22,7 @@ class LazyGraphModule(fx.GraphModule):
             del type(self).forward
 
     def forward(self, *arguments: Any) -> Any:
-        """Generate the code at the first call, and run it."""
+        """Generate the code at the first call, which replaces this method in the instance's class, and run it."""
         with _GENERATION_LOCK:
             if "forward" not in vars(type(self)):
                 super().recompile()

@@ -1,7 +1,8 @@
 """Facts about a query-by-key value, as a function of delta = key position - query position.
 
 Masks are index arithmetic: `col <= row`, `row - col < w`, `tril`. Each is piecewise constant in delta, so a mask, a bias,
-or a value computed from them is a short list of intervals of delta, with one fact each.
+or a value computed from them is a short list of intervals of delta (`Pieces`), with one *fact* each: a `Range` that holds the
+value, or a `Slope` if the value is a linear function of delta. A causal mask is True for delta < 1, False from 1 on.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from streamfx.ir.ranges import Range, constant, hull
 
 @dataclass(frozen=True)
 class Slope:
-    """factor * delta + offset, an integer that its dtype represents exactly."""
+    """The value is factor * delta + offset, an integer that its dtype represents exactly."""
 
     factor: int
     offset: int
 
     def range_within(self, reach: int) -> Range:
-        """Return the range for delta in [-reach, reach]."""
+        """Return the range of the values for delta in [-reach, reach]."""
         max_change = abs(self.factor) * reach
         return Range(self.offset - max_change, self.offset + max_change)
 
@@ -33,7 +34,7 @@ Fact: TypeAlias = "Range | Slope"
 
 
 class DeltaInterval(NamedTuple):
-    """low <= delta <= high; None is unbounded."""
+    """The interval low <= delta <= high; None is unbounded."""
 
     low: int | None
     high: int | None
@@ -41,7 +42,7 @@ class DeltaInterval(NamedTuple):
 
 @dataclass(frozen=True)
 class Pieces:
-    """A piecewise fact: `facts[i]` holds for bounds[i - 1] <= delta < bounds[i]."""
+    """A piecewise fact: `facts[i]` holds for bounds[i - 1] <= delta < bounds[i]; there is one more fact than bounds."""
 
     bounds: tuple[int, ...]
     facts: tuple[Fact, ...]
@@ -51,16 +52,19 @@ class Pieces:
         return self.facts[bisect_right(self.bounds, delta)]
 
     def support(self, is_identity: Callable[[Fact], bool]) -> DeltaInterval:
-        """Return the smallest interval of delta outside which every fact is an identity."""
-        first, last = 0, len(self.facts)
-        while first < last and is_identity(self.facts[first]):
-            first += 1
-        if first == last:
+        """Return the smallest interval of delta outside which every fact is an identity, for example minus infinity.
+
+        [0, 0] if all facts are: an interval may not be empty.
+        """
+        start, stop = 0, len(self.facts)  # the facts between the first and the last one that is no identity
+        while start < stop and is_identity(self.facts[start]):
+            start += 1
+        if start == stop:
             return DeltaInterval(0, 0)
-        while is_identity(self.facts[last - 1]):
-            last -= 1
-        low = self.bounds[first - 1] if first else None
-        high = self.bounds[last - 1] - 1 if last < len(self.facts) else None
+        while is_identity(self.facts[stop - 1]):
+            stop -= 1
+        low = self.bounds[start - 1] if start else None
+        high = self.bounds[stop - 1] - 1 if stop < len(self.facts) else None
         return DeltaInterval(low, high)
 
 
@@ -70,12 +74,12 @@ def constant_pieces(fact: Fact) -> Pieces:
 
 
 def hull_of(pieces: Pieces, reach: int) -> Range:
-    """Return the hull of all facts for delta in [-reach, reach]."""
+    """Return a range that contains the value for every delta in [-reach, reach]: the hull of all facts."""
     return hull(*(fact.range_within(reach) if isinstance(fact, Slope) else fact for fact in pieces.facts))
 
 
 def merge_equal_pieces(bounds: Sequence[int], facts: Sequence[Fact]) -> Pieces:
-    """Return `Pieces` in which neighbors with equal facts are merged."""
+    """Return the `Pieces` of these bounds and facts, with neighbors that have equal facts merged into one."""
     kept_bounds: list[int] = []
     kept_facts = [facts[0]]
     for bound, fact in zip(bounds, facts[1:], strict=True):
@@ -86,30 +90,34 @@ def merge_equal_pieces(bounds: Sequence[int], facts: Sequence[Fact]) -> Pieces:
 
 
 def combine_pieces(function: Callable[..., Pieces], *operands: Pieces) -> Pieces:
-    """Apply a function of facts to each interval on which all operands have one fact.
+    """Return the `Pieces` of an elementwise function of some values, from the `Pieces` of the operands.
 
-    The function returns `Pieces`; its bounds inside the interval are kept.
+    `function(fact, ...)` takes one fact per operand, and returns `Pieces`, because its result may change inside an interval
+    on which all operands have one fact: `delta <= 3` of a slope.
     """
     operand_bounds = sorted({bound for operand in operands for bound in operand.bounds})
     bounds: list[int] = []
     facts: list[Fact] = []
-    for low, high in zip([None, *operand_bounds], [*operand_bounds, None], strict=True):
-        sample = low if low is not None else (high - 1 if high is not None else 0)
-        piece = function(*(operand.at(sample) for operand in operands))
-        inner = [bound for bound in piece.bounds if (low is None or bound > low) and (high is None or bound < high)]
+    for low, high in zip([None, *operand_bounds], [*operand_bounds, None], strict=True):  # low <= delta < high
+        delta_inside = low if low is not None else (high - 1 if high is not None else 0)
+        result = function(*(operand.at(delta_inside) for operand in operands))
+        inner_bounds = [bound for bound in result.bounds if (low is None or bound > low) and (high is None or bound < high)]
         if low is not None:
             bounds.append(low)
-        bounds.extend(inner)
-        facts.append(piece.at(low) if low is not None else piece.facts[0])
-        facts.extend(piece.at(bound) for bound in inner)
+        bounds.extend(inner_bounds)
+        facts.append(result.at(low) if low is not None else result.facts[0])
+        facts.extend(result.at(bound) for bound in inner_bounds)
     return merge_equal_pieces(bounds, facts)
 
 
 def compare_slope(relation: str, slope: Slope, value: float) -> Pieces:
-    """Return where `factor * delta + offset <relation> value` holds, as piecewise truth values."""
+    """Return for which deltas `factor * delta + offset <relation> value` holds, as piecewise truth values.
+
+    `relation` is named as in ATen: "lt", "le", "gt", "ge", "eq", "ne".
+    """
     if slope.factor == 0 or not math.isfinite(value):
         return constant_pieces(constant(_relation(relation, slope.offset, value)))
-    edge = (Fraction(value) - slope.offset) / slope.factor
+    edge = (Fraction(value) - slope.offset) / slope.factor  # the delta at which both sides are equal
     if slope.factor < 0:
         relation = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}.get(relation, relation)
     first_at, first_above = math.ceil(edge), math.floor(edge) + 1  # first delta >= edge, first delta > edge
@@ -140,7 +148,7 @@ def _relation(relation: str, left: float, right: float) -> bool:
 
 
 def absolute_value(slope: Slope) -> Pieces:
-    """Return |factor * delta + offset| as at most two slopes."""
+    """Return |factor * delta + offset| as one or two slopes: it falls up to the zero of the slope, then rises."""
     if slope.factor == 0:
         return constant_pieces(Slope(0, abs(slope.offset)))
     edge = -(slope.offset // slope.factor)  # the first delta >= -offset / factor

@@ -1,4 +1,9 @@
-"""The rewritten program: host programs that call loops, and the work of each loop per chunk."""
+"""The rewritten program: host programs that call loops, and the work of each loop per chunk.
+
+A *host program* replaces the forward or the backward graph: loops, and the few operators between them. A loop runs its *body*,
+a graph, once per *chunk*: rows [s, e) of the sequence. The body's inputs are *feeds*. Results are concatenated over chunks, or
+are *buffers* that all chunks share: for example a sum, or a prefix buffer, the keys of all rows so far.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +19,17 @@ from streamfx.ir.span import Span
 from streamfx.ir.stage_plan import ChunkSize
 
 START, STOP = sympy.Symbol("start", integer=True), sympy.Symbol("stop", integer=True)  # bounds of the current chunk
-CHUNK, CHUNKS = (
-    sympy.Symbol("chunk", integer=True),
-    sympy.Symbol("chunks", integer=True),
-)  # index of the chunk, counted from the first row, and the number of chunks
+CHUNK = sympy.Symbol("chunk", integer=True)  # index of the current chunk, counted from the first row
+CHUNKS = sympy.Symbol("chunks", integer=True)  # number of chunks
 STEP = sympy.Symbol("step", integer=True, positive=True)  # rows of each chunk but the last
 PER_CHUNK = {symbol.name for symbol in (START, STOP, CHUNK, CHUNKS, STEP)}
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """The rows of an axis that is chunked: row i of `length` rows is at position i * `block` + `offset` of the sequence.
+    """The rows of an axis that is chunked: its row i, of `length` rows, is row i * `block` + `offset` of the sequence.
 
-    If a row is a block of several rows, chunks start at block boundaries.
+    If it represents a block of several rows, this is the block's first row, and chunks start at block boundaries.
     """
 
     offset: Size
@@ -36,7 +39,10 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor holds the sequence: dimension `dim` is a product of `outer` indices, the rows, and `inner` indices."""
+    """Where a tensor holds the sequence: dimension `dim` is a product of `outer` indices, the rows, and `inner` indices.
+
+    For `(b t) d` with b=2: dim=0, outer=2, inner=1.
+    """
 
     dim: int
     rows: RowRange
@@ -46,9 +52,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class ShiftedRows:
-    """The rows that match a chunk of another axis, `rows`: its row i is row i + `by` here, if that row exists.
+    """The rows of an operand that an operator reads for a chunk of another axis, `rows` (that of its result).
 
-    If `reach` is set, it is a window: row i matches rows i + `by` to i + `by` + `reach`.
+    For row i of that axis, it reads rows i + `by` to i + `by` + `reach` of the operand, as far as they exist: one row for a
+    slice or a padding, several for a convolution.
     """
 
     rows: RowRange
@@ -60,7 +67,7 @@ Selector: TypeAlias = "Span | ShiftedRows | None"  # None: the chunk's own rows
 
 
 class RowSelection(NamedTuple):
-    """The rows that a chunk reads along one dimension."""
+    """The rows that a chunk reads along one dimension: where it holds the sequence, and which rows of it are read."""
 
     placement: Placement
     selector: Selector
@@ -68,26 +75,26 @@ class RowSelection(NamedTuple):
 
 @dataclass(frozen=True)
 class Broadcast:
-    """The full value, in every iteration."""
+    """The body gets the full value, the same for every chunk."""
 
 
 @dataclass(frozen=True)
 class ChunkSlice:
-    """Rows of a tensor, for each sequence dimension: the chunk's rows, or the rows of a span."""
+    """The body gets a slice of a tensor along each dimension that holds the sequence: the chunk's rows, or rows around it."""
 
     selections: tuple[RowSelection, ...]
 
 
 @dataclass(frozen=True)
 class Number:
-    """A size computed from the chunk's bounds and the graph's symbols."""
+    """The body gets a number, computed from the chunk's bounds and the graph's symbols (dynamic sizes)."""
 
     value: Size
 
 
 @dataclass(frozen=True)
 class BufferPart:
-    """Rows of one of the loop's buffers; without selections, the full buffer."""
+    """The body gets rows of one of the loop's buffers (`buffer`: its index); without selections, the full buffer."""
 
     buffer: int
     selections: tuple[RowSelection, ...]
@@ -95,12 +102,12 @@ class BufferPart:
 
 @dataclass(frozen=True)
 class FirstRow:
-    """The chunk's first row, from which its random draws are seeded."""
+    """The body gets the index of the chunk's first row, from which its random draws are seeded."""
 
 
 @dataclass(frozen=True)
 class IsFirst:
-    """Whether the chunk runs first: it writes sums, and later chunks add to them."""
+    """The body gets whether the chunk runs first: then it writes sums over chunks, and later chunks add to them."""
 
 
 Feed: TypeAlias = "Broadcast | ChunkSlice | Number | BufferPart | FirstRow | IsFirst"
@@ -125,10 +132,11 @@ class Buffer:
 
 @dataclass(frozen=True)
 class ConcatOutput:
-    """A result that concatenates the chunks' outputs; `reuse` is the index of an argument that may hold it, row by row.
+    """A loop's result that concatenates the chunks' outputs along the sequence, as `placement` says.
 
-    `is_fresh` means that the loop body allocates a chunk's rows and nothing aliases them: if there is a single chunk,
-    they may be the result.
+    `reuse`: the index of a tensor argument whose memory may hold the result, because each chunk reads its rows before it
+    writes them; None if there is none. `is_fresh`: the loop body allocates a chunk's rows and nothing aliases them, so the
+    rows of a single chunk may be the result.
     """
 
     shape: tuple[Size, ...]
@@ -141,7 +149,7 @@ class ConcatOutput:
 
 @dataclass(frozen=True)
 class BufferOutput:
-    """A buffer that is returned after the loop, in the dtype of its value; divided by `count` if it is a mean."""
+    """A loop's result that is a buffer (by index), cast to `dtype` after the last chunk; divided by `count` if it is a mean."""
 
     buffer: int
     dtype: torch.dtype
@@ -153,10 +161,12 @@ Yield: TypeAlias = "ConcatOutput | BufferOutput"
 
 @dataclass(frozen=True)
 class LoopSpec:
-    """One loop over chunks. `feeds` match the placeholders of the loop body, `sources` has the loop argument of each feed.
+    """One loop over chunks.
 
-    The arguments of a loop are the numbers for `symbols`, then tensors. `yields` are the loop's results: the concatenated
-    outputs of the loop body, in order, then buffers.
+    `feeds` match the placeholders of the loop body; `sources` has the index of each feed's loop argument, or None. The
+    arguments of a loop are the numbers for `symbols`, then tensors. `yields` are the loop's results: the concatenated
+    outputs of the loop body, in order, then buffers; `labels` has a name for each. `length` is the number of rows of the
+    sequence. If `reverse`, the chunks run from the last to the first.
     """
 
     name: str
@@ -174,7 +184,10 @@ class LoopSpec:
 
 @dataclass(frozen=True)
 class Program:
-    """The host programs that replace the forward and the backward graph."""
+    """The host programs that replace the forward and the backward graph; `backward` is None if no gradient is needed.
+
+    `saved`: the forward values that the backward program gets. `loops`: the `Loop` objects that both call.
+    """
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None

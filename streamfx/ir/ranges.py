@@ -42,7 +42,8 @@ class Range:
     """Every element is a number in [low, high], or NaN if `nan`.
 
     The magnitude of weights and activations, and of values computed from them alone, is assumed rather than proven.
-    `assumed` is the factor by which such a value has grown since: 2 for x * 2. It is 0 if the range is proven.
+    `assumed` is the factor by which such a value has grown since that assumption: 2 for x * 2. It is 0 if the range is
+    proven.
     """
 
     low: Number
@@ -56,22 +57,22 @@ class Range:
 
     @property
     def constant(self) -> Number | None:
-        """The number that all elements equal, if there is one."""
+        """The number that all elements equal; None if there is none, or if elements may be NaN."""
         return self.low if self.low == self.high and not self.nan else None
 
     @property
     def magnitude(self) -> Number:
-        """The largest absolute value of a bound."""
+        """The largest absolute value of an element, as far as the range says."""
         return max(abs(self.low), abs(self.high))
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether a product of such numbers counts as an ordinary number."""
+        """Whether a product (matmul) of such numbers is assumed to hold ordinary numbers again, as `activation` defines them."""
         return self.magnitude <= (MAX_ORDINARY if self.assumed else ACTIVATION)
 
     @property
     def is_counted(self) -> bool:
-        """Whether a sum of such a score and the log of a count keeps enough digits of the log: it is small, or a weight."""
+        """Whether score + log(count of keys) keeps enough digits of the log: the score is small, or an assumed weight."""
         return self.magnitude <= (ACTIVATION if self.assumed else MAX_NEXT_TO_COUNT)
 
     @property
@@ -121,7 +122,7 @@ def activation(dtype: torch.dtype) -> Range:
 
 
 def hull(*ranges: Range) -> Range:
-    """Return the smallest range that contains all ranges."""
+    """Return the smallest range that contains all ranges: that of a concatenation, a maximum, a selection."""
     low, high = min(r.low for r in ranges), max(r.high for r in ranges)
     return Range(low, high, any(r.nan for r in ranges), assumed_growth(ranges))
 
@@ -129,24 +130,28 @@ def hull(*ranges: Range) -> Range:
 def assumed_growth(ranges: Sequence[Range], computed: Range | None = None) -> Number:
     """Return `Range.assumed` of a result: its growth relative to weights and activations, or 0 if nothing is assumed.
 
-    Nothing is assumed if no operand is assumed, if another operand is large itself, or if the factor exceeds `MAX_GROWTH`.
-    A value that is one of its operands takes the largest factor of them. A value computed with range `computed` takes the
-    product of their factors, times the ratio of its range to that of a product of the assumed operands; at most its
-    magnitude.
+    `ranges` are those of the operands. Nothing is assumed if no operand is assumed, if a proven operand is large, or if the
+    growth exceeds `MAX_GROWTH`. Without `computed`, the result selects from its operands and takes the largest growth of
+    them. Otherwise `computed` is the range of the result: it takes the product of their growths, times the ratio of its
+    magnitude to the product of the assumed operands' magnitudes (2 for x * y * 2); at most its magnitude.
     """
-    sources = [r for r in ranges if r.assumed]
-    if not sources or any(not r.assumed and not r.magnitude <= ACTIVATION for r in ranges):
+    assumed_operands = [operand for operand in ranges if operand.assumed]
+    if not assumed_operands or any(not operand.assumed and not operand.magnitude <= ACTIVATION for operand in ranges):
         return 0
     if computed is None:
-        return max(r.assumed for r in sources)
-    factor, product_magnitude = math.prod(r.assumed for r in sources), math.prod(r.magnitude for r in sources)
+        return max(operand.assumed for operand in assumed_operands)
+    growth = math.prod(operand.assumed for operand in assumed_operands)
+    product_magnitude = math.prod(operand.magnitude for operand in assumed_operands)
     if math.isfinite(computed.magnitude) and 0 < product_magnitude < INFINITY:
-        factor = max(1, min(computed.magnitude, factor * max(1, computed.magnitude / product_magnitude)))
-    return factor if factor <= MAX_GROWTH else 0
+        growth = max(1, min(computed.magnitude, growth * max(1, computed.magnitude / product_magnitude)))
+    return growth if growth <= MAX_GROWTH else 0
 
 
 def widen_range(low: Number, high: Number, nan: bool = False) -> Range:
-    """Return a range with computed bounds; unless they are integers, widen them by more than the rounding of float64."""
+    """Return a range with computed bounds; unless both are integers, widen them by more than the rounding of float64.
+
+    If a bound is NaN, the range is unbounded.
+    """
     if low != low or high != high:
         return Range(-INFINITY, INFINITY, True)
     if isinstance(low, int) and isinstance(high, int):
@@ -155,12 +160,12 @@ def widen_range(low: Number, high: Number, nan: bool = False) -> Range:
 
 
 def scaled(value: Number, share: float) -> Number:
-    """Move a bound by a share of its magnitude."""
+    """Move a bound by a share of its magnitude, up if the share is positive; an infinite bound stays."""
     return value + share * abs(value) if math.isfinite(value) else value
 
 
 def is_exact_in(dtype: torch.dtype, low: Number, high: Number) -> bool:
-    """Return whether a dtype represents every integer in [low, high] exactly."""
+    """Return whether a dtype represents every integer in [low, high] exactly; False for complex dtypes."""
     if dtype.is_complex:
         return False
     if dtype.is_floating_point:
@@ -182,7 +187,10 @@ def cast_range(bounds: Range, dtype: torch.dtype) -> Range:
 
 
 def _truncated(bounds: Range, dtype: torch.dtype) -> Range:
-    """Truncate a range to integers. If NaN or a value beyond the limits is possible, the result may be any integer."""
+    """Return the range after a cast to an integer dtype, which truncates.
+
+    If NaN, or a value beyond the dtype's limits, is possible, the result may be any integer.
+    """
     limits = full_range(dtype)
     if bounds.nan or bounds.low < limits.low or bounds.high > limits.high:
         return limits
@@ -190,7 +198,7 @@ def _truncated(bounds: Range, dtype: torch.dtype) -> Range:
 
 
 def _rounded(value: Number, dtype: torch.dtype) -> float:
-    """Round a bound. Rounding is monotone, so rounded bounds contain all rounded values."""
+    """Round a bound to a floating-point dtype. Rounding is monotone, so rounded bounds contain all rounded values."""
     try:
         double = float(value)
     except OverflowError:

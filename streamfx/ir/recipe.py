@@ -1,4 +1,8 @@
-"""Recipes for outputs that were removed from a graph, and are computed when the caller accesses them."""
+"""Recipes for outputs that were removed from a graph, and are computed when the caller accesses them.
+
+Such outputs are large and cheap to recompute, for example logits: `Recipe` says how to compute one from the arguments and the
+other results of the compiled graph, `OutputPlan` how to return the outputs that the caller expects.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ RecipeInput: TypeAlias = "InputValue | OutputValue | SizeValue"
 
 @dataclass(frozen=True)
 class Context:
-    """Modes that a graph sets around an operator: the arguments of the enclosing autocasts, and a grad mode."""
+    """Modes that a graph sets around an operator: the arguments of the enclosing autocasts, and a grad mode (None: not set)."""
 
     autocasts: tuple[tuple[Any, ...], ...] = ()
     grad: bool | None = None
@@ -58,7 +62,7 @@ class Context:
 
 @dataclass(frozen=True)
 class RecipeProgram:
-    """Torch functions in order. `inputs` has the values of the last placeholders; the caller passes the ones before.
+    """A graph of torch functions. `inputs` has the values of its last placeholders; the caller passes those of the first.
 
     An operator that is not in `contexts` runs under the modes of the call.
     """
@@ -68,7 +72,7 @@ class RecipeProgram:
     contexts: Mapping[fx.Node, Context] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Format the program, one call per line, with inputs by their names."""
+        """Format the program, one call per line, with inputs by their names: `  logits = linear(hidden, weight)`."""
         placeholders = self.graph.find_nodes(op="placeholder")
         names = {node: str(item) for node, item in zip(reversed(placeholders), reversed(self.inputs), strict=False)}
         calls = [node for node in self.graph.nodes if node.op in ("call_function", "call_method")]
@@ -76,7 +80,7 @@ class RecipeProgram:
 
 
 def _call_text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """Format a call of a node; `names` has the text of placeholders."""
+    """Format the call of an operator, as `linear(hidden, weight)`; `names` has the text of placeholders."""
     function = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda item: _Name(names.get(item, item.name)))
     argument_texts = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
@@ -92,7 +96,11 @@ class _Name(str):
 
 @dataclass(frozen=True)
 class RowAxes:
-    """The row dimensions of a result: row i of dimension n is computed from row i of dimension `dims[n]` of input `source`."""
+    """Along which dimensions a recipe can be run on chunks of rows.
+
+    Row i of the result's dimension n depends only on row i of dimension `dims[n]` of the program's input with index `source`,
+    and on the other inputs. None: not for this dimension.
+    """
 
     source: int
     dims: tuple[int | None, ...]
@@ -100,7 +108,7 @@ class RowAxes:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A program with one dense result, and the metadata of that result."""
+    """A program with one result, a dense tensor, and the metadata of that result; `rows` is None if it has no row dimension."""
 
     name: str
     program: RecipeProgram
@@ -129,8 +137,8 @@ class SizeSources:
     def values(self, arguments: Sequence[Any]) -> dict[str, int]:
         """Read the value of each symbol from the arguments of a call, by the symbol's name."""
         return {
-            symbol.name: int(arguments[position] if dim is None else arguments[position].shape[dim])
-            for symbol, (position, dim) in self.locations.items()
+            symbol.name: int(arguments[index] if dim is None else arguments[index].shape[dim])
+            for symbol, (index, dim) in self.locations.items()
         }
 
 
@@ -143,7 +151,7 @@ class ReturnedOutput:
 
 @dataclass(frozen=True)
 class RebuiltOutput:
-    """A result computed from a recipe's tensor: the tensor itself, or a view of it, computed by `view`."""
+    """A result computed from the tensor of a recipe (by index): the tensor itself, or a view of it, computed by `view`."""
 
     recipe: int
     view: RecipeProgram | None
@@ -151,7 +159,11 @@ class RebuiltOutput:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """The outputs for the caller. `order` has the index in `results` of each original output; None if the output is None."""
+    """How to build the outputs for the caller.
+
+    `order` has the index in `results` of each original output; None if the output is None. `sizes` evaluates dynamic sizes in
+    `recipes`.
+    """
 
     recipes: tuple[Recipe, ...]
     results: tuple[ReturnedOutput | RebuiltOutput, ...]

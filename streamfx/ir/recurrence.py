@@ -5,7 +5,9 @@
         y[:, t] = state.tanh()                           y_t = state_t.tanh()
                                                 crossing from step t to step t + 1: state_t
 
-Steps may differ: a chunk of rows runs the operators of its rows unchanged.
+Steps may differ: a chunk of rows runs the operators of its rows unchanged. The values that cross from step to step are stored
+in one vector, the *carry*, so that a chunk can start where the chunk before it ended. Values of the steps, and operands, are
+identified by numbers (`ValueId`).
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ ValueId: TypeAlias = int  # identifies a value of the steps, or an operand
 
 @dataclass(frozen=True)
 class StepValue:
-    """Represents a value of the steps in the arguments of an `Operation`."""
+    """A placeholder, in the arguments of an `Operation`, for a value that the steps compute."""
 
     value_id: ValueId
 
 
 @dataclass(frozen=True)
 class RowRead:
-    """Read the row of one step from an operand."""
+    """An instruction: read row `step` of an operand, along dimension `dim`; the row is value `result_id`."""
 
     result_id: ValueId
     operand: ValueId
@@ -46,7 +48,7 @@ class RowRead:
 
 @dataclass(frozen=True)
 class Operation:
-    """Apply an operator to constants and to values of the steps (`StepValue`)."""
+    """An instruction: call `target`, an operator, on constants and values of the steps (`StepValue`)."""
 
     result_id: ValueId
     target: Any
@@ -74,7 +76,7 @@ class CarrySlot:
 
 @dataclass(frozen=True)
 class ConcatResult:
-    """A result that concatenates values of the steps along `dim`."""
+    """A result that stacks one value of each step along `dim`; `shape` includes that dimension."""
 
     values: tuple[ValueId, ...]
     dim: int
@@ -84,7 +86,7 @@ class ConcatResult:
 
 @dataclass(frozen=True)
 class SingleStepResult:
-    """A result that one step computes. In a loop it is a sum to which the other chunks add zeros."""
+    """A result that one step computes, such as the last state. In a loop it is a sum, to which all other chunks add zeros."""
 
     value: ValueId
     step: int
@@ -99,7 +101,8 @@ class Steps:
     `steps[t]`: the operators of step t.
     `crossing[b]`: the values that the steps before b pass to step b and later steps; if `reverse`, the values that step b
     and later steps pass to the steps before b.
-    `dead_after[t]`: the values that no operator uses after step t.
+    `concat_results`, `single_step_results`: the results of the loop. `dtype`: that of the carry.
+    `dead_after[t]`: the values that no operator uses after step t, which may be freed.
     """
 
     steps: tuple[tuple[Instruction, ...], ...]
@@ -118,7 +121,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class RecurrenceAxes:
-    """The letters (axis labels) of a recurrence's operands and results; `rows` labels the steps."""
+    """The axis labels of the dimensions of a recurrence's operands and results; `rows` is the label of the steps."""
 
     operands: tuple[LetterShape, ...]
     results: tuple[LetterShape, ...]
@@ -126,17 +129,21 @@ class RecurrenceAxes:
 
 
 def separate_axes(operands: Iterable[Shaped], results: Iterable[Shaped]) -> RecurrenceAxes:
-    """Return axes with a separate letter for each dimension but rows: operations along the other dimensions are opaque."""
-    letters = count(ROWS + 1)
+    """Return axis labels in which the only axis that tensors share is that of the rows.
 
-    def label(sizes: Sequence[Size], row_dim: int | None) -> LetterShape:
-        """Return letters for the dimensions of one tensor: `ROWS` for dimension `row_dim`, none for size 1."""
-        return tuple((ROWS,) if dim == row_dim else (next(letters),) if size != 1 else () for dim, size in enumerate(sizes))
+    Nothing is known about operations along other dimensions, so each gets a separate label. `operands` and `results` have
+    (sizes, dimension of rows) of each tensor: ([2, 40, 16], 1) -> labels (1), (ROWS), (2).
+    """
+    labels = count(ROWS + 1)
 
-    return RecurrenceAxes(tuple(label(*item) for item in operands), tuple(label(*item) for item in results), ROWS)
+    def labels_of(sizes: Sequence[Size], row_dim: int | None) -> LetterShape:
+        """Return the labels of one tensor's dimensions: `ROWS` for dimension `row_dim`, none for size 1."""
+        return tuple((ROWS,) if dim == row_dim else (next(labels),) if size != 1 else () for dim, size in enumerate(sizes))
+
+    return RecurrenceAxes(tuple(labels_of(*item) for item in operands), tuple(labels_of(*item) for item in results), ROWS)
 
 
-CarryIntervals: TypeAlias = "Sequence[tuple[int, int | None]]"  # intervals (start, stop) of a carry
+CarryIntervals: TypeAlias = "Sequence[tuple[int, int | None]]"  # (start, stop) of elements of a carry; None: to its end
 
 
 @dataclass(frozen=True)
@@ -194,7 +201,7 @@ class ScanPlan:
 
     @property
     def step(self) -> fx.Graph:
-        """The operators of one row."""
+        """The graph that `combine`, a method of a graph module, runs for one row."""
         return self.combine.__self__.graph  # type: ignore[attr-defined, no-any-return]
 
 

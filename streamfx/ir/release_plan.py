@@ -1,4 +1,8 @@
-"""A backward graph in segments, and the gradients that are complete after each segment."""
+"""A backward graph in segments, and the gradients that are complete after each segment.
+
+Between two segments, these gradients are released: passed to autograd before the whole backward graph has run, so that an
+optimizer or a reduction over ranks may use and free them.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,9 @@ Saved: TypeAlias = "tuple[frozenset[int], ...]"  # for each tensor saved for a b
 
 @dataclass(frozen=True)
 class ReleaseSegment:
-    """A segment of a backward graph: its operators, the tensors it reads, and the gradients to release after it.
+    """A segment of a backward graph: its operators, and the gradients to release after it, by index among the graph's results.
 
-    `reads` holds those tensors among them that other code may write to. `gradients` is keyed by index among the graph's results.
+    `reads`: the saved tensors that it reads and that other code may write to; a write to one of them is an error.
     """
 
     operators: tuple[fx.Node, ...]
@@ -32,9 +36,10 @@ class ReleaseSegment:
 
 @dataclass(frozen=True)
 class GradientSource:
-    """The input whose gradient a backward result is, by index in the compiled function and in the graph.
+    """The input whose gradient a backward result is: its index in Dynamo's compiled function, and in AOTAutograd's graph.
 
-    The indices differ if a sharded tensor is decomposed; then the result is a `part` of a gradient.
+    The indices differ if there are sharded tensors, of which the graph gets the local shards. If this input is one, `part`
+    describes the local shard of the gradient; else it is None.
     """
 
     input_index: int
@@ -44,7 +49,7 @@ class GradientSource:
 
 @dataclass(frozen=True)
 class ShardedGradient:
-    """The one tensor from which a sharded gradient is built."""
+    """The local shard of a sharded gradient: the one tensor from which autograd's gradient is built."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -59,31 +64,34 @@ Sources: TypeAlias = "dict[int, GradientSource]"  # by index among the results o
 
 
 def sources_of(joint: fx.Graph, num_outputs: int, num_inputs: int) -> Sources:
-    """Return the source of each gradient that is a tensor.
+    """Return the input to which each gradient in a joint graph belongs, by index among the gradients that are tensors.
 
-    Return no sources if AOTAutograd has merged inputs, or if a gradient consists of several tensors or has dynamic sizes.
+    `num_inputs` counts the inputs of Dynamo's function. Return {}, so that nothing is released early, if AOTAutograd has
+    merged inputs, or if a sharded gradient consists of several tensors or has dynamic sizes.
     """
-    input_positions, gradients = owner_indices(joint), outputs_of(joint)[num_outputs:]
+    gradients = outputs_of(joint)[num_outputs:]
+    input_indices = owner_indices(joint)  # by index of a placeholder: the Dynamo input that it is, or is a shard of
     gradient_inputs = inputs_of_gradients(joint, num_outputs)
-    if gradient_inputs is None or {position for position in input_positions if position is not None} != set(range(num_inputs)):
+    if gradient_inputs is None or {index for index in input_indices if index is not None} != set(range(num_inputs)):
         return {}
     placeholder_index = {node: i for i, node in enumerate(joint.find_nodes(op="placeholder"))}
-    sources, seen_positions = dict[int, GradientSource](), set[int]()
+    sources: Sources = {}
+    seen_inputs: set[int] = set()
     for result_index, (primal, gradient) in enumerate(zip(gradient_inputs, gradients, strict=True)):
         if not is_tensor(gradient):
             continue
-        position = None if primal is None else input_positions[placeholder_index[primal]]
+        input_index = None if primal is None else input_indices[placeholder_index[primal]]
         is_part = primal is not None and is_inner_tensor(primal)
         part = _sharded_part(gradient) if is_part else None
-        if primal is None or position is None or position in seen_positions or (is_part and part is None):
+        if primal is None or input_index is None or input_index in seen_inputs or (is_part and part is None):
             return {}
-        seen_positions.add(position)
-        sources[result_index] = GradientSource(position, placeholder_index[primal], part)
+        seen_inputs.add(input_index)
+        sources[result_index] = GradientSource(input_index, placeholder_index[primal], part)
     return sources
 
 
 def _sharded_part(gradient: fx.Node) -> ShardedGradient | None:
-    """Return the description of the one tensor in a sharded gradient; None if it has dynamic sizes."""
+    """Return the shape, dtype, and device of the local shard of a gradient; None if it has dynamic sizes."""
     value = gradient.meta[VALUE]
     shape = shape_of(value)
     sizes = tuple(size for size in shape if isinstance(size, int))
@@ -91,5 +99,5 @@ def _sharded_part(gradient: fx.Node) -> ShardedGradient | None:
 
 
 def released_indices(segments: Sequence[ReleaseSegment]) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of the gradients that each segment releases."""
+    """Return the indices, among the backward graph's results, of the gradients that each segment releases, in order."""
     return tuple(tuple(sorted(segment.gradients)) for segment in segments)

@@ -3,7 +3,9 @@
     scan(x, decay, first) -> y, last                                  from the first row to the last
     scan_backward(dy, dlast, x, decay, first) -> dx, ddecay, dfirst   from the last row to the first
 
-`forward_plan` and `backward_plan` plan a call of either operator chunk by chunk (`StatefulPlan`).
+`forward_plan` and `backward_plan` plan a call of either operator chunk by chunk (`StatefulPlan`): each chunk is a call on its
+own rows. The last states of a chunk are the initial states of the next one; between chunks, one byte vector holds them, the
+*carry*. In a backward, the states are the gradients of the forward's states, and chunks run from last to first.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ class Stateful:
     """The declaration of an operator with a state and of its backward.
 
     `operators`: the names of both in graphs.
-    `rows`: the row dimension of each argument that has rows.
-    `results`: the row dimension of each result, or None.
+    `rows`: by argument name, the dimension of its rows (the sequence), for each argument that has rows.
+    `results`: the row dimension of each result; None if it has no rows.
     `states`: for each argument that is an initial state, the index of the result that is the state after the last row.
     `cotangents`, `saved`: for these arguments of the backward, the index of the result; the backward's other arguments
     have the names of the operator's arguments.
     `gradients`: for each result of the backward, the argument whose gradient it is.
-    `always`: arguments that each chunk's calls override.
+    `always`: arguments that each chunk's calls pass with this value, for example a flag to return the last state.
     `only`: the one supported value of an argument, if a call passes it.
     `counts`: arguments that are the number of rows.
     `block`: chunks start at multiples of it; it may be the name of an argument.
@@ -69,12 +71,12 @@ class NotStatefulError(Exception):
 
 @dataclass(frozen=True)
 class StateSlot:
-    """One state: its argument, its result, and its byte interval in the carry."""
+    """One state: its argument, the index of its result, and its bytes in the carry, [start, stop)."""
 
     argument: str
     result: int
     start: int
-    stop: int | None
+    stop: int | None  # None: to the end of the carry
     shape: tuple[int, ...]  # -1: a size known only at run time, at most one
     dtype: torch.dtype
 
@@ -95,8 +97,9 @@ class StatefulPlan:
     `operands`: the arguments that are tensors, in order; `constants`: the other arguments.
     `rows`: the row dimension of each operand that has rows.
     `orders`: the dimensions of each operand in memory order, outermost first.
-    `always`: arguments that a chunk's calls override.
+    `always`: arguments that a chunk's calls pass with this value.
     `absent`: states that the call omits; they start as zeros.
+    `counts`: arguments that are the number of rows, so that a chunk passes its own number.
     `slots`, `carry_size`: where the carry holds each state, and the bytes of the carry.
     `forward_plan`: for a backward, the plan of the forward call, which recomputes `recomputed_per_chunk` for each chunk.
     `empty_results`: saved results without elements, which need no computation.
@@ -123,9 +126,12 @@ class StatefulPlan:
 
 
 def forward_plan(declared: Stateful, arguments: Mapping[str, Any], used_results: Sequence[int]) -> tuple[StatefulPlan, list[Any]]:
-    """Plan a call; return the plan and the results. Raise `NotStatefulError` if the declaration does not allow the call.
+    """Plan a call of the operator; return (plan, results). Its results are computed by calling it on fake tensors.
 
     `arguments` has the arguments by name, with fake tensors; `used_results` has the indices of the results that are used.
+
+    Raises:
+        NotStatefulError: if the declaration does not allow the call.
     """
     for name, value in declared.only.items():
         if name in arguments and not _is_exactly(arguments[name], value):
@@ -133,8 +139,8 @@ def forward_plan(declared: Stateful, arguments: Mapping[str, Any], used_results:
     overrides = {name: value for name, value in declared.always.items() if name in declared.argument_names}
     results = listed(declared.forward(**{**arguments, **overrides}))
     last_states = {name: _require_tensor(results[i], f"result {i}") for name, i in declared.states.items()}
-    absent = _absent_states({name: (arguments.get(name), value) for name, value in last_states.items()})
-    slots, carry_size = _slots([(name, declared.states[name], value) for name, value in last_states.items()])
+    absent = _absent_states({name: (arguments.get(name), last_state) for name, last_state in last_states.items()})
+    slots, carry_size = _slots([(name, declared.states[name], last_state) for name, last_state in last_states.items()])
     call = _StatefulCall(arguments, overrides, absent, declared.rows, results, declared.results, used_results)
     return call.plan(declared, slots, carry_size, None), results
 
@@ -146,9 +152,13 @@ def backward_plan(
     forward_results: Sequence[Any],
     used_results: Sequence[int],
 ) -> tuple[StatefulPlan, list[Any]]:
-    """Plan the backward of a call whose results are `forward_results`; return the plan and the results.
+    """Plan the backward of a call whose plan is `forward`, with results `forward_results`; return (plan, results).
 
-    If saved results are recomputed, `arguments` includes the arguments of the forward call.
+    The results are computed by calling the backward on fake tensors. If saved results are recomputed, `arguments` includes
+    the arguments of the forward call. The carry holds the gradient of each state.
+
+    Raises:
+        NotStatefulError: if the gradient of a state is no tensor of the state's shape, or the declaration is violated.
     """
     overrides = {name: value for name, value in declared.always.items() if name in declared.backward_argument_names}
     cotangent_of_result = {i: name for name, i in declared.cotangents.items()}
@@ -157,15 +167,15 @@ def backward_plan(
     saved = {name: forward_results[i] for name, i in declared.saved.items()}
     call_arguments = {**saved, **arguments, **overrides, **last_states, **cotangents}
     results = listed(declared.backward(**{name: call_arguments[name] for name in declared.backward_argument_names}))
-    states = []
-    for name, forward_index in declared.states.items():
+    state_gradients: list[tuple[str, int, Tensor]] = []  # cotangent of the last state, index and value of the first one's
+    for name, last_state_index in declared.states.items():
         result_index = declared.gradients.index(name)
         gradient = _require_tensor(results[result_index], f"result {result_index}")
-        states.append((cotangent_of_result[forward_index], result_index, gradient))
-        if shape_of(states[-1][2]) != shape_of(last_states[name]):
+        state_gradients.append((cotangent_of_result[last_state_index], result_index, gradient))
+        if shape_of(gradient) != shape_of(last_states[name]):
             raise NotStatefulError(f"a gradient of {name} that has another shape than {name}")
-    absent = _absent_states({name: (arguments.get(name), value) for name, _, value in states})
-    slots, carry_size = _slots(states)
+    absent = _absent_states({name: (arguments.get(name), gradient) for name, _, gradient in state_gradients})
+    slots, carry_size = _slots(state_gradients)
     dims: dict[str, int | None] = {**declared.rows}
     dims |= {name: declared.results[i] for name, i in {**declared.cotangents, **declared.saved}.items()}
     gradient_dims = [declared.rows.get(name) if name is not None else None for name in declared.gradients]
@@ -175,7 +185,11 @@ def backward_plan(
 
 @dataclass(frozen=True)
 class _StatefulCall:
-    """The facts about a call: its arguments, its results, and the dimensions of both that have rows."""
+    """The facts about a call of an operator with a state, or of its backward.
+
+    `dims`, `result_dims`: the declared row dimension of each argument and result, or None. `overrides`: arguments that each
+    chunk passes instead. `absent`: omitted states. `forward_results`: for a backward, the results of the forward call.
+    """
 
     arguments: Mapping[str, Any]
     overrides: Mapping[str, Any]
@@ -189,7 +203,11 @@ class _StatefulCall:
     def plan(
         self, declared: Stateful, slots: tuple[StateSlot, ...], carry_size: Size, forward: StatefulPlan | None
     ) -> StatefulPlan:
-        """Build the plan of the call; `forward` is the forward plan if the call is a backward one."""
+        """Build the plan of the call. `forward` is the plan of the forward call if this is a backward call, else None.
+
+        Raises:
+            NotStatefulError: if no operand has rows, or if operands and results have different numbers of rows.
+        """
         tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
         rows = {name: dim for name, value in tensors.items() if (dim := _row_dim(self.dims.get(name), value)) is not None}
         if not rows:
@@ -233,18 +251,18 @@ class _StatefulCall:
         )
 
     def _counts(self, declared: Stateful) -> dict[str, Size]:
-        """Return the arguments of the call that are the number of rows."""
+        """Return the arguments of the call that are the number of rows, by name."""
         return {name: size_of(self.arguments[name]) for name in declared.counts if name in self.arguments}
 
     def _block(self, block: int | str) -> int:
-        """Return the block size: `block`, or the argument of this name."""
+        """Return the rows per block: `block`, or the argument of this name, which must be a positive integer."""
         rows = block if isinstance(block, int) else self.arguments.get(block)
         if not isinstance(rows, int) or rows < 1:
             raise NotStatefulError(f"blocks of {block}={rows} rows")
         return rows
 
     def _result_schema(self, result_index: int) -> StatefulResult:
-        """Return the index, row dimension, and dtype of a result."""
+        """Return the index, row dimension, and dtype of a result, which must be a tensor."""
         value = _require_tensor(self.results[result_index], f"result {result_index}")
         return StatefulResult(result_index, _row_dim(self.result_dims[result_index], value), value.dtype)
 
@@ -274,7 +292,11 @@ def _row_dim(dim: int | None, value: Any) -> int | None:
 
 
 def _absent_states(states: Mapping[str, tuple[Any, Tensor]]) -> frozenset[str]:
-    """Return the states that a call omits, by None or by an empty tensor. Check that the others match the last state."""
+    """Return the names of states that a call omits, by None or by an empty tensor; check the other states.
+
+    `states` has (initial state of the call, last state) for each name. Each chunk's last state is the next chunk's initial
+    state, so both need the same shape.
+    """
     absent = {name for name, (state, last_state) in states.items() if state is None or _is_empty(state, last_state)}
     for name, (state, last_state) in states.items():
         if name not in absent:
@@ -288,12 +310,15 @@ def _is_empty(state: Any, last_state: Tensor) -> bool:
 
 
 def _is_exactly(value: Any, expected: Any) -> bool:
-    """Return whether a value has the type and the value that is expected."""
+    """Return whether a value is equal to `expected`, and of the same type: 1 is not True. False for tensors."""
     return not isinstance(value, Tensor) and type(value) is type(expected) and bool(value == expected)
 
 
 def _check_state(argument: str, state: Any, last_state: Any) -> None:
-    """Check that a state has the shape of the last state, and a dtype that the last one can hold: else it cannot be carried."""
+    """Raise `NotStatefulError` unless the state has the last state's shape, and a dtype that the last one's represents exactly.
+
+    Otherwise the carry could not hold both.
+    """
     if not isinstance(state, Tensor) or shape_of(state) != shape_of(last_state):
         raise NotStatefulError(f"{argument} of another shape than the final state")
     if torch.promote_types(state.dtype, last_state.dtype) != last_state.dtype:
@@ -303,7 +328,7 @@ def _check_state(argument: str, state: Any, last_state: Any) -> None:
 
 
 def _check_lengths(tensors: Mapping[str, tuple[Tensor, int]], counts: Mapping[str, Size]) -> None:
-    """Check that all tensors (value, row dimension) and all counts have the same number of rows."""
+    """Raise `NotStatefulError` unless all tensors, given as (value, row dimension), and all counts have equally many rows."""
     lengths = {**{name: size_of(value.shape[dim]) for name, (value, dim) in tensors.items()}, **counts}
     if len(set(lengths.values())) != 1:
         raise NotStatefulError(f"different numbers of rows: {', '.join(f'{name} {size}' for name, size in lengths.items())}")
@@ -313,7 +338,10 @@ def _check_lengths(tensors: Mapping[str, tuple[Tensor, int]], counts: Mapping[st
 
 
 def _slots(states: Sequence[tuple[str, int, Tensor]]) -> tuple[tuple[StateSlot, ...], Size]:
-    """Return the slot of each state in the carry, and the total bytes. One size may be known only at run time."""
+    """Return where the carry holds each state, and its total bytes; `states` has (argument, index of result, last state).
+
+    Slots are aligned to `ALIGNED` bytes. A size known only at run time is supported for a single state with one such size.
+    """
     shapes = [shape_of(value) for _, _, value in states]
     unknown = [size for shape in shapes for size in shape if not isinstance(size, int)]
     if len(unknown) > 1 or (unknown and len(states) > 1):
@@ -335,7 +363,8 @@ def _slots(states: Sequence[tuple[str, int, Tensor]]) -> tuple[tuple[StateSlot, 
 def _memory_order(value: Tensor) -> tuple[int, ...]:
     """Return the dimensions of a value in memory order, outermost first.
 
-    An expanded dimension (stride 0) comes just outside the next dimension that is not expanded.
+    [b t c] that is stored as [t b c] -> (1, 0, 2). An expanded dimension (stride 0) comes just outside the next dimension
+    that is not expanded.
     """
     strides = [size_hint(stride) for stride in value.stride()]
     for dim in reversed(range(value.dim() - 1)):

@@ -15,7 +15,7 @@ KEPT_TEXT = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """The values that a plan keeps: option `save`, applied to one stage in `keep_every`."""
+    """A choice of the forward values that a plan keeps for backward: option `save`, applied to one stage in `keep_every`."""
 
     save: str
     keep_every: int
@@ -34,7 +34,7 @@ class SimulatedCandidate:
     peak: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the candidate as a dictionary for reports."""
+        """Return the candidate as a dictionary for JSON reports: its text, its limit in bytes or None, its peak in bytes."""
         return {"choice": str(self.candidate), "chunk_work_bytes": self.working_set, "peak_bytes": self.peak}
 
 

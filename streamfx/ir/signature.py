@@ -1,8 +1,8 @@
 """The effect of an operator on each axis, in einsum notation.
 
-A `Signature` names the dimensions of one operator's tensor operands and results by letters (axis labels). A letter on
-both sides is kept; a letter missing on the right is contracted (summed). Any other letter has an `Index`, which says how
-the operator accesses the rows along it.
+A `Signature` names the dimensions of one operator's tensor operands and results by axis labels (type `Letter`): `mm` has
+`m k, k n -> m n`. A label on both sides is kept; a label missing on the right is contracted (summed). Any other label has an
+`Index`, which says how the operator accesses the *rows* along it, the elements with the same index.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TypeAlias
 from streamfx.ir.axis_table import Dim
 from streamfx.ir.sizes import Size
 
-Letter: TypeAlias = int
-LetterDim: TypeAlias = "tuple[Letter, ...]"
+Letter: TypeAlias = int  # an axis label
+LetterDim: TypeAlias = "tuple[Letter, ...]"  # a dimension: the product of the axes with these labels; () for size one
 LetterShape: TypeAlias = "tuple[LetterDim, ...]"
 
 
@@ -41,10 +41,10 @@ class SingleRow:
 
 @dataclass(frozen=True)
 class Window:
-    """Row i reads rows i + start .. i + start + reach of the letter `source`: a slice, padding, a convolution.
+    """Row i reads rows i + start .. i + start + reach along the label `source`: a slice, padding, a convolution.
 
-    `start` is negative for padding. The letter may also be contracted: then row i of one operand meets these rows of
-    another operand in a sum.
+    `start` is negative for padding: `x[3:]` has start=3; padding by 2 rows in front has start=-2. The label may also be
+    contracted: then row i of one operand meets these rows of another operand in a sum.
     """
 
     source: Letter
@@ -54,14 +54,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Tile:
-    """Each row is a block of rows of the letter `source`: [(c l)] to [c l]."""
+    """Each row is a block of rows along the label `source`: c in the view [(c l)] -> [c l]."""
 
     source: Letter
 
 
 @dataclass(frozen=True)
 class ConcatAxes:
-    """The rows of other letters, concatenated. `parts` has each letter, and the number of rows before its first row."""
+    """The rows of other labels, concatenated. `parts` has (label, number of rows before its first row) of each."""
 
     parts: tuple[tuple[Letter, Size], ...]
 
@@ -70,20 +70,20 @@ Index: TypeAlias = FullAxis | RunningSum | SingleRow | Window | Tile | ConcatAxe
 
 
 def full_axes(*letters: Letter) -> dict[Letter, Index]:
-    """Return the `index` of a signature for letters along which the operator needs all rows."""
+    """Return the `index` of a signature for labels along which the operator needs all rows: {label: FullAxis()}."""
     return dict.fromkeys(letters, FullAxis())
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The letters of one node.
+    """The axis labels of one operator.
 
-    `operands`: the letters of the tensor arguments, in call order; `results`: the letters of the outputs.
-    `index`: how the operator accesses letters that are neither kept nor contracted.
-    `keys`: the letters over key positions, if the operator is an attention and knows them.
-    `index_dependent`: the letters along which the result depends on the index of a row, as `tril` does.
-    `atoms`: the axis factor of each letter that labels only a part of a dimension.
-    `combine`: the reduction over a contracted letter.
+    `operands`: the labels of the tensor arguments, in call order; `results`: the labels of the outputs.
+    `index`: how the operator accesses the rows of labels that are neither kept nor contracted.
+    `keys`: the labels over key positions, if the operator is an attention and knows them.
+    `index_dependent`: the labels along which the result depends on the index of a row, as `tril` does.
+    `atoms`: for labels of only a part of a dimension, that part, as axis factors.
+    `combine`: the reduction over a contracted label ("sum").
     """
 
     operands: tuple[LetterShape, ...]
@@ -96,40 +96,46 @@ class Signature:
 
     @cached_property
     def full_letters(self) -> frozenset[Letter]:
-        """Letters along which the operator needs more than a window of rows; a loop can carry a state for some of them."""
+        """Labels along which the operator needs more than a window of rows.
+
+        A loop over chunks can run it only if it passes a state from chunk to chunk, which is possible for some (`RunningSum`).
+        """
         return frozenset(letter for letter, index in self.index.items() if not isinstance(index, Window))
 
     @cached_property
     def windows(self) -> dict[Letter, Window]:
-        """The letters whose rows read a window of rows of another letter."""
+        """The labels whose rows read a window of rows of another label, with that window."""
         return {letter: index for letter, index in self.index.items() if isinstance(index, Window)}
 
     @cached_property
     def tiles(self) -> dict[Letter, Tile]:
-        """The letters whose rows are blocks of rows of another letter."""
+        """The labels whose rows are blocks of rows of another label, with that label."""
         return {letter: index for letter, index in self.index.items() if isinstance(index, Tile)}
 
     @property
     def concat(self) -> tuple[Letter, ConcatAxes] | None:
-        """The letter whose rows concatenate the rows of other letters, if there is one."""
+        """The label whose rows concatenate the rows of other labels, with those; None if the operator is no concatenation."""
         return next(((letter, index) for letter, index in self.index.items() if isinstance(index, ConcatAxes)), None)
 
     def letters(self) -> set[Letter]:
-        """Return the letters of all operands and results."""
+        """Return the labels of all operands and results."""
         return _letters_of((*self.operands, *self.results))
 
     def is_special(self, letter: Letter) -> bool:
-        """Return whether the operator does not treat all rows of a letter in the same way, or relates it to another letter."""
-        related = {index.source for index in self.index.values() if isinstance(index, (Window, Tile))}
-        return letter in self.index or letter in self.keys | self.index_dependent | related
+        """Return whether the operator does more along a label than process each row separately, in the same way.
+
+        True for labels with an `Index`, labels that a window or tile of another label reads, keys, and `index_dependent` ones.
+        """
+        source_labels = {index.source for index in self.index.values() if isinstance(index, (Window, Tile))}
+        return letter in self.index or letter in self.keys | self.index_dependent | source_labels
 
     def contracted_letters(self, result: int = 0) -> set[Letter]:
-        """Return the letters of the operands that result `result` does not have."""
-        kept_letters = {letter for dim in self.results[result] for letter in dim}
-        kept_letters |= {self.windows[letter].source for letter in kept_letters if letter in self.windows}
-        return _letters_of(self.operands) - kept_letters
+        """Return the labels of the operands over which result number `result` sums: it neither has them nor a window of them."""
+        kept_labels = {label for dim in self.results[result] for label in dim}
+        kept_labels |= {self.windows[label].source for label in kept_labels if label in self.windows}
+        return _letters_of(self.operands) - kept_labels
 
 
 def _letters_of(shapes: Iterable[LetterShape]) -> set[Letter]:
-    """Return the letters of some shapes."""
+    """Return the labels of some shapes."""
     return {letter for shape in shapes for dim in shape for letter in dim}

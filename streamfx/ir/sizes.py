@@ -20,7 +20,10 @@ class Truth(sympy.Function):
 
 
 def size_of(dimension: Any) -> Size:
-    """Return the size of a fake tensor's dimension (an `int` or a `SymInt`), or of another number computed from sizes."""
+    """Convert a fake tensor's dimension (an `int` or a `SymInt`), or another number computed from sizes, to a `Size`.
+
+    Numbers that need not be integers become a `Real`, conditions a `Truth`, so that they compare as expressions.
+    """
     if isinstance(dimension, int):
         return dimension
     if isinstance(dimension, float):
@@ -36,7 +39,7 @@ def simplified(expression: Any) -> Size:
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    """Return the product of sizes."""
+    """Return the product of sizes; 1 if there are none."""
     total: Size = 1
     for size in sizes:
         total = total * size
@@ -62,7 +65,7 @@ def is_at_least(size: Size, minimum: Size) -> bool:
 
 
 def numeric(size: Size, symbol_value: int = 16) -> int:
-    """Return an integer to compare costs, with a typical value for each symbol. Never use it for correctness.
+    """Return a size as an integer, with the same typical value for each symbol: only to compare costs, never for correctness.
 
     A number that is not a size (`Real`, `Truth`) counts as 1.
     """
@@ -72,10 +75,10 @@ def numeric(size: Size, symbol_value: int = 16) -> int:
 
 
 def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
-    """Return the sizes of a fake tensor."""
+    """Return the sizes of a fake tensor, as integers, or expressions for dynamic sizes."""
     return tuple(size_of(dimension) for dimension in value.shape)
 
 
 def free_symbols(sizes: Iterable[Size]) -> set[sympy.Symbol]:
-    """Return the symbols in some sizes."""
+    """Return the symbols (dynamic sizes) in some sizes."""
     return {symbol for size in sizes if isinstance(size, sympy.Expr) for symbol in size.free_symbols}

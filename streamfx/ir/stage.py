@@ -1,4 +1,4 @@
-"""Stages: segments of the joint graph, cut where few bytes are live."""
+"""Stages: segments of the joint graph, cut where few bytes are live. Each runs in loops over chunks of the sequence."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Subgraph:
 
     @staticmethod
     def between(source: fx.Node, result: fx.Node, nodes: Collection[fx.Node]) -> Subgraph:
-        """Return a copy of `nodes`, which compute `result` from `source` alone."""
+        """Return a copy of `nodes`, the operators of a graph that compute `result` from `source` alone."""
         graph = fx.Graph()
         copies = {source: graph.placeholder(source.name)}
         copies[source].meta = {VALUE: source.meta[VALUE]}
@@ -43,7 +43,11 @@ class Subgraph:
         return list(self.graph.nodes)[1:-1]
 
     def insert_into(self, source: fx.Node, insertion_point: Callable[[fx.Node], fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Insert the operators into the graph of `source`, each before `insertion_point(node)`; return the copy of each node."""
+        """Insert a copy of the operators into another graph, to compute the result from its node `source`.
+
+        The copy of operator `node` is placed before `insertion_point(node)`. Return the copies by node of this subgraph; its
+        input maps to `source`.
+        """
         copies = {self.source: source}
         for node in self.nodes:
             with source.graph.inserting_before(insertion_point(node)):

@@ -1,4 +1,4 @@
-"""Insertion of operators into a joint graph, with the fake values that later passes read."""
+"""Insertion of operators into a joint graph, with the fake values (`meta["val"]`) that later passes read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GraphWriter:
         self._point: fx.Node | None = None
 
     def before(self, node: fx.Node) -> GraphWriter:
-        """Insert the next operators before a node."""
+        """Insert the next operators before a node; return this writer, to chain calls."""
         self._point = node
         return self
 
@@ -37,7 +37,11 @@ class GraphWriter:
         return self.insert_call(self.run_on_fakes(target, *fake_args, **fake_kwargs), target, *args, **kwargs)
 
     def insert_call(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Insert an operator whose fake value is `value`; copy the trace metadata of the insertion point."""
+        """Insert an operator whose fake value is `value`, and return its node.
+
+        It gets the source line and modules of the node before which it is inserted, and the name of its traced operator
+        (`ORIGIN`).
+        """
         assert self._point is not None
         with self.graph.inserting_before(self._point):
             node = self.graph.call_function(target, args, kwargs)
@@ -55,7 +59,10 @@ class GraphWriter:
             return function(*args, **kwargs)
 
     def _fake_mode(self) -> Any:
-        """Return the fake mode of the graph's values, which operators without operands need as well."""
+        """Return the fake mode of the graph's values, or an empty context if none is fake.
+
+        Operators without operands, such as `zeros`, need it to create fake tensors.
+        """
         if self._mode is None:
             values = (node.meta.get(VALUE) for node in self.graph.nodes)
             self._mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), nullcontext())
@@ -63,9 +70,10 @@ class GraphWriter:
 
 
 def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
-    """Return the sizes of a value as arguments: integers, or nodes for dynamic sizes (inputs if possible, else new nodes).
+    """Return the sizes of a value as arguments of an operator: integers, or nodes for dynamic sizes.
 
-    A new node reads the size from an operand that has it, if there is one: a rewrite may replace the value itself.
+    Such a node is an input of the graph, or an operand of `node`, if one is this size; else the writer inserts a node that
+    reads it.
     """
     shape = node.meta[VALUE].shape
     return [
@@ -75,7 +83,10 @@ def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
 
 
 def _read_size(size: Any, node: fx.Node, dim: int, writer: GraphWriter) -> fx.Node:
-    """Return an operand of `node` that is the size, or insert an operator that reads it: from an operand if possible."""
+    """Return a node for the dynamic size of dimension `dim` of `node`: an operand that is this size, or an inserted `sym_size`.
+
+    It reads an operand of `node` that has this size, if there is one, because a rewrite may replace `node` itself.
+    """
     for operand in node.all_input_nodes:
         value = operand.meta.get(VALUE)
         if isinstance(value, torch.SymInt) and size_of(value) == size_of(size):
@@ -90,18 +101,23 @@ def _read_size(size: Any, node: fx.Node, dim: int, writer: GraphWriter) -> fx.No
 
 
 def find_size_input(size: Any, graph: fx.Graph) -> fx.Node | None:
-    """Return the input that is this dynamic size; None if there is none. A use of it depends on no other value of the graph."""
+    """Return the graph input that is this dynamic size; None if there is none.
+
+    Operators should use it rather than a node that reads the size: then they depend on no other value of the graph.
+    """
     inputs = (node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(VALUE), torch.SymInt))
     return next((node for node in inputs if size_of(node.meta[VALUE]) == size_of(size)), None)
 
 
 def stride_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:
-    """Return the strides of a value as arguments."""
+    """Return the strides of a value as arguments of an operator: integers, or inserted nodes for dynamic strides."""
     strides = node.meta[VALUE].stride()
-    return [item if isinstance(item, int) else writer.call(aten.sym_stride.int, node, dim) for dim, item in enumerate(strides)]
+    return [
+        stride if isinstance(stride, int) else writer.call(aten.sym_stride.int, node, dim) for dim, stride in enumerate(strides)
+    ]
 
 
 def offset_argument(node: fx.Node, writer: GraphWriter) -> Any:
-    """Return the storage offset of a value as an argument."""
+    """Return the storage offset of a value as an argument of an operator: an integer, or an inserted node if it is dynamic."""
     offset = node.meta[VALUE].storage_offset()
     return offset if isinstance(offset, int) else writer.call(aten.sym_storage_offset.default, node)
