@@ -1,6 +1,8 @@
 """Replace a mean over labeled tokens by a sum divided by the label weight: loops accumulate both chunk by chunk.
 
-The label weight is the number of labels that are not ignored, or the sum of their class weights.
+The label weight is the number of labels that are not ignored, or the sum of their class weights. `nll_loss` returns the
+loss and the label weight (in its schema: `total_weight`, an operand of the backward). A sum over all tokens is known only
+after the last chunk, so the loss is divided by it after the loop.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ def mean_loss_to_sum(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Nod
     scores, labels, weight, ignored = (arguments[name] for name in ("self", "target", "weight", "ignore_index"))
     if torch.finfo(_dtype(scores)).max < torch.finfo(torch.float32).max:  # the sum may overflow if the mean does not
         scores, weight = (item and writer.call(aten._to_copy.default, item, dtype=torch.float32) for item in (scores, weight))
-    total = writer.call(operator.getitem, writer.call(node.target, scores, labels, weight, SUM, ignored), 0)
+    summed_loss = writer.call(operator.getitem, writer.call(node.target, scores, labels, weight, SUM, ignored), 0)
     label_weight = _emit_label_weight(labels, weight, ignored, writer)
-    results: list[Any] = [writer.call(aten.div.Tensor, total, label_weight), label_weight]
-    used_results = [user for user in node.users if user.users]
-    return {user: writer.call(aten._to_copy.default, results[user.args[1]], dtype=_dtype(user)) for user in used_results}  # type: ignore[index]
+    results: list[Any] = [writer.call(aten.div.Tensor, summed_loss, label_weight), label_weight]
+    used_getitems = [getitem for getitem in node.users if getitem.users]
+    return {item: writer.call(aten._to_copy.default, results[item.args[1]], dtype=_dtype(item)) for item in used_getitems}  # type: ignore[index]
 
 
 @rewrite_rule(*BACKWARD)
@@ -43,9 +45,10 @@ def mean_loss_backward_to_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | N
     arguments = bound_arguments(node)
     if arguments["reduction"] != MEAN:
         return None
-    gradient, total = arguments["grad_output"], arguments["total_weight"]
-    is_rounded = total.target is aten._to_copy.default and _dtype(node_argument(total)) == torch.float64
-    label_weight = node_argument(total) if is_rounded else total
+    gradient, total_weight = arguments["grad_output"], arguments["total_weight"]
+    # `mean_loss_to_sum` has emitted the weight in float64, and a cast to the traced dtype after it
+    is_rounded = total_weight.target is aten._to_copy.default and _dtype(node_argument(total_weight)) == torch.float64
+    label_weight = node_argument(total_weight) if is_rounded else total_weight
     scaled = writer.call(aten._to_copy.default, writer.call(aten.div.Tensor, gradient, label_weight), dtype=_dtype(gradient))
     return writer.call(node.target, *{**arguments, "grad_output": scaled, "reduction": SUM}.values())
 
@@ -58,16 +61,20 @@ def remove_total_weight_of_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | 
     labels.
     """
     arguments = bound_arguments(node)
-    total: fx.Node = arguments["total_weight"]
-    if arguments["reduction"] == MEAN or total.target is aten.full.default:
+    total_weight: fx.Node = arguments["total_weight"]
+    if arguments["reduction"] == MEAN or total_weight.target is aten.full.default:
         return None
-    unused = writer.call(aten.full.default, [], 1.0, dtype=_dtype(total), device=total.meta[VALUE].device)
+    unused = writer.call(aten.full.default, [], 1.0, dtype=_dtype(total_weight), device=total_weight.meta[VALUE].device)
     return writer.call(node.target, *{**arguments, "total_weight": unused}.values())
 
 
 def _emit_label_weight(labels: fx.Node, weight: fx.Node | None, ignored: int, writer: GraphWriter) -> fx.Node:
-    """Emit the number of labels that are not ignored, or the sum of their class weights."""
-    is_counted, device = writer.call(aten.ne.Scalar, labels, ignored), labels.meta[VALUE].device
+    """Emit the number of labels that are not ignored, or the sum of their class weights, in float64.
+
+    `weight` has one number per class, or is None; `ignored` is the label that is not counted.
+    """
+    is_counted = writer.call(aten.ne.Scalar, labels, ignored)
+    device = labels.meta[VALUE].device
     if weight is None:
         return writer.call(aten.sum.default, is_counted, dtype=torch.float64)
     zero = writer.call(aten.full.default, [], 0, dtype=torch.int64, device=device)

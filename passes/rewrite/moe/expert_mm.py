@@ -4,6 +4,11 @@
     grouped_mm(x[order], weight, ends)         ->   streamfx::grouped_mm(x, weight, group)[order]
     grouped_mm(x[order].T, y[order], ends)     ->   streamfx::grouped_outer(x, y, group)
 
+`group` has each row's group index (its expert), `order` the permutation that sorts them, and `ends` the end of each group
+among the sorted rows: three groups of 2, 0 and 3 rows end at [2, 2, 5]. The handlers here extend `sort_elimination.py`.
+They record in `Permutations` that a value is permuted rows, or *restored* (it does not depend on the permutation), with its
+*twin*: the value that is computed from the rows in their original order.
+
 Two facts must be proven. `ends` are the ends of the groups: the operators that count the rows show this. No group index is
 negative, because such rows would be sorted to the front but not counted: the range of the indices shows this, for example
 if they are indices of the largest scores.
@@ -35,27 +40,29 @@ NOT_SORTED = "streamfx cannot prove that its rows are sorted by group"
 
 
 def _handle_grouped_mm(orders: Permutations, node: fx.Node) -> None:
-    """Record the unpermuted twin of a grouped product (x, weight, ends).
+    """Record the twin of a grouped product of two matrices and `ends` (`offs`), if its rows are proven to be sorted.
 
-    The product multiplies each row by the weight of its group, or sums the outer products of rows per group.
+    rows [n d], weights [g d e]: each row times the weight of its group. The twin is a product of unsorted rows.
+    rows [d n], rows [n e]: for each group, the sum of its rows' outer products, [g d e]. It does not depend on the order.
+    Otherwise the node keeps a reason for its fallback (`FALLBACK_REASON`).
     """
     arguments = bound_arguments(node)
-    x, weight = node.args[:2]
+    left, right = node.args[:2]
     unsupported_options = [value for name, value in arguments.items() if name not in ("input", "self", "mat2", "weight", "offs")]
     ends = arguments.get("offs")
     if ends is None or any(value is not None for value in unsupported_options):
         return
-    rank = len(shape_of_node(x)), len(shape_of_node(weight))  # type: ignore[arg-type]
+    ranks = len(shape_of_node(left)), len(shape_of_node(right))  # type: ignore[arg-type]
     writer = orders.writer.before(node)
     _record_fallback(node, NOT_SORTED)
-    if rank == (2, 3) and (rows := orders.permuted_along(x)) is not None:
-        group = _prove_groups(orders, node, rows.order, ends, shape_of_node(weight)[0])  # type: ignore[arg-type]
-        if group is not None and weight not in orders.permuted:
-            orders.record(node, rows.order, writer.call(GROUPED_MM, rows.twin, weight, group))
+    if ranks == (2, 3) and (rows := orders.permuted_along(left)) is not None:
+        group = _prove_groups(orders, node, rows.order, ends, shape_of_node(right)[0])  # type: ignore[arg-type]
+        if group is not None and right not in orders.permuted:
+            orders.record(node, rows.order, writer.call(GROUPED_MM, rows.twin, right, group))
     elif (
-        rank == (2, 2)
-        and (rows := orders.permuted_along(x, 1)) is not None
-        and (other_rows := orders.permuted_along(weight)) is not None
+        ranks == (2, 2)
+        and (rows := orders.permuted_along(left, 1)) is not None
+        and (other_rows := orders.permuted_along(right)) is not None
     ):
         group = _prove_groups(orders, node, rows.order, ends, shape_of_node(ends)[0])
         if group is not None and other_rows.order is rows.order:
@@ -64,7 +71,11 @@ def _handle_grouped_mm(orders: Permutations, node: fx.Node) -> None:
 
 
 def _handle_grouped_mm_backward(orders: Permutations, node: fx.Node) -> None:
-    """Record the unpermuted twins of a grouped product's gradients, of x and of the weight."""
+    """Record the twins of the gradients of a grouped product (x, weight, ends), if its rows are proven to be sorted.
+
+    The gradient of x (result 0) is permuted rows: each row of the incoming gradient times the transposed weight of its
+    group. The gradient of the weight (result 1) is a sum over the rows of each group, which does not depend on the order.
+    """
     x, weight, ends, gradient = node.args
     rows, cotangent = orders.permuted_along(x), orders.permuted_along(gradient)
     _record_fallback(node, NOT_SORTED)
@@ -82,13 +93,13 @@ def _handle_grouped_mm_backward(orders: Permutations, node: fx.Node) -> None:
             orders.record(getitem, rows.order, writer.call(GROUPED_MM, cotangent.twin, transposed, group))
         else:
             orders.record(getitem, rows.order, _emit_grouped_outer(rows.twin, cotangent.twin, group, getitem, writer), dim=None)
-    orders.permuted[node] = Permuted(rows.order, rows.twin, ())
+    orders.permuted[node] = Permuted(rows.order, rows.twin, ())  # it depends on the order; nothing reads this twin
 
 
 def _emit_grouped_outer(x: fx.Node, y: fx.Node, group: fx.Node, like: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Emit the sum of the outer products of each group's rows, with the strides of the traced result.
+    """Emit, for each group, the sum of the outer products of its rows of x [n d] and y [n e]: a tensor [g d e].
 
-    With other strides, autograd would copy the gradient.
+    It gets the strides of the traced result `like`. With other strides, autograd would copy the gradient.
     """
     traced = like.meta[VALUE]
     if traced.stride()[1:] == (1, traced.shape[1]):
@@ -98,12 +109,13 @@ def _emit_grouped_outer(x: fx.Node, y: fx.Node, group: fx.Node, like: fx.Node, w
 
 
 def _prove_groups(orders: Permutations, node: fx.Node, order: fx.Node, ends: Any, num_groups: Any) -> fx.Node | None:
-    """Return the group index of each row if the permutation sorts by it and `ends` are proven to be the groups' ends.
+    """Return the group index of each row, in the original order; None, with a reason at `node`, without a proof.
 
-    Otherwise record the reason, and return None.
+    `order` sorts the rows by keys. They are the group indices if `ends` is proven to count them: ends[i] is the number of
+    keys that are at most i.
     """
     keys = orders.sort_keys[order]
-    if num_groups == 1 and _is_single_full_group(ends, keys):
+    if num_groups == 1 and _is_single_full_group(ends, keys):  # all rows are in group 0, for any keys
         writer, keys_value = orders.writer.before(node), keys.meta[VALUE]
         return writer.call(aten.full.default, size_arguments(keys, writer), 0, dtype=keys_value.dtype, device=keys_value.device)
     if not holds_integers(keys, orders.values):
@@ -125,7 +137,10 @@ def _record_fallback(node: fx.Node, reason: str) -> None:
 
 
 def _is_single_full_group(ends: fx.Node, keys: fx.Node) -> bool:
-    """Return whether a single group ends at the last row: a histogram with one bin and automatic bounds counts every value."""
+    """Return whether `ends` has one entry, the number of rows: the cumulative sum of a histogram that counts every key.
+
+    A histogram counts every key if it has one bin, and equal bounds: `histc` then takes its bounds from the data.
+    """
     counts = _cumsum_operand(ends, shape_of_node(keys))
     if counts is None or counts.target is not aten.histc.default:
         return False
@@ -135,25 +150,25 @@ def _is_single_full_group(ends: fx.Node, keys: fx.Node) -> bool:
 
 
 def _cumsum_operand(ends: fx.Node, counted_shape: tuple[Size, ...]) -> fx.Node | None:
-    """Return the counts whose cumulative sum `ends` is, if all dtypes in between represent every count exactly.
+    """Return x if `ends` is cumsum(x), up to casts; else None.
 
-    `counted_shape` is the shape of the counted values.
+    `counted_shape` is the shape of the values that x counts. All dtypes in between must represent each such count exactly.
     """
-    types = [ends.meta[VALUE].dtype]
+    dtypes = [ends.meta[VALUE].dtype]
 
     def before_casts(node: fx.Node) -> fx.Node:
-        """Return the value before casts, and add the dtypes in between to `types`."""
+        """Return the value before casts, and add the dtypes in between to `dtypes`."""
         while node.target is aten._to_copy.default:
             node = node_argument(node)
-            types.append(node.meta[VALUE].dtype)
+            dtypes.append(node.meta[VALUE].dtype)
         return node
 
-    total = before_casts(ends)
-    if total.target is not aten.cumsum.default or len(shape_of_node(total)) != 1:
+    cumulative = before_casts(ends)
+    if cumulative.target is not aten.cumsum.default or len(shape_of_node(cumulative)) != 1:
         return None
-    types.append(node_argument(total).meta[VALUE].dtype)
-    counts = before_casts(node_argument(total))
-    return counts if all(_holds_counts(dtype, counted_shape) for dtype in types) else None
+    dtypes.append(node_argument(cumulative).meta[VALUE].dtype)
+    counts = before_casts(node_argument(cumulative))
+    return counts if all(_holds_counts(dtype, counted_shape) for dtype in dtypes) else None
 
 
 def _holds_counts(dtype: torch.dtype, counted_shape: tuple[Size, ...]) -> bool:
@@ -168,7 +183,10 @@ def _holds_counts(dtype: torch.dtype, counted_shape: tuple[Size, ...]) -> bool:
 
 
 def _match_counts(orders: Permutations, ends: fx.Node, num_groups: Any, keys: fx.Node) -> fx.Node | None:
-    """Return the integers that `ends` counts: entry i is the number of integers that are at most i, for i < `num_groups`."""
+    """Return the integers that `ends` counts: ends[i] is proven to be the number of these integers that are at most i.
+
+    `ends` has `num_groups` entries. Return None without a proof, or if there are not as many integers as `keys`.
+    """
     counts = _cumsum_operand(ends, shape_of_node(keys))
     if counts is None:
         return None
@@ -182,7 +200,7 @@ def _match_counts(orders: Permutations, ends: fx.Node, num_groups: Any, keys: fx
 
 
 def _match_histogram(orders: Permutations, counts: fx.Node, num_groups: Any) -> fx.Node | None:
-    """Return the integers that a histogram counts if each bin holds one integer, else None.
+    """Return the integers that `histc` counts if bin i counts the integers equal to i, for i < `num_groups`; else None.
 
     The bins must cover [0, num_groups - 1], or [0, num_groups] if no integer equals `num_groups`.
     """
@@ -194,7 +212,7 @@ def _match_histogram(orders: Permutations, counts: fx.Node, num_groups: Any) -> 
 
 
 def _match_index_add(orders: Permutations, counts: fx.Node, num_groups: Any) -> fx.Node | None:
-    """Return the integers that zeros.index_add(0, integers, ones) counts, or None."""
+    """Return the integers that zeros(num_groups).index_add(0, integers, ones) counts; None if `counts` is anything else."""
     arguments = bound_arguments(counts)
     base, ones = arguments["self"], arguments["source"]
     adds_ones_to_zeros = (
@@ -204,13 +222,16 @@ def _match_index_add(orders: Permutations, counts: fx.Node, num_groups: Any) -> 
 
 
 def _match_equality_sum(orders: Permutations, counts: fx.Node, num_groups: Any) -> fx.Node | None:
-    """Return the integers that (integers[:, None] == [0 1 2 ...]).sum(0) counts, or None."""
-    source, dims = node_argument(counts), bound_arguments(counts)["dim"]
-    while source.target is aten._to_copy.default:  # casts of bool: any dtype represents it exactly
-        source = node_argument(source)
-    if source.target is not aten.eq.Tensor or list(dims) != [0] or len(shape_of_node(source)) != 2:
+    """Return the integers that (integers[:, None] == arange(num_groups)).sum(0) counts; None if `counts` is anything else.
+
+    The returned node has the shape [n 1].
+    """
+    comparison, dims = node_argument(counts), bound_arguments(counts)["dim"]
+    while comparison.target is aten._to_copy.default:  # casts of bool: any dtype represents it exactly
+        comparison = node_argument(comparison)
+    if comparison.target is not aten.eq.Tensor or list(dims) != [0] or len(shape_of_node(comparison)) != 2:
         return None
-    column, candidates = node_argument(source), node_argument(source, 1)
+    column, candidates = node_argument(comparison), node_argument(comparison, 1)
     if column.meta[VALUE].dtype != candidates.meta[VALUE].dtype:
         return None
     are_all_groups = is_arange(candidates) and shape_of_node(candidates) == (num_groups,)
@@ -219,7 +240,7 @@ def _match_equality_sum(orders: Permutations, counts: fx.Node, num_groups: Any) 
 
 
 def _before_exact_copies(orders: Permutations, node: fx.Node) -> fx.Node:
-    """Return the value before views and casts that keep its elements."""
+    """Return the value before views that keep its elements and their order, and casts that do not round them."""
     return source_of_exact_copies(node, orders.values, KEEPS_ELEMENTS)
 
 

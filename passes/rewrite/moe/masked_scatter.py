@@ -1,4 +1,8 @@
-"""Replace a masked scatter of rows (images among tokens) by a look-up, and a masked write of a scalar by `where`."""
+"""Replace a masked scatter of rows (images among tokens) by a look-up, and a masked write of a scalar by `where`.
+
+A masked scatter writes the rows of `source` to the masked rows of x, in order. So masked row i gets row cumsum(mask)[i] - 1
+of the source. With this look-up, a chunk of rows needs only the cumulative sum so far.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +78,10 @@ def masked_scatter_backward_to_index_put(node: fx.Node, writer: GraphWriter) -> 
 
 
 def _match_row_mask(mask: fx.Node) -> fx.Node | None:
-    """Return the mask [... 1], of any dtype, that a mask repeats along the last dimension; None if it is not repeated."""
+    """Return the mask of rows [... 1] if `mask` is bool and repeats it along the last dimension; else None.
+
+    expand(row_mask, [..., width]) -> row_mask. The result may have another dtype, if a cast to bool follows the expansion.
+    """
     if mask.meta[VALUE].dtype != torch.bool:
         return None
     mask = _before_clones(mask)
@@ -82,9 +89,10 @@ def _match_row_mask(mask: fx.Node) -> fx.Node | None:
         mask = _before_clones(node_argument(mask))
     if mask.target is not aten.expand.default:
         return None
-    source = node_argument(mask)
-    before, after = shape_of_node(source), shape_of_node(mask)
-    return source if len(before) == len(after) and before[-1] == 1 and before[:-1] == after[:-1] else None
+    row_mask = node_argument(mask)
+    shape, expanded_shape = shape_of_node(row_mask), shape_of_node(mask)
+    is_mask_of_rows = len(shape) == len(expanded_shape) and shape[-1] == 1 and shape[:-1] == expanded_shape[:-1]
+    return row_mask if is_mask_of_rows else None
 
 
 def _before_clones(node: fx.Node) -> fx.Node:
@@ -95,7 +103,10 @@ def _before_clones(node: fx.Node) -> fx.Node:
 
 
 def _emit_row_indices(row_mask: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Emit the index of each masked row among all masked rows; rows before the first masked row get 0."""
+    """Emit cumsum(row_mask) - 1, at least 0: the index of each masked row among all masked rows, in the shape [...].
+
+    A mask 0 1 0 1 yields 0 0 0 1. Other rows get the index of the last masked row before them, or 0.
+    """
     shape = list(shape_of_node(row_mask))[:-1]
     if row_mask.meta[VALUE].dtype != torch.bool:
         row_mask = writer.call(aten._to_copy.default, row_mask, dtype=torch.bool)

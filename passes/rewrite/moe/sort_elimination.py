@@ -7,10 +7,11 @@ sequence are contiguous:
     order = sort(ids)       f(x[order])[inverse of order]    ->    f(x)
                             sum over rows of g(x[order])     ->    sum over rows of g(x)
 
-The proof is an induction over operators. A permuted value v has an unpermuted value w (its twin) with v[i] = w[order[i]].
+The proof is an induction over operators. A permuted value v has an unpermuted value w (its *twin*) with v[i] = w[order[i]].
 If an operator's rule treats all rows alike (their axis label is not special), the operator maps unpermuted operands to the
-unpermuted result; if the operator sums over the rows, both results are equal. The graph changes only if a permutation
-disappears completely.
+unpermuted result; if the operator sums over the rows, both results are equal, and the result is called *restored*. A
+look-up at the inverse permutation restores rows, too. Restored values are then replaced by their twins. The graph changes
+only if a permutation disappears completely. A *handler* records the results of one kind of operator in `Permutations`.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ Handler: TypeAlias = "Callable[[Permutations, fx.Node], None]"
 
 @dataclass(frozen=True)
 class Permuted:
-    """The unpermuted value of a node that is computed from permuted rows: `twin` is computed from the original order.
+    """What is known of a node that is computed from permuted rows: `twin` is the same value for rows in their original order.
 
     `dims` is the permuted dimension of each result, or None if the result equals the twin's.
     """
 
-    order: fx.Node
+    order: fx.Node  # the permutation: row i of the node is row order[i] of the twin
     twin: fx.Node
     dims: tuple[int | None, ...] = (0,)
 
@@ -59,7 +60,7 @@ class Permutations:
     """The values of a graph whose rows are permuted, and their unpermuted values."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        """Start without recorded values."""
+        """Start without recorded values; each dictionary below is by node. The writer emits the twins."""
         self.graph, self.writer, self.values = graph, GraphWriter(graph), ValueRanges()
         self.permuted: dict[fx.Node, Permuted] = {}
         self.restored: dict[fx.Node, Permuted] = {}  # values that do not depend on the permutation, and their twins
@@ -67,7 +68,11 @@ class Permutations:
         self.sort_keys: dict[fx.Node, fx.Node] = {}  # permutations, and the keys that each one sorts in ascending order
 
     def find(self, more_handlers: Mapping[str, Handler]) -> None:
-        """Walk the graph and record permuted and restored values; `more_handlers` maps operator names to handlers."""
+        """Walk the graph in order, and record permuted and restored values with their twins, which are emitted.
+
+        `more_handlers` maps names of operators to handlers, in addition to `HANDLERS`. Operators without a handler, or about
+        which the handler records nothing, are recorded if their axis rule treats all rows alike.
+        """
         for node in list(self.graph.nodes):
             if node.op != "call_function" or node in self.permuted or node in self.restored:
                 continue
@@ -78,21 +83,26 @@ class Permutations:
                 _propagate(self, node)
 
     def record(self, node: fx.Node, order: fx.Node, twin: fx.Node, dim: int | None = 0) -> None:
-        """Record that `node` is `twin` with its rows permuted along `dim`, or equal to `twin` if `dim` is None."""
+        """Record that `node` is `twin` with its rows permuted along `dim` by `order`, or equal to `twin` if `dim` is None."""
         (self.restored if dim is None else self.permuted)[node] = Permuted(order, twin, (dim,))
 
     def permuted_along(self, node: Any, dim: int = 0) -> Permuted | None:
-        """Return the record of a value that is permuted along a dimension, else None."""
+        """Return the record (permutation and twin) of a value whose rows are permuted along `dim`; else None."""
         permuted = self.permuted.get(node)
         return permuted if permuted is not None and permuted.dims == (dim % len(shape_of_node(node)),) else None
 
     def is_permutation(self, node: Any) -> bool:
-        """Return whether a value is a recorded permutation: the indices of a sort."""
+        """Return whether a value is a recorded permutation: the indices that a sort returns."""
         return node in self.sort_keys
 
 
 def remove_undone_permutations(graph: fx.Graph, more_handlers: Mapping[str, Handler]) -> None:
-    """Remove, in place, every permutation of rows on which no result depends."""
+    """Remove, in place, every permutation of rows on which no output of the graph depends, such as a sort by expert.
+
+    Values that do not depend on the permutation are replaced by the same values computed from rows in their original order.
+    If an operator stays permuted, its `FALLBACK_REASON` names a reader that depends on the order. `more_handlers` maps
+    operator names to functions that know more permuted operators.
+    """
     orders = Permutations(graph)
     orders.find(more_handlers)
     replacements = _select_replacements(orders)
@@ -106,7 +116,11 @@ def remove_undone_permutations(graph: fx.Graph, more_handlers: Mapping[str, Hand
 
 
 def _select_replacements(orders: Permutations) -> dict[fx.Node, Permuted]:
-    """Return the restored values whose permutation disappears completely if they are replaced by their twins."""
+    """Return the restored values whose permutation disappears completely if they are replaced by their twins.
+
+    A permutation stays if the outputs still depend on any value that it permutes. Then none of its restored values is
+    replaced, so that other permutations may stay as well: repeat until nothing changes.
+    """
     replacements = dict(orders.restored)
     while True:
         reachable = _reachable(orders.graph, replacements)
@@ -118,7 +132,7 @@ def _select_replacements(orders: Permutations) -> dict[fx.Node, Permuted]:
 
 
 def _reachable(graph: fx.Graph, replacements: Mapping[fx.Node, Permuted]) -> set[fx.Node]:
-    """Return the nodes on which outputs and assertions depend, if the given nodes are replaced by their twins."""
+    """Return the nodes on which outputs and assertions depend after the nodes in `replacements` are replaced by their twins."""
     reachable: set[fx.Node] = set()
     todo = [graph.output_node(), *filter(is_assertion, graph.nodes)]
     while todo:
@@ -134,7 +148,11 @@ def _reachable(graph: fx.Graph, replacements: Mapping[fx.Node, Permuted]) -> set
 
 
 def _propagate(orders: Permutations, node: fx.Node) -> None:
-    """Record the twin of an operator with permuted operands, if the operator's rule treats all rows alike."""
+    """Record the twin of an operator with permuted operands, if the operator's axis rule treats all rows alike.
+
+    The twin is the same operator on the twins of its operands. The result is permuted in the dimension of the rows, or
+    restored if the operator sums over them. All permuted operands must have one permutation.
+    """
     if node.target is operator.getitem:
         return _propagate_getitem(orders, node)
     operands = tensor_operands(node)
@@ -143,11 +161,11 @@ def _propagate(orders: Permutations, node: fx.Node) -> None:
     if len(orders_of_operands) != 1 or is_reduced_over_ranks(node):
         return None  # (a reduction over ranks would combine rows that each rank has permuted differently)
     signature = _signature(node)
-    letter = _find_row_label(signature, permuted_operands) if signature is not None else None
-    if signature is None or letter is None:
+    row_label = _find_row_label(signature, permuted_operands) if signature is not None else None
+    if signature is None or row_label is None:
         return None
-    dims = tuple(_dim_of_label(shape, letter) for shape in signature.results)
-    if any(letter in dim for shape in signature.results for dim in shape if len(dim) > 1):
+    dims = tuple(_dim_of_label(shape, row_label) for shape in signature.results)
+    if any(row_label in dim for shape in signature.results for dim in shape if len(dim) > 1):  # merged with another axis
         return None
     twins = {operand: permuted.twin for operand, permuted in zip(operands, permuted_operands, strict=True) if permuted}
     writer = orders.writer.before(node)
@@ -160,16 +178,20 @@ def _propagate(orders: Permutations, node: fx.Node) -> None:
 
 
 def _propagate_getitem(orders: Permutations, node: fx.Node) -> None:
-    """Record the twin of one result of an operator that has permuted rows."""
-    source, index = node.args[0], int_argument(node, 1)
-    permuted_source = orders.permuted.get(source)  # type: ignore[arg-type]
-    if permuted_source is not None and index < len(permuted_source.dims):
-        twin = orders.writer.before(node).call(operator.getitem, permuted_source.twin, index)
-        orders.record(node, permuted_source.order, twin, permuted_source.dims[index])
+    """Record the twin of a `getitem` of an operator with permuted results: the same result of the operator's twin."""
+    producer, result_index = node.args[0], int_argument(node, 1)
+    permuted = orders.permuted.get(producer)  # type: ignore[arg-type]
+    if permuted is not None and result_index < len(permuted.dims):
+        twin = orders.writer.before(node).call(operator.getitem, permuted.twin, result_index)
+        orders.record(node, permuted.order, twin, permuted.dims[result_index])
 
 
 def _signature(node: fx.Node) -> Signature | None:
-    """Return the operator's signature if only the sizes of its operands' dimensions are known; None without a rule."""
+    """Return the operator's signature: axis labels for the dimensions of its operands and results; None without a rule.
+
+    It is evaluated for operands whose dimensions are all different axes, so two dimensions only share a label if the
+    operator itself relates them.
+    """
     rule = rule_for(node)
     if rule is None:
         return None
@@ -182,39 +204,44 @@ def _signature(node: fx.Node) -> Signature | None:
 
 
 def _find_row_label(signature: Signature, permuted_operands: list[Permuted | None]) -> Letter | None:
-    """Return the axis label that all permuted dimensions share; else None.
+    """Return the axis label of the permuted dimensions, if the operator treats all rows along it alike; else None.
 
-    Also None if another operand has this label unpermuted, or if the operator does not treat its rows alike.
+    `permuted_operands` has the record of each operand, or None for an operand that is not permuted. For `a b, b c -> a c`
+    with the first operand permuted along dimension 0, return a. The label must be that of all permuted dimensions and of no
+    other dimension.
     """
-    letters: set[Letter] = set()
-    for shape, permuted in zip(signature.operands, permuted_operands, strict=True):
+    labels: set[Letter] = set()
+    for operand_labels, permuted in zip(signature.operands, permuted_operands, strict=True):
         if permuted is not None:
             (dim,) = permuted.dims
-            if dim is None or len(shape[dim]) != 1:
+            if dim is None or len(operand_labels[dim]) != 1:
                 return None
-            letters.add(shape[dim][0])
-    if len(letters) != 1 or signature.combine not in ("sum", "mean"):
+            labels.add(operand_labels[dim][0])
+    if len(labels) != 1 or signature.combine not in ("sum", "mean"):
         return None
-    (letter,) = letters
-    if signature.is_special(letter):
+    (row_label,) = labels
+    if signature.is_special(row_label):
         return None
-    for shape, permuted in zip(signature.operands, permuted_operands, strict=True):
-        dims = [dim for dim, labels in enumerate(shape) if letter in labels]
-        if dims != ([permuted.dims[0]] if permuted is not None else []):
+    for operand_labels, permuted in zip(signature.operands, permuted_operands, strict=True):
+        row_dims = [dim for dim, dim_labels in enumerate(operand_labels) if row_label in dim_labels]
+        if row_dims != ([permuted.dims[0]] if permuted is not None else []):
             return None
-    return letter
+    return row_label
 
 
-def _dim_of_label(shape: LetterShape, letter: Letter) -> int | None:
-    """Return the dimension that has an axis label, or None."""
-    return next((dim for dim, labels in enumerate(shape) if letter in labels), None)
+def _dim_of_label(shape: LetterShape, label: Letter) -> int | None:
+    """Return the index of the dimension that has an axis label; None if no dimension has it."""
+    return next((dim for dim, dim_labels in enumerate(shape) if label in dim_labels), None)
 
 
 # -- operators that create a permutation, index by it, or undo it
 
 
 def _handle_sort(orders: Permutations, node: fx.Node) -> None:
-    """Record the indices of a sorted vector as a permutation, and the indices of a sorted permutation as its inverse."""
+    """Record the indices that sort a vector as a permutation, and the indices that sort a permutation as its inverse.
+
+    order = argsort(keys): its twin is arange, because order[i] = arange[order[i]]; the sorted keys have the twin `keys`.
+    """
     arguments = bound_arguments(node)
     keys = arguments["self"]
     if len(shape_of_node(keys)) != 1 or arguments["descending"]:
@@ -238,7 +265,7 @@ def _handle_sort(orders: Permutations, node: fx.Node) -> None:
 
 
 def _handle_lookup(orders: Permutations, node: fx.Node) -> None:
-    """Record permuted rows that are indexed by the inverse permutation as restored."""
+    """Record rows[inverse], where rows = twin[order] and `inverse` is the inverse of `order`, as restored: it equals the twin."""
     index = find_row_index(node)
     rows = orders.permuted_along(node.args[0])
     if rows is not None and index is not None and orders.inverse.get(index) is rows.order:
@@ -246,7 +273,10 @@ def _handle_lookup(orders: Permutations, node: fx.Node) -> None:
 
 
 def _handle_write(orders: Permutations, node: fx.Node) -> None:
-    """Record rows written by a permutation of all rows as restored, and rows written by an inverse as permuted."""
+    """Record the result of writing rows at a permutation of all row indices, or at its inverse, with `index_put`.
+
+    base[order] = twin[order] is restored: it equals the twin. base[inverse of order] = rows is permuted: rows[order].
+    """
     index, arguments = find_row_index(node), bound_arguments(node)
     if index is None:
         return
@@ -260,7 +290,10 @@ def _handle_write(orders: Permutations, node: fx.Node) -> None:
 
 
 def _record_write(orders: Permutations, node: fx.Node, order: fx.Node, rows: fx.Node) -> None:
-    """Record the result of `result[order] = rows`: restored rows, or the inverse permutation if the rows are 0, 1, 2, ..."""
+    """Record the result `node` of `node[order] = rows`, which writes every row.
+
+    If rows = twin[order], the result is restored: it equals the twin. If rows = arange, it is the inverse permutation.
+    """
     permuted_rows = orders.permuted_along(rows)
     if permuted_rows is not None and permuted_rows.order is order:
         orders.record(node, order, permuted_rows.twin, dim=None)
@@ -269,7 +302,7 @@ def _record_write(orders: Permutations, node: fx.Node, order: fx.Node, rows: fx.
 
 
 def _handle_scatter(orders: Permutations, node: fx.Node) -> None:
-    """Record the result of `scatter` or `index_copy` of a vector at a permutation, as for `result[order] = rows`."""
+    """Record a vector that `scatter` or `index_copy` writes at a permutation of all indices: result[order] = rows."""
     arguments = bound_arguments(node)
     index, rows = arguments["index"], arguments.get("src", arguments.get("source"))
     is_vector = shape_of_node(index) == shape_of_node(node) and len(shape_of_node(index)) == 1

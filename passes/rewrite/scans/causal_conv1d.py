@@ -2,7 +2,8 @@
 
 The package's C++ operators write into tensors that their caller passes, and add to the gradients of weights
 (cpp_functions.py in version 1.6). In a graph a call is `auto_functionalized(operator, x=..., _out_base_index=0,
-_all_bases=[out])`.
+_all_bases=[out])`. `NotStatefulError` says why a call cannot be replaced; the rule then records this reason and does not
+apply.
 """
 
 from __future__ import annotations
@@ -66,20 +67,27 @@ def causal_conv1d_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[f
 
 
 def _functionalized_name(node: fx.Node) -> str:
-    """Return the name of the operator that `auto_functionalized` calls, or the empty string."""
+    """Return the name of the operator that an `auto_functionalized` node calls; the empty string for any other node."""
     target = node.args[0] if node.target is AUTO_FUNCTIONALIZED else None
     return target.name() if isinstance(target, OpOverload) else ""
 
 
 def _read_forward(node: fx.Node) -> ScanCall:
-    """Return a forward call; raise a NotStatefulError if the caller passes states or sequence indices."""
+    """Return a forward call with the argument names of `CONVOLUTION`; `first`, the state before row 0, is None (zeros).
+
+    Raise a NotStatefulError if the caller passes states or sequence indices.
+    """
     arguments = node.kwargs
     _check_none(arguments, (*UNSUPPORTED, "_final_states_out_base_index"))
     return _scan_call(node, {**{name: arguments[name] for name in INPUTS}, "silu": arguments["silu_activation"], "first": None})
 
 
 def _read_backward(node: fx.Node, call: ScanCall) -> ScanCall | None:
-    """Return a backward call; None if it belongs to another forward call, a NotStatefulError if it is not supported."""
+    """Return a backward call with the argument names of `CONVOLUTION`; None if it is the backward of another forward call.
+
+    Raise a NotStatefulError if the caller passes states or sequence indices, or gradient buffers other than dx that may
+    hold anything but zeros: the operator adds to them.
+    """
     arguments = node.kwargs
     forward_arguments = {
         **{name: strip_aliases(arguments[name]) for name in INPUTS},
@@ -98,21 +106,23 @@ def _read_backward(node: fx.Node, call: ScanCall) -> ScanCall | None:
 
 
 def _scan_call(node: fx.Node, arguments: Mapping[str, Any]) -> ScanCall:
-    """Return the call of an `auto_functionalized` node, whose results are None, followed by the tensors that it writes."""
-    users_by_result = getitems_by_index(node)
-    if users_by_result is None or 0 in users_by_result:
+    """Return the call of an `auto_functionalized` node with these arguments, whose results are the tensors that it writes.
+
+    The node returns None as result 0, then the tensors that it writes: so result i + 1 of the node is result i of the call.
+    """
+    getitems = getitems_by_index(node)
+    if getitems is None or 0 in getitems:
         raise NotStatefulError(UNPACKED_RESULTS)
-    written_values = node.meta[VALUE][1:]
     return ScanCall(
         node,
         {name: strip_aliases(value) for name, value in arguments.items()},
-        {i - 1: users_by_result[i] for i in users_by_result},
-        written_values,
+        {i - 1: getitems[i] for i in getitems},
+        node.meta[VALUE][1:],
     )
 
 
 def _check_none(arguments: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raise a NotStatefulError if the caller passes any of these arguments."""
+    """Raise a NotStatefulError if any of the arguments with these names is not None."""
     for name in names:
         if arguments.get(name) is not None:
             raise NotStatefulError(f"{name.strip('_').removesuffix('_base_index')} passed by the caller")

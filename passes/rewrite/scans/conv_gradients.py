@@ -30,8 +30,8 @@ def split_convolution_backward(node: fx.Node, writer: GraphWriter) -> dict[fx.No
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     stride, padding, dilation, transposed, output_padding, groups = (arguments[name] for name in names)
     gradients: dict[fx.Node, fx.Node] = {}
-    for user in node.users:
-        match user.args[1]:
+    for getitem in node.users:
+        match getitem.args[1]:  # 0: dx, 1: dw, 2: db
             case 0:
                 result = writer.call(
                     aten.convolution.default,
@@ -54,13 +54,17 @@ def split_convolution_backward(node: fx.Node, writer: GraphWriter) -> dict[fx.No
             case _:
                 dims = [dim for dim in range(len(shape_of_node(gradient))) if dim != 1]
                 result = writer.call(aten.sum.dim_IntList, gradient, dims)
-        gradients[user] = result
+        gradients[getitem] = result
     return gradients
 
 
 def _has_axis_rule(arguments: dict[str, Any], x: fx.Node, weight: fx.Node) -> bool:
-    """Return whether the axis rules cover a convolution: it has a kernel of one tap, or windows along one axis."""
-    taps = shape_of_node(weight)
+    """Return whether later passes know the axes of a convolution: kernel size 1, or stride 1 along one spatial axis.
+
+    `arguments` are those of the convolution's backward, by name; `x` and `weight` are real.
+    """
+    weight_shape = shape_of_node(weight)
     if not all(item.meta[VALUE].is_floating_point() for item in (x, weight)):  # gradients of complex tensors contain conjugates
         return False
-    return is_one_tap(arguments, taps) or (len(shape_of_node(x)) == 3 and find_window(arguments, taps[-1]) is not None)
+    has_window = len(shape_of_node(x)) == 3 and find_window(arguments, weight_shape[-1]) is not None
+    return is_one_tap(arguments, weight_shape) or has_window

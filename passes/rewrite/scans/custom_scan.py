@@ -1,7 +1,10 @@
 """Replace operators with a state that packages or users declare (`streamfx.register_recurrence`) by recurrences.
 
-A call and its backwards are replaced together: the loop that runs the call also stores the state at the start of each
-chunk, which the backward needs.
+A declaration (`Stateful`) names the operator and its backward, the functions that run them on one chunk of rows, and the
+arguments and results that have rows or are states. A recurrence is one operator that a loop runs chunk by chunk; a *plan*
+is its description. A call and its backwards are replaced together: the loop that runs the call also stores the state at the
+start of each chunk, which the backward needs. `NotStatefulError` says why a call is not replaced; the rule records this
+reason as its `FALLBACK_REASON`.
 """
 
 from __future__ import annotations
@@ -34,12 +37,12 @@ CHANGED_RESULT = "result {index} in use, which changes if the state after the la
 
 @dataclass(frozen=True)
 class ScanCall:
-    """A call of an operator with a state, or of its backward: arguments by name, users of each result, and traced results."""
+    """A call of an operator with a state, or of its backward."""
 
     node: fx.Node
-    arguments: Mapping[str, Any]
-    users_by_result: Mapping[int, Sequence[fx.Node]]
-    results: Sequence[Any]
+    arguments: Mapping[str, Any]  # by name
+    getitems: Mapping[int, Sequence[fx.Node]]  # the `getitem` nodes of each result, by result index
+    results: Sequence[Any]  # the traced results (fake tensors)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -47,7 +50,7 @@ class ScanCall:
         return {name: value.meta[VALUE] if isinstance(value, fx.Node) else value for name, value in self.arguments.items()}
 
     def operands(self, names: Sequence[str]) -> list[fx.Node]:
-        """Return the arguments with these names."""
+        """Return the arguments with these names, in the given order; they are tensors."""
         return [self.arguments[name] for name in names]
 
 
@@ -75,27 +78,34 @@ STATEFUL_OPERATOR_TO_RECURRENCE = RewriteRule("stateful_operator_to_recurrence",
 
 
 def read_call(node: fx.Node, declared: Stateful) -> ScanCall:
-    """Return a call of a declared operator or its backward; raise a NotStatefulError if its arguments are not supported."""
-    arguments, users_by_result = bound_arguments(node), getitems_by_index(node)
-    if users_by_result is None:
+    """Return a call of a declared operator or its backward.
+
+    Raise a NotStatefulError if an argument is a list of tensors or a dynamic size (other than a number of rows), or if the
+    results are used as one tuple.
+    """
+    arguments, getitems = bound_arguments(node), getitems_by_index(node)
+    if getitems is None:
         raise NotStatefulError(UNPACKED_RESULTS)
     for name, value in arguments.items():
         if isinstance(value, (list, tuple)) and any(isinstance(item, fx.Node) for item in value):
             raise NotStatefulError(TENSOR_LIST)
         if isinstance(value, fx.Node) and not is_tensor(value) and name not in declared.counts:
             raise NotStatefulError(DYNAMIC_SIZE.format(name=name))
-    return ScanCall(node, {name: strip_aliases(value) for name, value in arguments.items()}, users_by_result, node.meta[VALUE])
+    return ScanCall(node, {name: strip_aliases(value) for name, value in arguments.items()}, getitems, node.meta[VALUE])
 
 
 def strip_aliases(value: Any) -> Any:
-    """Return the value of which an argument is an alias, because autograd may save an alias instead of the argument."""
+    """Return the value before `alias` and `detach`; anything but a node unchanged.
+
+    Autograd may save an alias of an argument for the backward, instead of the argument.
+    """
     while isinstance(value, fx.Node) and value.target in remove_alias.targets:
         value = node_argument(value)
     return value
 
 
 def users_through_aliases(value: fx.Node) -> Iterator[fx.Node]:
-    """Yield the users of a value and of its aliases."""
+    """Yield the users of a value and of its aliases (`alias`, `detach`), without the aliases themselves."""
     for user in value.users:
         if user.target in remove_alias.targets:
             yield from users_through_aliases(user)
@@ -104,45 +114,53 @@ def users_through_aliases(value: fx.Node) -> Iterator[fx.Node]:
 
 
 def find_backwards(declared: Stateful, call: ScanCall) -> list[ScanCall]:
-    """Return the backwards of a call: they read its operands and the results that it saved for them.
+    """Return the backward calls of a call: they read its operands and the results that it saved for them.
 
-    Raise a NotStatefulError if a backward may belong to another call.
+    Raise a NotStatefulError if a backward may also belong to another call, with other arguments.
     """
-    backwards = [backward for backward in _calls_sharing_operands(call, declared, 1) if _is_backward_of(declared, backward, call)]
+    forward_name, backward_name = declared.operators
+    candidates = _calls_sharing_operands(call, declared, backward_name)
+    backwards = [backward for backward in candidates if _is_backward_of(declared, backward, call)]
     for backward in backwards:
         _check_names(declared, backward, backward=True)
-        for other in _calls_sharing_operands(call, declared, 0):
-            if other.arguments != call.arguments and _is_backward_of(declared, backward, other):
+        for other_call in _calls_sharing_operands(call, declared, forward_name):
+            if other_call.arguments != call.arguments and _is_backward_of(declared, backward, other_call):
                 raise NotStatefulError(AMBIGUOUS_BACKWARD)
     return backwards
 
 
-def _calls_sharing_operands(call: ScanCall, declared: Stateful, index: int) -> Iterator[ScanCall]:
-    """Yield the calls of the operator (`index` 0), or of its backward (1), that share an operand with a call."""
-    sources = [value for value in call.arguments.values() if isinstance(value, fx.Node)]
+def _calls_sharing_operands(call: ScanCall, declared: Stateful, operator_name: str) -> Iterator[ScanCall]:
+    """Yield all calls of the operator with this name (the declared operator or its backward) that read an operand of `call`."""
+    operands = [value for value in call.arguments.values() if isinstance(value, fx.Node)]
     users = {
         user: None
-        for source in sources
-        for user in users_through_aliases(source)
-        if overload_name(user.target) == declared.operators[index]
+        for operand in operands
+        for user in users_through_aliases(operand)
+        if overload_name(user.target) == operator_name
     }
     return (read_call(user, declared) for user in users)
 
 
 def _is_backward_of(declared: Stateful, backward: ScanCall, call: ScanCall) -> bool:
-    """Return whether a backward has the operands of a call, and reads the results that this call saved."""
+    """Return whether a backward call has the arguments of a forward call, and reads the results that this call saved.
+
+    Arguments are compared by name. A number of rows (`declared.counts`) is not compared.
+    """
     shared_arguments = {
         name: value
         for name, value in backward.arguments.items()
         if name in declared.argument_names and name not in declared.counts
     }
     has_equal_operands = all(_are_equal_arguments(value, call.arguments[name]) for name, value in shared_arguments.items())
-    saved = {name: call.users_by_result.get(index, ()) for name, index in declared.saved.items()}
-    return has_equal_operands and all(backward.arguments[name] in getitems for name, getitems in saved.items())
+    saved_getitems = {name: call.getitems.get(index, ()) for name, index in declared.saved.items()}
+    return has_equal_operands and all(backward.arguments[name] in getitems for name, getitems in saved_getitems.items())
 
 
 def _check_names(declared: Stateful, call: ScanCall, backward: bool = False) -> None:
-    """Raise a NotStatefulError if a call has other argument names, because a package may change its operator."""
+    """Raise a NotStatefulError if a call's argument names are not those of the declaration.
+
+    They differ if another version of a package has changed its operator. `backward`: the call is one of the backward.
+    """
     expected = declared.backward_argument_names if backward else declared.argument_names
     if tuple(call.arguments) != expected:
         raise NotStatefulError(f"other arguments than {', '.join(expected)}")
@@ -159,22 +177,25 @@ def _are_equal_arguments(value: Any, expected: Any) -> bool:
 def emit_recurrences(
     declared: Stateful, call: ScanCall, backwards: Sequence[ScanCall], writer: GraphWriter
 ) -> dict[fx.Node, fx.Node]:
-    """Emit recurrences that run a call and its backwards chunk by chunk, and map the old results to theirs.
+    """Emit recurrences that run a call and its backwards chunk by chunk; return {old getitem: new getitem}.
 
-    If one of the calls cannot be replaced, raise a NotStatefulError before anything is written.
+    If one of the calls cannot be replaced, raise a NotStatefulError before anything is written. Results that the backward
+    recomputes for each chunk are not results of the recurrence.
     """
     _check_saved(declared, call, backwards)
-    computed_results = [index for index in sorted(call.users_by_result) if index not in declared.recomputed_per_chunk.values()]
+    computed_results = [index for index in sorted(call.getitems) if index not in declared.recomputed_per_chunk.values()]
     plan, results = writer.run_on_fakes(forward_plan, declared, call.values, computed_results)
     _check_results(call, results, computed_results)
     plans = [(backward, _plan_backward(declared, plan, call, backward, results, writer)) for backward in backwards]
     forward = writer.call(Forward(plan), *call.operands(plan.operands))
     replacements = _map_results(call, plan, forward, writer)
     for backward, backward_call_plan in plans:
-        merged = ScanCall(backward.node, {**call.arguments, **backward.arguments}, backward.users_by_result, backward.results)
-        result = writer.before(backward.node).call(Backward(backward_call_plan), *merged.operands(backward_call_plan.operands))
-        result.meta[FORWARD_OPERATOR] = forward
-        replacements |= _map_results(backward, backward_call_plan, result, writer)
+        # a backward that recomputes saved results reads the forward call's operands, too
+        all_arguments = {**call.arguments, **backward.arguments}
+        operands = [all_arguments[name] for name in backward_call_plan.operands]
+        new_backward = writer.before(backward.node).call(Backward(backward_call_plan), *operands)
+        new_backward.meta[FORWARD_OPERATOR] = forward
+        replacements |= _map_results(backward, backward_call_plan, new_backward, writer)
     return replacements
 
 
@@ -186,31 +207,42 @@ def _plan_backward(
     forward_results: Sequence[Any],
     writer: GraphWriter,
 ) -> StatefulPlan:
-    """Return the plan of a backward call, which also reads the forward call's operands if it recomputes saved results."""
+    """Return the plan of a backward call; raise a NotStatefulError if its results would differ from the traced ones.
+
+    Saved results without rows are recomputed for each chunk. If any of them has elements, the backward also reads the
+    forward call's operands. `forward_results` are fake tensors.
+    """
     backward_values = {name: value for name, value in backward.values.items() if name not in declared.recomputed_per_chunk}
     recomputes = any(0 not in shape_of(forward_results[index]) for index in declared.recomputed_per_chunk.values())
     arguments = {**(call.values if recomputes else {}), **backward_values}
-    used_results = sorted(backward.users_by_result)
+    used_results = sorted(backward.getitems)
     plan, results = writer.run_on_fakes(backward_plan, declared, call_plan, arguments, forward_results, used_results)
     _check_results(backward, results, used_results)
     return plan
 
 
 def _map_results(call: ScanCall, plan: StatefulPlan, recurrence: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """Emit a `getitem` for each result of a recurrence, and map the old `getitem` nodes to them."""
-    getitem_by_index = {result.index: writer.call(operator.getitem, recurrence, i) for i, result in enumerate(plan.results)}
+    """Emit a `getitem` for each result of a recurrence; return {old getitem of the call: new getitem}.
+
+    `plan.results` has the index, among the call's results, of each result of the recurrence.
+    """
+    new_getitems = {result.index: writer.call(operator.getitem, recurrence, i) for i, result in enumerate(plan.results)}
     return {
-        old_getitem: getitem_by_index[index]
-        for index, old_getitems in call.users_by_result.items()
-        if index in getitem_by_index
+        old_getitem: new_getitems[index]
+        for index, old_getitems in call.getitems.items()
+        if index in new_getitems
         for old_getitem in old_getitems
     }
 
 
 def _check_saved(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCall]) -> None:
-    """Raise a NotStatefulError unless each chunk recomputes each result without rows, and only these backwards read it."""
+    """Raise a NotStatefulError if a result that has no rows, and is no state, is used by anything but these backwards.
+
+    Such a result of the full sequence is not computed: the backward recomputes it for each chunk, if it is declared as
+    saved.
+    """
     backward_nodes = {backward.node for backward in backwards}
-    for index, getitems in call.users_by_result.items():
+    for index, getitems in call.getitems.items():
         has_no_rows = declared.results[index] is None and index not in declared.states.values()
         if has_no_rows and (
             index not in declared.recomputed_per_chunk.values()
@@ -220,9 +252,9 @@ def _check_saved(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCal
 
 
 def _check_results(call: ScanCall, results: Sequence[Any], indices: Sequence[int]) -> None:
-    """Raise a NotStatefulError if a used result has another shape or dtype in the plan than in the trace.
+    """Raise a NotStatefulError if a result has another shape or dtype in the plan (`results`) than in the traced call.
 
-    An operator may return other results if it also returns its state.
+    `indices` are the results that are used. An operator may return other results if it also returns its state.
     """
     for index in indices:
         traced, planned = call.results[index], results[index]

@@ -1,4 +1,8 @@
-"""Replace `associative_scan` operators by recurrences (`streamfx/frontend/associative_scan_match.py` recognizes them)."""
+"""Replace `associative_scan` operators by recurrences (`streamfx/frontend/associative_scan_match.py` recognizes them).
+
+An associative scan combines the rows so far by a function, which maps two tuples of tensors (the *leaves*) to one, as
+`cumsum` does by addition. A recurrence is one operator that a loop runs chunk by chunk, with a carry from chunk to chunk.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +24,15 @@ from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN, Associative, 
 
 @dataclass(frozen=True)
 class TreeScan:
-    """A call of `associative_scan`: the rows of each leaf, the operands that all rows share, the combine function's id."""
+    """A call of `associative_scan`."""
 
-    rows: tuple[fx.Node, ...]
-    shared: tuple[fx.Node, ...]
-    combine: int
+    rows: tuple[fx.Node, ...]  # of each leaf, with the rows along dimension 0
+    shared: tuple[fx.Node, ...]  # operands of the combine function that all rows share
+    combine: int  # the number of the combine function (index into `runtime/associative.py: COMBINES`)
 
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> TreeScan:
-        """Return a call from its arguments."""
+        """Return a call from its arguments (rows, shared operands, number of the combine function), without aliases."""
         rows, shared, combine = arguments
         return cls(tuple(map(strip_aliases, rows)), tuple(map(strip_aliases, shared)), combine)
 
@@ -38,57 +42,65 @@ def associative_scan_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mappin
     """associative_scan(rows) -> y                     ->   recurrence(rows) -> y
     associative_scan_backward(dy, rows) -> drows    ->   recurrence(dy, rows) -> drows, in reverse
     """
-    call, users_by_result = TreeScan.read(node.args), getitems_by_index(node)
+    call, results = TreeScan.read(node.args), getitems_by_index(node)
     backwards = list(_backward_calls(call))
-    users_by_backward = [getitems_by_index(backward) for backward in backwards]
-    if users_by_result is None or None in users_by_backward or not isinstance(shape_of_node(call.rows[0])[0], int):
+    results_by_backward = [getitems_by_index(backward) for backward in backwards]
+    if results is None or None in results_by_backward or not isinstance(shape_of_node(call.rows[0])[0], int):
         return None
-    forward = writer.insert_call(
-        _result_values(node, users_by_result), Associative(_plan(call, sorted(users_by_result))), *call.rows, *call.shared
-    )
-    replacements = _getitems(forward, users_by_result, writer)
-    for backward, backward_users in zip(backwards, users_by_backward, strict=True):
-        assert backward_users is not None
+    plan = _plan(call, sorted(results))
+    forward = writer.insert_call(_result_values(node, results), Associative(plan), *call.rows, *call.shared)
+    replacements = _emit_getitems(forward, results, writer)
+    for backward, backward_results in zip(backwards, results_by_backward, strict=True):
+        assert backward_results is not None
         gradients: Sequence[Any] = backward.args[0]  # type: ignore[assignment]
         present = [gradient for gradient in gradients if gradient is not None]
         absent_gradients = frozenset(i for i, gradient in enumerate(gradients) if gradient is None)
-        plan = _plan(call, sorted(backward_users), present, absent_gradients)
+        plan = _plan(call, sorted(backward_results), present, absent_gradients)
         operands = (*present, *call.rows, *call.shared)
-        result = writer.before(backward).insert_call(
-            _result_values(backward, backward_users), AssociativeBackward(plan), *operands
+        new_backward = writer.before(backward).insert_call(
+            _result_values(backward, backward_results), AssociativeBackward(plan), *operands
         )
-        result.meta[FORWARD_OPERATOR] = forward
-        replacements |= _getitems(result, backward_users, writer)
+        new_backward.meta[FORWARD_OPERATOR] = forward
+        replacements |= _emit_getitems(new_backward, backward_results, writer)
     return replacements
 
 
 def _backward_calls(call: TreeScan) -> Iterator[fx.Node]:
-    """Yield the backwards of a call: they have the same rows, shared operands and combine function."""
+    """Yield the backward nodes of a call: they read the same rows, shared operands and combine function."""
     for user in dict.fromkeys(user for row in call.rows for user in users_through_aliases(row)):
         if user.target is SCAN_BACKWARD and TreeScan.read(user.args[1:]) == call:
             yield user
 
 
-def _result_values(node: fx.Node, users_by_result: Mapping[int, Any]) -> tuple[Any, ...]:
-    """Return the traced values of the used results of a scan, in order."""
-    return tuple(node.meta[VALUE][index] for index in sorted(users_by_result))
+def _result_values(node: fx.Node, results: Mapping[int, Any]) -> tuple[Any, ...]:
+    """Return the traced values (fake tensors) of the results of `node` whose indices are keys of `results`, in order."""
+    return tuple(node.meta[VALUE][index] for index in sorted(results))
 
 
-def _getitems(scan: fx.Node, users_by_result: Mapping[int, Sequence[fx.Node]], writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """Emit a `getitem` for each used result, and map the old `getitem` nodes to it."""
-    getitem_by_index = {index: writer.call(operator.getitem, scan, i) for i, index in enumerate(sorted(users_by_result))}
-    return {user: getitem_by_index[index] for index, users in users_by_result.items() for user in users}
+def _emit_getitems(recurrence: fx.Node, results: Mapping[int, Sequence[fx.Node]], writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+    """Emit a `getitem` for each result of a recurrence; return {old getitem: new getitem}.
+
+    `results` has the old `getitem` nodes by their result index. The recurrence returns only these results, in order: if
+    results 0 and 2 are in use, they are its results 0 and 1.
+    """
+    new_getitems = {index: writer.call(operator.getitem, recurrence, i) for i, index in enumerate(sorted(results))}
+    return {old_getitem: new_getitems[index] for index, old_getitems in results.items() for old_getitem in old_getitems}
 
 
 def _plan(
     call: TreeScan, results: Sequence[int], gradients: Sequence[fx.Node] = (), absent: frozenset[int] | None = None
 ) -> TreePlan:
-    """Return the plan of a call with these used results, or of its backward if `absent` (gradients that are None) is given."""
+    """Return the plan of a call with the results of these indices, or of its backward.
+
+    A backward has incoming gradients; `absent` has the indices of those that are None. It is None for a forward call.
+    """
+    # (shape, dimension of the rows), which is None for operands that all rows share
     operands = [*((shape_of_node(row), 0) for row in call.rows), *((shape_of_node(value), None) for value in call.shared)]
     all_operands = [*((shape_of_node(gradient), 0) for gradient in gradients), *operands]
     axes = separate_axes(all_operands, [operands[index] for index in results])
     dtypes = tuple(row.meta[VALUE].dtype for row in call.rows)
-    (length, *_), *_ = shapes = [shape_of_node(row) for row in call.rows]
+    shapes = [shape_of_node(row) for row in call.rows]
+    length = shapes[0][0]
     assert isinstance(length, int)
     return TreePlan(
         name=f"associative_scan{'' if absent is None else '_backward'}_{call.combine:x}"[:40],

@@ -1,8 +1,10 @@
 """Replace PyTorch's `scan` by a recurrence over rows: its carry and its direction are known.
 
-Values that a step computes only from operands shared by all rows are loop-invariant: they are computed once and expanded
-to all rows. The backward of a scan is a scan that reads such values: PyTorch stacks one copy of a weight per row if the
-steps need it.
+A `scan` calls a step function once per row (along dimension 0): (carry, row of each scanned operand, shared operands) ->
+(next carry, one row of each output). A recurrence is one operator that a loop runs chunk by chunk, with the carry from
+chunk to chunk. Values that a step computes only from operands shared by all rows are loop-invariant: they are computed once
+and expanded to all rows. The backward of a scan is a scan that reads such values: PyTorch stacks one copy of a weight per
+row if the steps need it.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ class ScanStep:
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
 
     def rearranged(self, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> ScanStep:
-        """Return the same operators with reordered inputs and the given results."""
+        """Return a copy of the step with its placeholders in the order `inputs`, and with the given results; drop unused nodes.
+
+        `inputs` and `results` are nodes of this step.
+        """
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in (*inputs, *self.operators):
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -66,11 +71,14 @@ class ScanStep:
         return ScanStep(graph, self.num_carried)
 
     def with_views(self) -> ScanStep:
-        """Return the step with views instead of copies of views, because nothing writes to the values of a step."""
+        """Return a copy of the step with views instead of copies of views: `t_copy` becomes `t`.
+
+        This is correct because nothing writes to the values of a step.
+        """
         step = self.rearranged(self.inputs, self.results)
         for node in step.operators:
-            viewed = _find_view_operator(node.target)
-            node.target = COPYING_VIEWS.get(viewed, viewed)
+            view_operator = _find_view_operator(node.target)
+            node.target = COPYING_VIEWS.get(view_operator, view_operator)
         return step
 
 
@@ -92,21 +100,22 @@ class ScanOperator:
 @rewrite_rule(SCAN)
 def scan_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """scan(step, carry, rows, shared) -> recurrence(carry, rows, shared), in reverse if the rows were flipped"""
-    call, users_by_result = _match_scan(node), getitems_by_index(node)
-    if call is None or users_by_result is None:
+    call, getitems = _match_scan(node), getitems_by_index(node)
+    if call is None or getitems is None:
         return None
-    results = _emit_without_steps(call, [index for index in users_by_result if index >= call.step.num_carried], writer)
-    remaining = [index for index in users_by_result if index not in results]
+    outputs = [index for index in getitems if index >= call.step.num_carried]  # the results after the final carry
+    new_results = _emit_without_steps(call, outputs, writer)
+    remaining = [index for index in getitems if index not in new_results]
     if remaining:
-        results |= _emit_recurrence(_with_shared_operands(call), remaining, writer)
-    return {user: results[index] for index, users in users_by_result.items() for user in users}
+        new_results |= _emit_recurrence(_with_shared_operands(call), remaining, writer)
+    return {old_getitem: new_results[index] for index, old_getitems in getitems.items() for old_getitem in old_getitems}
 
 
 @rewrite_rule(aten.flip.default)
 def remove_flip_of_expand(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """flip(expand(x)) -> expand(x), if one row is repeated"""
-    inner = node_argument(node)
-    return inner if _flipped_dims(node) == {0} and _repeated_row(inner) is not None else None
+    operand = node_argument(node)
+    return operand if _flipped_dims(node) == {0} and _repeated_row(operand) is not None else None
 
 
 # -- reading a call
@@ -115,12 +124,12 @@ def remove_flip_of_expand(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 def _match_scan(node: fx.Node) -> ScanOperator | None:
     """Return a `scan` call as initial carry, scanned rows, shared operands and step. In the step, copies of views are views.
 
-    None if the step has side effects, random draws or layout-dependent operators, if operands are not tensors or do not
-    match its inputs, or if results have no static shape.
+    Return None if the step has side effects, random draws or layout-dependent operators, if operands are not tensors or do
+    not match its inputs, or if the step's results have no static shape.
     """
-    function, *groups = node.args
+    function, *operand_lists = node.args
     module = function.meta.get(GRAPH) if isinstance(function, fx.Node) else None
-    carry, rows, shared = (tuple(group) for group in groups)  # type: ignore[arg-type]
+    carry, rows, shared = (tuple(operands) for operands in operand_lists)  # type: ignore[arg-type]
     if module is None or not rows or not all(isinstance(item, fx.Node) and is_tensor(item) for item in (*carry, *rows, *shared)):
         return None
     step = ScanStep(module.graph, len(carry))
@@ -129,7 +138,10 @@ def _match_scan(node: fx.Node) -> ScanOperator | None:
 
 
 def is_pure_operator(node: fx.Node) -> bool:
-    """Return whether a step's operator depends on its operands' elements only, not on their memory or a random state."""
+    """Return whether a step's operator depends on its operands' elements only, not on their strides or a random state.
+
+    It must not write to its operands either. Operators of other packages are not known.
+    """
     if node.target is operator.getitem:
         return True
     return (
@@ -147,42 +159,50 @@ def _has_shape(result: Any) -> bool:
 
 
 def _find_view_operator(target: Any) -> Any:
-    """Return the view of a copying operator, such as `t` for `t_copy`; any other operator itself."""
+    """Return the view operator that an operator copies, such as `t` for `t_copy`; any other operator itself."""
     if not isinstance(target, OpOverload) or not target._opname.endswith("_copy"):
         return target
-    viewed = getattr(getattr(aten, target._opname.removesuffix("_copy"), None), target._overloadname, None)
-    return viewed if isinstance(viewed, OpOverload) and is_view(viewed) else target
+    view_operator = getattr(getattr(aten, target._opname.removesuffix("_copy"), None), target._overloadname, None)
+    return view_operator if isinstance(view_operator, OpOverload) and is_view(view_operator) else target
 
 
 # -- results without steps
 
 
 def _emit_without_steps(call: ScanOperator, indices: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
-    """Return the outputs, by result index, that are rows of an operand or loop-invariant: these need no recurrence."""
+    """Emit the outputs of a scan that need no recurrence; return them by result index.
+
+    They are an operand's rows, which the step returns unchanged, or loop-invariant: one row, expanded to all rows. `indices`
+    are the results to consider, which are outputs and not final carries.
+    """
     outputs: dict[int, fx.Node] = {}
-    start, stop = len(call.initial_carry), len(call.initial_carry) + len(call.rows)
+    num_carried = len(call.initial_carry)
+    num_varying = num_carried + len(call.rows)  # inputs that differ from step to step
     operands = dict(zip(call.step.inputs, call.operands, strict=True))
-    varying = descendants(call.step.inputs[:stop], call.step.operators)
+    varying = descendants(call.step.inputs[:num_varying], call.step.operators)
     for index in indices:
-        source = _source_of_copy(call.step.results[index])
-        if source in call.step.inputs[start:stop]:
-            outputs[index] = operands[source]
-        elif source not in varying:
-            row = writer.call(aten.unsqueeze.default, _emit_loop_invariant(source, operands, writer), 0)
+        value = _source_of_copy(call.step.results[index])
+        if value in call.step.inputs[num_carried:num_varying]:
+            outputs[index] = operands[value]
+        elif value not in varying:
+            row = writer.call(aten.unsqueeze.default, _emit_loop_invariant(value, operands, writer), 0)
             length = size_arguments(call.rows[0], writer)[0]
-            outputs[index] = writer.call(aten.expand.default, row, [length, *(-1 for _ in shape_of_node(source))])
+            outputs[index] = writer.call(aten.expand.default, row, [length, *(-1 for _ in shape_of_node(value))])
     return outputs
 
 
 def _source_of_copy(node: fx.Node) -> fx.Node:
-    """Return the value that a step's result copies."""
+    """Return the value before `clone`, `detach` and `alias`."""
     while node.target in (aten.clone.default, aten.detach.default, aten.alias.default):
         node = node_argument(node)
     return node
 
 
 def _emit_loop_invariant(value: fx.Node, emitted: dict[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:
-    """Emit a loop-invariant value of a step before the scan; `emitted` maps the step's nodes to their copies."""
+    """Emit a loop-invariant value of a step, and the values from which it is computed, before the scan; return the node.
+
+    `emitted` maps nodes of the step to nodes before the scan, and gets the new ones; at first, it has the step's inputs.
+    """
     if value not in emitted:
         for source in value.all_input_nodes:
             _emit_loop_invariant(source, emitted, writer)
@@ -195,21 +215,24 @@ def _emit_loop_invariant(value: fx.Node, emitted: dict[fx.Node, fx.Node], writer
 
 
 def _with_shared_operands(call: ScanOperator) -> ScanOperator:
-    """Return the call with shared operands instead of scanned operands whose rows are all equal."""
-    start, stop = len(call.initial_carry), len(call.initial_carry) + len(call.rows)
+    """Return the call with shared operands x in place of scanned operands expand(x), whose rows are all equal.
+
+    The step gets its inputs in the new order: carry, scanned rows, shared operands. If all scanned operands are expanded,
+    the call is returned unchanged, because the number of rows is read from one of them.
+    """
+    start = len(call.initial_carry)
+    stop = start + len(call.rows)
     inputs = call.step.inputs
-    repeated_by_input = {
-        placeholder: _repeated_row(rows) for placeholder, rows in zip(inputs[start:stop], call.rows, strict=True)
-    }
-    if None not in repeated_by_input.values():  # the number of rows is read from the scanned operands, so one must remain
-        return call
     rows_by_input = dict(zip(inputs[start:stop], call.rows, strict=True))
+    repeated_by_input = {placeholder: _repeated_row(rows) for placeholder, rows in rows_by_input.items()}
+    if None not in repeated_by_input.values():
+        return call
     varying_inputs = [placeholder for placeholder in repeated_by_input if repeated_by_input[placeholder] is None]
     repeated_inputs = [placeholder for placeholder in repeated_by_input if repeated_by_input[placeholder] is not None]
-    order = [*inputs[:start], *varying_inputs, *inputs[stop:], *repeated_inputs]
+    new_order = [*inputs[:start], *varying_inputs, *inputs[stop:], *repeated_inputs]
     shared = (*call.shared, *(repeated_by_input[placeholder] for placeholder in repeated_inputs))
     return ScanOperator(
-        call.step.rearranged(order, call.step.results),
+        call.step.rearranged(new_order, call.step.results),
         call.initial_carry,
         tuple(rows_by_input[placeholder] for placeholder in varying_inputs),
         shared,  # type: ignore[arg-type]
@@ -230,9 +253,14 @@ def _repeated_row(rows: fx.Node) -> fx.Node | None:
 
 
 def _emit_recurrence(call: ScanOperator, indices: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
-    """Emit a recurrence that runs the steps, and return the results with these indices, by index."""
+    """Emit a recurrence that runs the steps; return those of its results that have these indices in the `scan`, by index.
+
+    Results below `num_carried` are final carries, the others outputs. If a scanned operand is flipped, the recurrence runs
+    from the last row to the first, on operands that are not flipped, and the outputs are flipped.
+    """
     num_carried = call.step.num_carried
-    final_carries, outputs = [i for i in indices if i < num_carried], [i for i in indices if i >= num_carried]
+    final_carries = [i for i in indices if i < num_carried]
+    outputs = [i for i in indices if i >= num_carried]
     reverse = any(_is_flipped(rows) for rows in call.rows)
     results = [*call.step.results[:num_carried], *(call.step.results[index] for index in outputs)]
     rows = tuple(_flip(item, writer) if reverse else item for item in call.rows)
@@ -243,7 +271,10 @@ def _emit_recurrence(call: ScanOperator, indices: Sequence[int], writer: GraphWr
 
 
 def _scan_plan(call: ScanOperator, final_carries: tuple[int, ...], reverse: bool) -> ScanPlan:
-    """Return the plan of a scan; `final_carries` are the carried values whose last state is a result."""
+    """Return the description of a scan for the operator `ChunkedScan`: step function, types and axes.
+
+    `final_carries` are the indices of the carried values that the scan returns after the last row.
+    """
     step, num_carried = call.step, call.step.num_carried
     result_types = [(tuple(result.meta[VALUE].shape), result.meta[VALUE].dtype) for result in step.results]
     name = f"scan_{blake2s(repr(structure(step.graph)).encode(), digest_size=4).hexdigest()}"
@@ -258,17 +289,17 @@ def _scan_plan(call: ScanOperator, final_carries: tuple[int, ...], reverse: bool
 
 
 def _is_flipped(rows: fx.Node) -> bool:
-    """Return whether a value is rows flipped along the first dimension."""
+    """Return whether a value is flip(rows, [0])."""
     return rows.target is aten.flip.default and _flipped_dims(rows) == {0}
 
 
 def _flip(rows: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Flip rows along the first dimension; return the operand if they are flipped already."""
+    """Emit flip(rows, [0]); if the rows are flip(x, [0]) already, return x."""
     return node_argument(rows) if _is_flipped(rows) else writer.call(aten.flip.default, rows, [0])
 
 
 def _flipped_dims(flip: fx.Node) -> set[int]:
-    """Return the dimensions of a flip, as nonnegative numbers."""
+    """Return the dimensions along which a `flip` node flips, as nonnegative numbers."""
     rank = max(len(shape_of_node(flip)), 1)
     dims: Any = flip.args[1]
     return {dim % rank for dim in dims}
