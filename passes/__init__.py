@@ -3,7 +3,7 @@
 `Facts` (ir/facts.py) holds AOTAutograd's joint graph, the results of each analysis, and finally two *host programs*: graphs
 that replace forward and backward, and call loops over chunks of the sequence. An operator that no loop can run *falls back*:
 it runs on the full sequence, between loops. The passes know nothing of the user's module but its graph. This package may
-import `cost`, `runtime`, `kernels`, `ir` and the layers below them, and is imported by the frontend and the tools.
+import `cost`, `runtime`, `kernels`, `dialect`, `ir` and the layers below them, and is imported by the frontend and the tools.
 """
 
 if __name__ != "streamfx.passes":
@@ -43,6 +43,7 @@ from streamfx.passes.scan.recurrences import Recurrences
 from streamfx.passes.scan.split_shared import SplitShared
 from streamfx.passes.scan.truncated_bptt import TruncatedBPTT
 from streamfx.passes.verifier import Verifier
+from streamfx.runtime import implementations as _implementations  # noqa: F401  (the operators in programs run)
 
 
 class Pass(Protocol):

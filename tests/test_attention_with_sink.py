@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamfx.kernels.sdpa import ATTENTION
+from streamfx.dialect.attention import ATTENTION
 from tests.support.canonical import INF, NAN, Case, graphs, plain, targets
 from tests.support.tables import read
 

@@ -16,9 +16,10 @@ from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from streamfx.dialect.scans import REVERSE_SCANS
 from streamfx.ir.program import START, STOP
 from streamfx.ir.sizes import Real, Truth
-from streamfx.runtime import chunked_scans, compiled_segments, runtime_sizes
+from streamfx.runtime import compiled_segments, runtime_sizes
 from streamfx.runtime.chunks import Chunks
 from streamfx.runtime.compiled_segments import Segment
 from streamfx.runtime.loop_codegen import LoopWriter
@@ -189,11 +190,11 @@ def test_code_for_one_size_is_not_reused_for_another(caplog: pytest.LogCaptureFi
     assert torch.equal(form.call(numbers, [x])[0], x + 2)
 
 
-@pytest.mark.parametrize("kind", chunked_scans.SCANS)
+@pytest.mark.parametrize("kind", REVERSE_SCANS)
 def test_a_reverse_scan_has_the_strides_of_its_fake_result(kind: str) -> None:
     """Compiled code asserts the strides of the fake result."""
     rows = torch.ones(2, 5, 3).transpose(1, 2)
-    reverse = getattr(torch.ops.streamfx, f"reverse_{kind}")
+    reverse = REVERSE_SCANS[kind]
     real = reverse(rows, 1)
     with FakeTensorMode() as mode:
         fake = reverse(mode.from_tensor(rows), 1)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from streamfx.cost.meter import Meter
+from streamfx.dialect.products import ADD_ARRANGED_OUTER, ARRANGED_MM, GROUPED_MM, GROUPED_OUTER
 from streamfx.kernels import accumulate, grouped_mm
 from streamfx.kernels.device_kinds import DeviceKind, pretend_device
-from streamfx.kernels.grouped_mm import ADD_ARRANGED_OUTER, ARRANGED_MM, GROUPED_MM, GROUPED_OUTER, arrange
+from streamfx.kernels.grouped_mm import arrange
 from streamfx.torch_private import FakeTensorMode
 from tests.support.decoders.parts import VOCABULARY, made
 from tests.support.exactness import compare

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamfx.cost.meter import Meter
+from streamfx.dialect.products import ADD_PRODUCT
 from streamfx.kernels import chunk_attention, cuda_attention, cuda_products, efficient_bottom_right, flash_window, sdpa
-from streamfx.kernels.cuda_products import ADD_PRODUCT
 from streamfx.kernels.plain_attention import BOTTOM_RIGHT
 from streamfx.torch_private import FakeTensorMode
 from tests.support.calls import noted

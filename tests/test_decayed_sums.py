@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from streamfx.dialect.decayed_sums import DECAYED_SUMS, SUMS_AFTER
 from streamfx.runtime.custom_scan import Backward, Forward
-from streamfx.runtime.segment_sum import DECAYED_SUMS, SUMS_AFTER
 from tests.support.exactness import Report
 from tests.support.mixers import WIDTH, Mixed, Mixer, all_in_rows, compared, operators
 from tests.support.spread import only

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
+from streamfx.dialect.products import GROUPED_OUTER
+from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from streamfx.ir.joint import is_size
-from streamfx.kernels.grouped_mm import GROUPED_OUTER
-from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.passes.lowering.accumulating_lowerings import ACCUMULATING_LOWERINGS
 from streamfx.passes.lowering.bodies import LOWERINGS
-from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from tests.support import decoders
 from tests.support.exactness import check_streamed, recorder
 from tests.support.small import Causal, tokens

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamfx.kernels.grouped_mm import GROUPED_MM
+from streamfx.dialect.products import GROUPED_MM
 from tests.support.decoders.parts import made
 from tests.support.exactness import Report, compare
 from tests.support.sorted_experts import SPELLINGS, SortedExperts, SparseDecoder, Spelling

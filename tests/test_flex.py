@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
-from streamfx.kernels.sdpa import ATTENTION
+from streamfx.dialect.attention import ATTENTION
 from tests.support.exactness import TOLERANCE, assert_small, compare, errors, outcome, recorder
 from tests.support.spread import only
 

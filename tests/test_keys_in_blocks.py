@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from streamfx.dialect.attention import ATTENTION
 from streamfx.ir.facts import Facts
-from streamfx.kernels.sdpa import ATTENTION
 from streamfx.node_meta import MATERIALIZED
 from streamfx.tools.report.printer import text_of
 from tests.support import compressed

@@ -65,6 +65,18 @@ for name in ("streambp", "streamfx"):
 """
 
 
+OPERATORS = """
+import torch, streamfx.passes
+names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("streamfx::")]
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+print(len(names) > 20, [name for name in names if not has_kernel(name, "CompositeExplicitAutograd")])
+"""
+
+
+def test_importing_the_passes_implements_the_operators_that_they_write() -> None:
+    assert run(OPERATORS)[0].split(maxsplit=1) == ["True", "[]\n"]
+
+
 def test_the_first_use_imports_torch_and_registers_the_backend() -> None:
     """Neither import, help nor the refusal of a name does. The backend has two names, without installed entry points."""
     code = (

@@ -14,7 +14,7 @@ from benchmarks.live_bytes import peak_live_bytes
 from streamfx.budget import format_bytes
 from streamfx.cost import meter, workspaces
 from streamfx.cost.meter import Meter
-from streamfx.kernels import sdpa
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.tools.report.text import CHUNK_WORK
 from streamfx.torch_private import OpOverload
 from streamfx.torch_private.allocations import allocations
@@ -94,7 +94,7 @@ def test_every_attention_of_a_program_is_counted(context: int, device: str, dtyp
     options = {"save": "inputs", "chunk_size": 128, "loss_chunk_size": 128}
     given: dict[str, Any] = {"device": device, "dtype": dtype, "world": context, "context": context, "shard": "ddp"}
     streamfx.plan({**TINY, "num_hidden_layers": 1}, seq=512, baselines=False, options=options, **given)
-    assert (sdpa.ATTENTION_BACKWARD in seen) == (context > 1)
+    assert (ATTENTION_BACKWARD in seen) == (context > 1)
     assert any(func.namespace == "aten" and "backward" in func.name() for func in seen)
     assert seen <= {*workspaces.WORKSPACES, *workspaces.TRACED_OPERATORS}
 
@@ -114,7 +114,7 @@ def test_attention_on_a_cpu_takes_the_counted_bytes_and_a_constant_per_thread(gr
     for rows in (256, 2048):
         query, key, value = (torch.zeros(rows, 1, heads, 16).permute(1, 2, 0, 3) for heads in (4, groups, groups))
         given = query, query, key, value, query, torch.zeros(1, 4, rows)  # laid out as rows that ranks have exchanged
-        for target, own in ((sdpa.ATTENTION, given[1:4]), (sdpa.ATTENTION_BACKWARD, given)):
+        for target, own in ((ATTENTION, given[1:4]), (ATTENTION_BACKWARD, given)):
             counted = meter.traced_workspace(target, own, {"is_causal": True})
             taken = workspace(lambda: target(*own, is_causal=True))  # noqa: B023
             assert counted <= taken <= counted + torch.get_num_threads() * THREAD

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import streamfx
+from streamfx.dialect.offload import from_host, to_host
 from streamfx.runtime import offload, pinned
 from streamfx.runtime.pinned import PinnedBlocks, bytes_pinned
 from tests.support.streams import Device
@@ -48,8 +49,8 @@ def test_values_with_gaps(device: Device, monkeypatch: pytest.MonkeyPatch, value
     """They are put together before they are copied: the copy stream allocates nothing."""
     device.install(monkeypatch)
     with device.watching():
-        held = offload.free_after_copy(offload.to_host(value), value)
-        found = offload.wait_for_copy(offload.from_host(held, CPU))
+        held = offload.free_after_copy(to_host(value), value)
+        found = offload.wait_for_copy(from_host(held, CPU))
         assert torch.equal(found, value)
     device.check()
 
@@ -99,7 +100,7 @@ def test_memory_is_given_back_when_copies_are_done(device: Device, monkeypatch: 
     with device.watching():
         for pages in (1, 2, 4, 8):
             value = torch.ones(pages * PAGE, dtype=torch.uint8)
-            offload.free_after_copy(offload.to_host(value), value)
+            offload.free_after_copy(to_host(value), value)
     assert len(device.runtime.registered) == 1
     device.check()
 
@@ -115,7 +116,7 @@ def test_torch_pins_memory_that_cannot_be_registered(
     device.runtime.limit = 4 * PAGE
     monkeypatch.setattr(pinned, "pinned_by_torch", lambda size: torch.empty(size, dtype=torch.uint8))
     with caplog.at_level(logging.WARNING, "streamfx"), device.watching():
-        kept = [offload.to_host(torch.full((5 * PAGE // 2,), number, dtype=torch.uint8)) for number in range(4)]
+        kept = [to_host(torch.full((5 * PAGE // 2,), number, dtype=torch.uint8)) for number in range(4)]
     assert [int(value[-1]) for value in kept] == list(range(4))
     (record,) = caplog.records
     whole, wasted = (f"{size / 1024:.1f} KiB" for size in (4 * PAGE, 4 * PAGE - 5 * PAGE // 2))

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.distributed._functional_collectives import all_reduce
 
 import streamfx
+from streamfx.dialect.collectives import ALL_REDUCE
 from streamfx.ir.facts import known
 from streamfx.ir.joint import node_argument
 from streamfx.ir.stage_plan import AutoChunk
@@ -22,7 +23,7 @@ from streamfx.passes.lowering.compile_bodies import split
 from streamfx.passes.ops.collectives import ELEMENTWISE
 from streamfx.passes.ops.traits import only_moves_elements
 from streamfx.runtime.chunked_recurrences import Recurrence
-from streamfx.runtime.collective_calls import ALL_REDUCE, begin, end
+from streamfx.runtime.collective_calls import begin, end
 from tests.support.canonical import Case, graphs, targets
 from tests.support.collectives import data_of
 from tests.support.cut_by_hand import Summed

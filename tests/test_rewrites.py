@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from streamfx.dialect.associative_scan import SCAN_BACKWARD, TREE_SCAN, register_combine_graph
+from streamfx.dialect.decayed_sums import DECAYED_SUMS, DECAYED_SUMS_BACKWARD
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.rewrite.canonicalize import LATE_RULES, RULES
 from streamfx.passes.rewrite.driver import simplify
 from streamfx.passes.rewrite.pattern import RewriteRule, rewrite_rule
 from streamfx.passes.rewrite.views.constant_writes import constant_writes_to_where
-from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN, register_combine_graph
-from streamfx.runtime.segment_sum import BACKWARD, DECAYED_SUMS
 from streamfx.tools.report.listing import call_text, dtype_text, shape_text
 from streamfx.torch_private.vmapped import traced_on_rows
 from tests import test_attention_with_sink, test_bags
@@ -136,7 +136,7 @@ def decayed(x: Tensor, rows: Tensor, first: Tensor) -> tuple[Tensor, ...]:
     """Sums over rows that decay, and their gradients; the last sum has none."""
     decays = -x.square()
     sums, last = DECAYED_SUMS(decays, rows, first)
-    ddecays, drows, _ = BACKWARD(sums, None, decays, rows, first)
+    ddecays, drows, _ = DECAYED_SUMS_BACKWARD(sums, None, decays, rows, first)
     return last, ddecays, drows
 
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.errors import ordinal
 from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import bound_arguments
 from streamfx.ir.signature import Letter, Signature
 from streamfx.ir.sizes import quotient
-from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.passes.ops.rules.attention import M
 from streamfx.passes.ops.traits import CUTS, only_moves_elements
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.ir.axis_table import Atom
 from streamfx.ir.facts import AccessFacts, AxisFacts, Role
 from streamfx.ir.joint import (
@@ -32,7 +33,6 @@ from streamfx.ir.ranges import (
     full_range,
     is_exact_in,
 )
-from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import PATTERN, VALUE
 from streamfx.passes.analysis.affine import COEFFICIENTS, Positions, linear_combination
 from streamfx.passes.analysis.fused_scores import scores_of

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import fx
 
+from streamfx.dialect.products import ARRANGE, GROUPED_OUTER
 from streamfx.ir.access import Layout
 from streamfx.ir.sizes import Size, product
 from streamfx.kernels import accumulate
-from streamfx.kernels.grouped_mm import ARRANGE, GROUPED_OUTER, add_outer
+from streamfx.kernels.grouped_mm import add_outer
 
 if TYPE_CHECKING:
     from streamfx.passes.lowering.bodies import BodyBuilder

@@ -1,9 +1,8 @@
-"""Build the program that replaces the joint graph.
+"""Build the program that replaces the joint graph: two host programs, forward and backward, whose nodes are loops.
 
-It has two host programs, forward and backward, whose nodes are loops. The forward program runs the stages in order
-and saves the values at the cuts. The backward program runs the stages in reverse order, each from the last chunk to
-the first, and recomputes inside each chunk the values between the cuts that it needs. If the plan drops values at a
-cut, the forward loops since the last saved cut are rerun first.
+The forward program runs the stages in order and saves the values at the cuts. The backward program runs the stages in
+reverse order, each from the last chunk to the first, and recomputes inside each chunk the values between the cuts that
+it needs. If the plan drops values at a cut, the forward loops since the last saved cut are rerun first.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import sympy
 import torch
 from torch import fx
 
+from streamfx.dialect.offload import from_host
 from streamfx.ir.access import Layout
 from streamfx.ir.facts import Facts, StorageClass
 from streamfx.ir.joint import JointGraph, is_object, is_size, is_tensor, shape_of_node
@@ -37,7 +37,7 @@ from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.ops.traits import is_dequantizer, is_expensive, is_random, producer_of
 from streamfx.passes.partition.hoisted_reductions import hoisted_reductions
 from streamfx.passes.partition.loop_distribution import Region, distribute_over_loops
-from streamfx.runtime.offload import from_host, wait_for_copy
+from streamfx.runtime.offload import wait_for_copy
 from streamfx.runtime.restride import has_lazy_bit, resolve_conj_and_neg
 from streamfx.runtime.rng import draw_seed
 

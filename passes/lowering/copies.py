@@ -22,8 +22,9 @@ from typing import Any
 
 from torch import fx
 
+from streamfx.dialect.offload import from_host, to_host
 from streamfx.node_meta import REGION
-from streamfx.runtime.offload import free_after_copy, from_host, to_host, wait_for_copy
+from streamfx.runtime.offload import free_after_copy, wait_for_copy
 
 
 class _Runs:

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
+from streamfx.dialect.collectives import ALL_REDUCE
+from streamfx.dialect.products import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
+from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from streamfx.ir.access import OperandAccess
 from streamfx.ir.facts import Role, StorageClass
 from streamfx.ir.joint import bound_arguments, node_argument, scalar_argument, shape_of_node, tensor_operands
@@ -16,8 +20,6 @@ from streamfx.ir.sizes import Size, is_at_least
 from streamfx.kernels import window_ops
 from streamfx.kernels.chunk_attention import backward as attention_backward
 from streamfx.kernels.chunk_attention import forward as attention_forward
-from streamfx.kernels.grouped_mm import ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
-from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import COLLECTIVE_TEXT, VALUE
 from streamfx.passes.lowering.accumulating_lowerings import mean_divisor, sort_by_group
 from streamfx.passes.lowering.bodies import BodyBuilder, emit_copy, register_lowering
@@ -25,8 +27,7 @@ from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.ops.rules.attention import M, N
 from streamfx.passes.ops.rules.views import squeezed_dims
 from streamfx.runtime import select_row
-from streamfx.runtime.collective_calls import ALL_REDUCE, begin, end
-from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+from streamfx.runtime.collective_calls import begin, end
 from streamfx.runtime.runtime_sizes import (
     first_in_chunk,
     first_in_span,

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from streamfx.dialect.collectives import ALL_REDUCE
 from streamfx.ir.collective_ops import find_group
 from streamfx.ir.joint import bound_arguments
 from streamfx.passes.ops.traits import is_random
-from streamfx.runtime.collective_calls import ALL_REDUCE
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten

@@ -22,11 +22,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from streamfx.dialect.products import GROUPED_MM, GROUPED_OUTER
+from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from streamfx.ir.joint import bound_arguments, results_of
-from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.traits import MOVES_ELEMENTS
-from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from streamfx.torch_private import GRADIENT_OF_CDIST
 
 aten = torch.ops.aten

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.dialect.collectives import ALL_REDUCE
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.sizes import Size, shape_of
 from streamfx.node_meta import VALUE
@@ -20,7 +21,6 @@ from streamfx.passes.ops.rules.decompositions import WIDEST
 from streamfx.passes.ops.rules.registry import rule_for
 from streamfx.passes.ops.rules.stateful import BACKWARDS
 from streamfx.passes.ops.traits import READS_STRIDES
-from streamfx.runtime.collective_calls import ALL_REDUCE
 from streamfx.runtime.restride import item_at, strided, strided_scatter
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, HigherOrderOperator, OpOverload
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
+from streamfx.dialect.collectives import ALL_REDUCE
+from streamfx.dialect.products import GROUPED_MM, GROUPED_OUTER
 from streamfx.ir.joint import bound_arguments, node_argument
-from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
-from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.runtime.chunked_recurrences import Recurrence
-from streamfx.runtime.collective_calls import ALL_REDUCE
 from streamfx.runtime.restride import item_at
 from streamfx.runtime.rng import draw_seed
 from streamfx.torch_private import OpOverload

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamfx.dialect.products import ADD_ARRANGED_OUTER, ADD_PRODUCT
 from streamfx.kernels import grouped_mm
-from streamfx.kernels.cuda_products import ADD_PRODUCT
 
-ACCUMULATING_OPERATORS = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, ADD_PRODUCT, grouped_mm.ADD_ARRANGED_OUTER)
+ACCUMULATING_OPERATORS = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, ADD_PRODUCT, ADD_ARRANGED_OUTER)
 
 
 def find_total(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -25,7 +25,7 @@ def bytes_of_total(func: Any, args: Sequence[Any], total: Tensor) -> int:
 
     If a grouped product adds group by group, only groups with rows count: at most as many as there are rows.
     """
-    if func is not grouped_mm.ADD_ARRANGED_OUTER:
+    if func is not ADD_ARRANGED_OUTER:
         return 2 * total.nbytes
     _, x, y, order, ends = args
     if grouped_mm.has_kernel(x, y) and not grouped_mm.adds_by_group(total, x, y):

@@ -29,8 +29,8 @@ from streamfx.cost.max_rows import run_with_max_rows
 from streamfx.cost.nested_tensors import tensors_in
 from streamfx.cost.work import Work
 from streamfx.cost.workspaces import TRACED_OPERATORS, allocation_size, workspace_of
+from streamfx.dialect.offload import from_host, to_host
 from streamfx.kernels.device_kinds import DeviceKind, device_kind
-from streamfx.runtime.offload import from_host, to_host
 from streamfx.torch_private import FakeTensorMode, HigherOrderOperator, OpOverload, TorchDispatchMode
 
 

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from streamfx.cost.flops import arguments_by_name
-from streamfx.kernels import cuda_attention, flash_varlen, flash_window, grouped_mm, sdpa
+from streamfx.dialect.attention import ATTENTION_WINDOW, ATTENTION_WINDOW_BACKWARD
+from streamfx.dialect.products import ADD_ARRANGED_OUTER, ARRANGED_MM
+from streamfx.kernels import cuda_attention, flash_varlen, grouped_mm, sdpa
 from streamfx.kernels.device_kinds import device_kind
 from streamfx.torch_private import OpOverload
 
@@ -139,9 +141,9 @@ WORKSPACES: dict[Any, Callable[[Arguments], int]] = {
     aten._efficient_attention_backward.default: _efficient_rows_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _no_workspace,  # a megabyte or two per thread (docs/planner.md)
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _no_workspace,
-    flash_window.ATTENTION_WINDOW: _no_workspace,
-    flash_window.ATTENTION_WINDOW_BACKWARD: _window_backward,
-    torch.ops.streamfx.arranged_mm.default: _arranged_product,
-    torch.ops.streamfx.add_arranged_outer.default: _added_outer,
+    ATTENTION_WINDOW: _no_workspace,
+    ATTENTION_WINDOW_BACKWARD: _window_backward,
+    ARRANGED_MM: _arranged_product,
+    ADD_ARRANGED_OUTER: _added_outer,
 }
 TRACED_OPERATORS: dict[Any, Callable[..., Any]] = sdpa.OPERATOR_IMPLEMENTATIONS

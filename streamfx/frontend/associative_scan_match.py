@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from streamfx.dialect.associative_scan import TREE_SCAN
 from streamfx.frontend.combine_fn import CombineBody, is_plain_tensor, register_combine
 from streamfx.ir.sizes import shape_of
 from streamfx.node_meta import EXAMPLE_VALUE
-from streamfx.runtime.associative import TREE_SCAN
 from streamfx.torch_private import ENTER_AUTOCAST, EXIT_AUTOCAST, dynamo_copy
 from streamfx.torch_private.vmapped import ADD_BATCH, ENTER_VMAP, LEAVE_VMAP, LOAD, PAD, REMOVE_BATCH, SLICE
 

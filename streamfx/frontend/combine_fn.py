@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from streamfx.dialect.associative_scan import register_combine_graph
 from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.passes.rewrite.scans.scan_hop import ScanStep, is_pure_operator
-from streamfx.runtime.associative import register_combine_graph
 from streamfx.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket, is_traceable_wrapper_subclass, tree_map
 from streamfx.torch_private.vmapped import traced_on_rows
 

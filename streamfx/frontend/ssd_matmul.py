@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from streamfx.dialect.decayed_sums import DECAYED_SUMS, SUMS_AFTER
 from streamfx.frontend.combine_fn import is_plain_tensor
 from streamfx.frontend.segsum_match import COLUMN, FactKind, Reader, arguments_of, call_name
 from streamfx.ir.sizes import Size, shape_of, size_of
 from streamfx.ir.sizes import product as product_of
 from streamfx.node_meta import EXAMPLE_VALUE
-from streamfx.runtime.segment_sum import DECAYED_SUMS, SUMS_AFTER
 from streamfx.torch_private import dynamo_copy
 
 EXACT_DTYPES = (torch.float32, torch.float64)  # in narrower dtypes, eager rounds sums of decays and later intermediate results

@@ -215,7 +215,7 @@ class TreePlan:
     """
 
     name: str
-    combine: int  # index into `runtime/associative.py: COMBINES`
+    combine: int  # key of `dialect/associative_scan.py: COMBINES`
     dtypes: tuple[torch.dtype, ...]
     length: int
     carry_size: Size  # bytes

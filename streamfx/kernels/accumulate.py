@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamfx.kernels.cuda_products import ADD_PRODUCT
+from streamfx.dialect.products import ADD_PRODUCT
+from streamfx.kernels import cuda_products  # noqa: F401  (implements `ADD_PRODUCT`)
 from streamfx.kernels.device_kinds import device_kind
 
 aten = torch.ops.aten

@@ -5,21 +5,17 @@ A separate float32 product that is then added needs as much memory as the total,
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+
+from streamfx.dialect.declare import implement
+from streamfx.dialect.products import ADD_PRODUCT
 
 aten = torch.ops.aten
 
-_library = torch.library.Library("streamfx", "FRAGMENT")
-_library.define("add_product_(Tensor(a!) total, Tensor left, Tensor right, bool is_first) -> ()")
 
-
-@torch.library.impl(_library, "add_product_", "CompositeExplicitAutograd")
 def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
     """total [.. m n] += left [.. m k] @ right [.. k n]; the first product overwrites the total."""
     if adds_in_place(left.device, left.dtype):
@@ -39,9 +35,7 @@ def _add_in_place(total: Tensor, left: Tensor, right: Tensor, is_first: bool) ->
         (aten.addmm if is_matrix else aten.baddbmm).dtype_out(total, left, right, total.dtype, out=total)
 
 
-@torch.library.register_fake("streamfx::add_product_", lib=_library)  # type: ignore[untyped-decorator]
-def _fake_add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
-    """Allocate nothing."""
+implement(ADD_PRODUCT, _add_product)
 
 
 @lru_cache
@@ -61,11 +55,3 @@ def adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
     except (AttributeError, RuntimeError):  # the overload does not exist, or rejects the dtypes
         return False
     return bool((total == 2 * size).all())
-
-
-@register_flop_formula(torch.ops.streamfx.add_product_)
-def _flops(total: tuple[int, ...], left: tuple[int, ...], right: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return 2 * math.prod(left) * right[-1]
-
-
-ADD_PRODUCT = torch.ops.streamfx.add_product_.default

@@ -14,17 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from streamfx.dialect.attention import ATTENTION_WINDOW, ATTENTION_WINDOW_BACKWARD
+from streamfx.dialect.declare import implement
 from streamfx.kernels import cuda_attention, cuda_cudnn, efficient_bottom_right, kernel_selftest, layouts, plain_attention
 from streamfx.kernels.plain_attention import BottomRightCausal, Causal
 
 aten = torch.ops.aten
-
-_library = torch.library.Library("streamfx", "FRAGMENT")
-_library.define("attention_window(Tensor query, Tensor key, Tensor value, *, int left, float? scale) -> (Tensor, Tensor)")
-_library.define(
-    "attention_window_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, *, "
-    "int left, float? scale) -> (Tensor, Tensor, Tensor)"
-)
 
 
 def forward(
@@ -100,7 +95,6 @@ def _to_kernel_layout(
     return query, key, value, scale
 
 
-@torch.library.impl(_library, "attention_window", "CompositeExplicitAutograd")
 def _forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
     """Implement `streamfx::attention_window`: with a bias instead of a window if the device's kernels are wrong."""
     if not cuda_attention.flash_supports(query, value, scale):
@@ -111,7 +105,6 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: flo
     return cuda_attention.forward(query, key, value, bias, False, scale)
 
 
-@torch.library.impl(_library, "attention_window_backward", "CompositeExplicitAutograd")
 def _backward(
     grad_out: Tensor,
     query: Tensor,
@@ -166,22 +159,5 @@ def _flash_backward(
     return dq, dk, dv
 
 
-@torch.library.register_fake("streamfx::attention_window", lib=_library)  # type: ignore[untyped-decorator]
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return uninitialized results with the layout of the real ones."""
-    by_rows = query.transpose(1, 2)
-    out = by_rows.new_empty(*by_rows.shape[:-1], value.shape[3]).transpose(1, 2)
-    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-@torch.library.register_fake("streamfx::attention_window_backward", lib=_library)  # type: ignore[untyped-decorator]
-def _fake_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *, left: int, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized gradients with the layout of the real ones."""
-    dq, dk, dv = (torch.empty_like(operand.transpose(1, 2)).transpose(1, 2) for operand in (query, key, value))
-    return dq, dk, dv
-
-
-ATTENTION_WINDOW = torch.ops.streamfx.attention_window.default
-ATTENTION_WINDOW_BACKWARD = torch.ops.streamfx.attention_window_backward.default
+implement(ATTENTION_WINDOW, _forward)
+implement(ATTENTION_WINDOW_BACKWARD, _backward)

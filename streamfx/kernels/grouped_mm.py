@@ -15,23 +15,15 @@ groups that have rows.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from streamfx.dialect.declare import implement
+from streamfx.dialect.products import ADD_ARRANGED_OUTER, ARRANGE, ARRANGED_MM, ARRANGED_OUTER, GROUPED_MM, GROUPED_OUTER
 from streamfx.kernels import accumulate, kernel_selftest
 from streamfx.kernels.device_kinds import device_kind
 from streamfx.torch_private import FakeTensor
-
-_library = torch.library.Library("streamfx", "FRAGMENT")
-_library.define("grouped_mm(Tensor x, Tensor weight, Tensor group) -> Tensor")
-_library.define("grouped_outer(Tensor x, Tensor y, Tensor group, SymInt groups) -> Tensor")
-_library.define("arrange(Tensor group, SymInt groups) -> (Tensor order, Tensor ends)")
-_library.define("arranged_mm(Tensor x, Tensor weight, Tensor order, Tensor ends) -> Tensor")
-_library.define("arranged_outer(Tensor x, Tensor y, Tensor order, Tensor ends) -> Tensor")
-_library.define("add_arranged_outer(Tensor(a!) total, Tensor x, Tensor y, Tensor order, Tensor ends) -> ()")
 
 ALIGNMENT = 16  # bytes: row alignment that the device's grouped product requires
 # Capability of devices whose kernel multiplies all groups in one call; on others the host reads their sizes and loops
@@ -161,46 +153,12 @@ def _grouped_outer(x: Tensor, y: Tensor, group: Tensor, groups: int) -> Tensor:
     return arranged_outer(x, y, *arrange(group, groups))
 
 
-def _fake_product(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-def _fake_grouped_outer(x: Tensor, y: Tensor, group: Tensor, groups: int) -> Tensor:
-    return x.new_empty(groups, x.shape[1], y.shape[1])
-
-
-def _fake_arranged_outer(x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-    return _fake_grouped_outer(x, y, order, ends.shape[0])
-
-
-def _fake_arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    return group.new_empty(group.shape, dtype=torch.int64), group.new_empty((groups,), dtype=torch.int32)
-
-
-def _register(name: str, function: Any, fake: Any, flops: Any = None) -> Any:
-    """Register an operator with its fake implementation and its FLOP formula, and return it."""
-    _library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"streamfx::{name}", fake, lib=_library)
-    packet = getattr(torch.ops.streamfx, name)
-    if flops is not None:
-        register_flop_formula(packet)(flops)
-    return packet.default
-
-
-def _product_flops(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return 2 * x[0] * x[1] * weight[-1]
-
-
-def _sum_flops(total: Any, *operands: Any, **__: Any) -> int:
-    return _product_flops(*operands)
-
-
-GROUPED_MM = _register("grouped_mm", _grouped_mm, _fake_product, _product_flops)
-GROUPED_OUTER = _register("grouped_outer", _grouped_outer, _fake_grouped_outer, _product_flops)
-ARRANGE = _register("arrange", arrange, _fake_arrange)
-ARRANGED_MM = _register("arranged_mm", arranged_mm, _fake_product, _product_flops)
-ARRANGED_OUTER = _register("arranged_outer", arranged_outer, _fake_arranged_outer, _product_flops)
-ADD_ARRANGED_OUTER = _register("add_arranged_outer", add_arranged_outer, lambda *_: None, _sum_flops)
+implement(GROUPED_MM, _grouped_mm)
+implement(GROUPED_OUTER, _grouped_outer)
+implement(ARRANGE, arrange)
+implement(ARRANGED_MM, arranged_mm)
+implement(ARRANGED_OUTER, arranged_outer)
+implement(ADD_ARRANGED_OUTER, add_arranged_outer)
 
 
 def add_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:

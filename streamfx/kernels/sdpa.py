@@ -14,9 +14,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
+from streamfx.dialect.declare import implement
 from streamfx.kernels import cuda_attention, flash_varlen, flash_window, layouts, plain_attention
 from streamfx.kernels.device_kinds import device_kind
 from streamfx.kernels.plain_attention import BottomRightCausal, Causal
+from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 Result: TypeAlias = "tuple[Tensor, Tensor]"
@@ -181,18 +184,6 @@ PLAIN = Kernels((), plain_attention.forward, plain_attention.backward)
 # -- the operator that the passes write
 
 
-_library = torch.library.Library("streamfx", "FRAGMENT")
-_library.define(
-    "attention(Tensor query, Tensor key, Tensor value, *, Tensor? attn_mask=None, bool is_causal=False, float? scale=None) "
-    "-> (Tensor output, Tensor logsumexp)"
-)
-_library.define(
-    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, *, "
-    "Tensor? attn_mask=None, bool is_causal=False, float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
-)
-
-
-@torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -206,7 +197,6 @@ def _attention(
     return forward(query, key, value, attn_mask, is_causal, scale)
 
 
-@torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
 def _attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -223,41 +213,6 @@ def _attention_backward(
     return backward(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)
 
 
-@torch.library.register_fake("streamfx::attention", lib=_library)  # type: ignore[untyped-decorator]
-def _fake_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: Causal = False,
-    scale: float | None = None,
-) -> Result:
-    """Return uninitialized results, with the layout of the real ones: memory in the order [b m h e]."""
-    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
-    rows = query.transpose(1, 2)
-    out = rows.new_empty(*rows.shape[:-1], value.shape[-1]).transpose(1, 2)
-    return out, query.new_empty(query.shape[:-1], dtype=precision)
-
-
-@torch.library.register_fake("streamfx::attention_backward", lib=_library)  # type: ignore[untyped-decorator]
-def _fake_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: Causal = False,
-    scale: float | None = None,
-) -> Gradients:
-    """Return uninitialized gradients, with the layout of the real ones."""
-    dq, dk, dv = (torch.empty_like(operand.transpose(1, 2)).transpose(1, 2) for operand in (query, key, value))
-    return dq, dk, dv
-
-
-ATTENTION = torch.ops.streamfx.attention.default
-ATTENTION_BACKWARD = torch.ops.streamfx.attention_backward.default
-OPERATOR_IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {ATTENTION: _attention, ATTENTION_BACKWARD: _attention_backward}
+OPERATOR_IMPLEMENTATIONS: dict[OpOverload, Callable[..., Any]] = {ATTENTION: _attention, ATTENTION_BACKWARD: _attention_backward}
+for operator, implementation in OPERATOR_IMPLEMENTATIONS.items():
+    implement(operator, implementation)

@@ -7,80 +7,21 @@ backward graph it holds their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import blake2s
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
+from streamfx.dialect.associative_scan import COMBINES, SCAN_BACKWARD, TREE_SCAN
+from streamfx.dialect.declare import implement
 from streamfx.ir.recurrence import TreePlan
 from streamfx.ir.sizes import Size, product
-from streamfx.ir.structural_hash import structure
-from streamfx.node_meta import VALUE
 from streamfx.runtime.chunked_recurrences import Recurrence
-from streamfx.runtime.grad_reachability import Reach, reach_of
 from streamfx.runtime.prefix_scan import Blocks, Rows, block_levels, scan_levels, vjp_of_scan
 from streamfx.torch_private.autograd import autograd_inside_operators
 
-_library = torch.library.Library("streamfx", "FRAGMENT")
-_library.define("associative_scan(Tensor[] rows, Tensor[] given, int combine) -> Tensor[]")
-_library.define("associative_scan_backward(Tensor?[] gradients, Tensor[] rows, Tensor[] given, int combine) -> Tensor[]")
-
-# -- functions that combine two rows
-
-
-@dataclass(frozen=True)
-class Combine:
-    """A function that combines two rows, and the number of additional tensors that all rows share."""
-
-    graph: fx.Graph
-    num_shared: int
-    combine_rows: Callable[..., Sequence[Tensor]]  # (*left, *right, *shared) -> rows, for many rows at once
-    reach: Reach  # which results depend on which arguments
-
-
-COMBINES: dict[int, Combine] = {}  # keyed by the identifier in operators' arguments
-
-
-def register_combine_graph(graph: fx.Graph, num_shared: int) -> int:
-    """Register a function of two rows and `num_shared` shared tensors, and return its identifier.
-
-    Functions share an identifier if their operators, and the dtypes and ranks of their arguments, are equal. Dtypes
-    matter because integer arguments get no gradient.
-    """
-    values = [node.meta[VALUE] for node in graph.find_nodes(op="placeholder")]
-    argument_types = [(value.dtype, value.dim()) for value in values]
-    text = repr((structure(graph), argument_types, num_shared, by_element := is_pointwise_combine(graph, num_shared)))
-    combine_id = int.from_bytes(blake2s(text.encode(), digest_size=7).digest(), "big")
-    if combine_id not in COMBINES:
-        combine_rows = fx.GraphModule(torch.nn.Module(), graph).forward
-        rows = len(graph.find_nodes(op="placeholder")) - num_shared
-        combine_all = (
-            combine_rows if by_element else torch.vmap(combine_rows, in_dims=(*(0 for _ in range(rows)), *[None] * num_shared))
-        )
-        COMBINES[combine_id] = Combine(graph, num_shared, combine_all, reach_of(graph, combine_rows, num_shared))
-    return combine_id
-
-
-def is_pointwise_combine(graph: fx.Graph, num_shared: int) -> bool:
-    """Return whether a function of two rows may be called on many rows at once without `vmap`.
-
-    This holds if every operator is pointwise and all values have the same rank, except for shared tensors, which may
-    have a lower one. (Zero-dimensional values are excluded: type promotion treats them differently.)
-    """
-    inputs = list(graph.find_nodes(op="placeholder"))
-    row_values, rank = set(inputs[: len(inputs) - num_shared]), inputs[0].meta[VALUE].dim()
-    for node in (node for node in graph.nodes if node.op == "call_function"):
-        if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
-            return False
-        if not row_values.isdisjoint(node.all_input_nodes):
-            row_values.add(node)
-    ranks = {node: node.meta[VALUE].dim() for node in (*inputs, *graph.nodes) if VALUE in node.meta}
-    is_fitting = all(value_rank == rank if node in row_values else value_rank <= rank for node, value_rank in ranks.items())
-    return rank > 0 and is_fitting and row_values.issuperset(graph.output_node().args[0])  # type: ignore[arg-type]
+# -- in plain operators
 
 
 def scan_rows(
@@ -127,7 +68,7 @@ def scan_gradients(
     return value_gradients, block_gradients
 
 
-# -- the differentiable operator
+# -- the operators' implementations
 
 
 def _scan(rows: Sequence[Tensor], shared: Sequence[Tensor], combine_id: int) -> list[Tensor]:
@@ -146,40 +87,8 @@ def _scan_backward(
     return scan_gradients(combine_id, rows, shared, {}, 0, gradients, {})[0]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save the operands for the backward: autograd's context hook."""
-    rows, shared, ctx.combine_id = inputs
-    ctx.num_rows = len(rows)  # the number of tensors that hold rows
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*rows, *shared)
-
-
-def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the gradients of rows and shared tensors; None if no result that has a gradient depends on them."""
-    values, num_rows = ctx.saved_tensors, ctx.num_rows
-    results = SCAN_BACKWARD(list(gradients), list(values[:num_rows]), list(values[num_rows:]), ctx.combine_id)
-    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    reached = COMBINES[ctx.combine_id].reach.leaves_with_gradients(present, len(values[0]))
-    reached_gradients = [
-        value_gradient if i in reached and (value.is_floating_point() or value.is_complex()) else None
-        for i, (value_gradient, value) in enumerate(zip(results, values, strict=True))
-    ]
-    return reached_gradients[:num_rows], reached_gradients[num_rows:], None
-
-
-def _empty_like(values: Sequence[Tensor]) -> list[Tensor]:
-    return [value.new_empty(value.shape) for value in values]
-
-
-_library.impl("associative_scan", _scan, "CompositeExplicitAutograd")
-_library.impl("associative_scan_backward", _scan_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("streamfx::associative_scan", lambda rows, given, combine: _empty_like(rows), lib=_library)
-torch.library.register_fake(
-    "streamfx::associative_scan_backward", lambda gradients, rows, given, combine: _empty_like([*rows, *given]), lib=_library
-)
-torch.library.register_autograd("streamfx::associative_scan", _backward, setup_context=_setup, lib=_library)
-TREE_SCAN = torch.ops.streamfx.associative_scan.default
-SCAN_BACKWARD = torch.ops.streamfx.associative_scan_backward.default
+implement(TREE_SCAN, _scan)
+implement(SCAN_BACKWARD, _scan_backward)
 
 # -- in chunks
 

@@ -12,13 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-library = torch.library.Library("streamfx", "FRAGMENT")
+from streamfx.dialect.declare import implement
+from streamfx.dialect.scans import REVERSE_SCANS, SCANS, reverse_scan
 
-SCANS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "cumsum": torch.cumsum,
-    "cumprod": torch.cumprod,
-    "logcumsumexp": torch.logcumsumexp,
-}
 COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cumsum": torch.add,
     "cumprod": torch.mul,
@@ -26,15 +22,8 @@ COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def reverse_scan(kind: str) -> Callable[[Tensor, int], Tensor]:
-    return lambda rows, dim: SCANS[kind](rows.flip(dim), dim).flip(dim)
-
-
-for kind in SCANS:
-    library.define(f"reverse_{kind}(Tensor self, int dim) -> Tensor")
-    library.impl(f"reverse_{kind}", reverse_scan(kind), "CompositeExplicitAutograd")
-    # use the real code on fake tensors: its result is contiguous even if the operand is not
-    torch.library.register_fake(f"streamfx::reverse_{kind}", reverse_scan(kind), lib=library)
+for kind, operator in REVERSE_SCANS.items():
+    implement(operator, reverse_scan(kind))
 
 
 def carry_type(dtype: torch.dtype) -> torch.dtype:

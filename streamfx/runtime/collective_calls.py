@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("streamfx", "FRAGMENT")
-_library.define("all_reduce(Tensor x, str op, str group) -> Tensor")
+from streamfx.dialect.collectives import ALL_REDUCE
+from streamfx.dialect.declare import implement
 
 
 def begin(x: Tensor, op: str, group: str) -> Tensor:
@@ -34,5 +34,4 @@ def _all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     return end(begin(x, op, group))
 
 
-_library.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")
-ALL_REDUCE = torch.ops.streamfx.all_reduce.default
+implement(ALL_REDUCE, _all_reduce)

@@ -30,13 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamfx.dialect.declare import implement
+from streamfx.dialect.offload import from_host, to_host
 from streamfx.runtime.files import copy_to_file
 from streamfx.runtime.pinned import PinnedBlocks
 from streamfx.torch_private.autograd import saved_tensors_are_packed
-
-_library = torch.library.Library("streamfx", "FRAGMENT")
-_library.define("to_host(Tensor value) -> Tensor")
-_library.define("from_host(Tensor held, Device device) -> Tensor")
 
 # keyed by device type: the module of its streams, if copies can overlap with compute
 STREAM_MODULES: dict[str, Any] = {"cuda": torch.cuda}
@@ -102,7 +100,6 @@ def copy_stream(device: torch.device) -> _CopyStream | None:
         return _streams[device]
 
 
-@torch.library.impl(_library, "to_host", "CompositeExplicitAutograd")
 def _to_host(value: Tensor) -> Tensor:
     """Begin to copy a value to pinned host memory, or, if there is no copy stream, copy it to a file; return the copy."""
     stream = copy_stream(value.device)
@@ -115,7 +112,6 @@ def _to_host(value: Tensor) -> Tensor:
     return held
 
 
-@torch.library.impl(_library, "from_host", "CompositeExplicitAutograd")
 def _from_host(held: Tensor, device: torch.device) -> Tensor:
     """Begin to copy a value from the host to a device; return the copy."""
     stream = copy_stream(device)
@@ -126,18 +122,8 @@ def _from_host(held: Tensor, device: torch.device) -> Tensor:
     return value
 
 
-@torch.library.register_fake("streamfx::to_host", lib=_library)  # type: ignore[untyped-decorator]
-def _fake_to_host(value: Tensor) -> Tensor:
-    return torch.empty_like(value, device="cpu")
-
-
-@torch.library.register_fake("streamfx::from_host", lib=_library)  # type: ignore[untyped-decorator]
-def _fake_from_host(held: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_like(held, device=device)
-
-
-to_host = torch.ops.streamfx.to_host.default
-from_host = torch.ops.streamfx.from_host.default
+implement(to_host, _to_host)
+implement(from_host, _from_host)
 
 
 def wait_for_copy(value: Tensor) -> Tensor:

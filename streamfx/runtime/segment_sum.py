@@ -10,17 +10,15 @@ row, sums[c + 1].
 from __future__ import annotations
 
 from functools import partial
-from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.flop_counter import register_flop_formula
 
+from streamfx.dialect.decayed_sums import DECAYED_SUMS, DECAYED_SUMS_BACKWARD, SUMS_AFTER, SUMS_AFTER_BACKWARD, require_sizes
+from streamfx.dialect.declare import implement
 from streamfx.ir.scan_schema import Stateful
-
-_library = torch.library.Library("streamfx", "FRAGMENT")
+from streamfx.torch_private import OpOverload
 
 
 def decayed_sums(decays: Tensor, rows: Tensor, first: Tensor | None, after_row: bool = False) -> tuple[Tensor, Tensor]:
@@ -28,7 +26,7 @@ def decayed_sums(decays: Tensor, rows: Tensor, first: Tensor | None, after_row: 
 
     The operands are decays [... n], rows [... n f] and the initial sum [... f].
     """
-    _require_sizes(decays, rows, first)
+    require_sizes(decays, rows, first)
     weights = _weights(decays)
     row_weights, first_weights = weights[..., 1:], weights[..., :1]
     sums = row_weights[..., 1:, :] @ rows if after_row else row_weights[..., :-1, :-1] @ rows[..., :-1, :]
@@ -63,13 +61,6 @@ def decayed_sums_backward(
     return _gradient_of_decays(dweights * weights), drows, dfirst
 
 
-def _require_sizes(decays: Tensor, rows: Tensor, first: Tensor | None) -> None:
-    """Raise an error if a dimension would be broadcast, because fake results have the shape of rows."""
-    if decays.shape != rows.shape[:-1] or (first is not None and first.shape != rows[..., 0, :].shape):
-        shapes = [None if value is None else list(value.shape) for value in (decays, rows, first)]
-        raise ValueError(f"decays, rows and the first sum have incompatible shapes: {shapes}")
-
-
 def _weights(decays: Tensor) -> Tensor:
     """Return [c, z]: the weight, before row c, of the sum after row z - 1; zero for z > c."""
     padded = pad(decays, (1, 0))
@@ -84,73 +75,21 @@ def _gradient_of_decays(dtotals: Tensor) -> Tensor:
     return dtotals.flip(-2).cumsum(-2).flip(-2).tril(-1).sum(-1)[..., 1:]
 
 
-# -- the differentiable operators
+# -- the operators' implementations
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save the operands for the backward: autograd's context hook."""
-    decays, rows, first = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(decays, rows, first)
+def _implement_decayed_sums(operator: OpOverload, backward_operator: OpOverload, after_row: bool) -> Stateful:
+    """Implement an operator and its backward; return their declaration as a stateful operator, for chunks.
 
-
-def _like(decays: Tensor, rows: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return uninitialized results with the shapes of the sums and of the last sum."""
-    _require_sizes(decays, rows, first)
-    return rows.new_empty(rows.shape), rows.new_empty((*rows.shape[:-2], rows.shape[-1]))
-
-
-def _gradients_like(
-    dsums: Tensor | None, dlast: Tensor | None, decays: Tensor, rows: Tensor, first: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized gradients of decays, rows and the initial sum."""
-    drows, dfirst = _like(decays, rows, first)
-    return decays.new_empty(decays.shape), drows, dfirst
-
-
-def _flops(decays: Any, rows: Any, first: Any, *_: Any, **__: Any) -> int:
-    """Count one product of all rows with all rows."""
-    return 2 * prod(rows) * int(decays[-1])
-
-
-def _flops_of_gradients(dsums: Any, dlast: Any, decays: Any, rows: Any, first: Any, *_: Any, **__: Any) -> int:
-    """Count two products of all rows with all rows."""
-    return 2 * _flops(decays, rows, first)
-
-
-def _register_decayed_sums(name: str, after_row: bool) -> tuple[Any, Any, Stateful]:
-    """Register the operator `name` and its backward: implementations, fake results, autograd formula and FLOPs.
-
-    If `after_row`, each sum includes its own row. Return (the operator, its backward operator, their declaration as a
-    stateful operator).
+    If `after_row`, each sum includes its own row.
     """
-    backward_name = f"{name}_backward"
     forward = partial(decayed_sums, after_row=after_row)
     backward = partial(decayed_sums_backward, after_row=after_row)
-    _library.define(f"{name}(Tensor decays, Tensor rows, Tensor? first) -> (Tensor, Tensor)")
-    _library.define(
-        f"{backward_name}(Tensor? dsums, Tensor? dlast, Tensor decays, Tensor rows, Tensor? first) -> (Tensor, Tensor, Tensor)"
-    )
-    operator, backward_operator = getattr(torch.ops.streamfx, name), getattr(torch.ops.streamfx, backward_name)
-
-    def gradients(ctx: Any, dsums: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of decays, rows and the initial sum: the operator's autograd formula."""
-        decays, rows, first = ctx.saved_tensors
-        if dsums is None and dlast is None:
-            return None, None, None
-        ddecays, drows, dfirst = backward_operator.default(dsums, dlast, decays, rows, first)
-        return ddecays, drows, None if first is None else dfirst
-
-    _library.impl(name, forward, "CompositeExplicitAutograd")
-    _library.impl(backward_name, backward, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"streamfx::{name}", _like, lib=_library)
-    torch.library.register_fake(f"streamfx::{backward_name}", _gradients_like, lib=_library)
-    torch.library.register_autograd(f"streamfx::{name}", gradients, setup_context=_setup, lib=_library)
-    register_flop_formula(operator)(_flops)
-    register_flop_formula(backward_operator)(_flops_of_gradients)
-    stateful = Stateful(
-        name=name,
-        operators=(f"streamfx::{name}", f"streamfx::{backward_name}"),
+    implement(operator, forward)
+    implement(backward_operator, backward)
+    return Stateful(
+        name=operator.name().removeprefix("streamfx::"),
+        operators=(operator.name(), backward_operator.name()),
         forward=forward,
         backward=backward,
         argument_names=("decays", "rows", "first"),
@@ -161,8 +100,7 @@ def _register_decayed_sums(name: str, after_row: bool) -> tuple[Any, Any, Statef
         cotangents={"dsums": 0, "dlast": 1},
         gradients=("decays", "rows", "first"),
     )
-    return operator.default, backward_operator.default, stateful
 
 
-DECAYED_SUMS, BACKWARD, BEFORE_ROW_SCAN = _register_decayed_sums("decayed_sums", after_row=False)
-SUMS_AFTER, AFTER_BACKWARD, AFTER_ROW_SCAN = _register_decayed_sums("decayed_sums_after", after_row=True)
+BEFORE_ROW_SCAN = _implement_decayed_sums(DECAYED_SUMS, DECAYED_SUMS_BACKWARD, after_row=False)
+AFTER_ROW_SCAN = _implement_decayed_sums(SUMS_AFTER, SUMS_AFTER_BACKWARD, after_row=True)

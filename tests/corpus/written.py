@@ -24,7 +24,7 @@ from torch.utils._sympy import functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from streamfx.runtime.associative import COMBINES, SCAN_BACKWARD, TREE_SCAN, register_combine_graph
+from streamfx.dialect.associative_scan import COMBINES, SCAN_BACKWARD, TREE_SCAN, register_combine_graph
 from streamfx.torch_private import real_values
 
 Plain = Any  # data of JSON

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamfx.kernels.sdpa import ATTENTION
-from streamfx.passes.ops.rules import scans  # noqa: F401  (defines reverse sums)
-from streamfx.runtime import rel_shift  # noqa: F401  (defines relative shifts)
+from streamfx.dialect.attention import ATTENTION
+from streamfx.runtime import implementations  # noqa: F401  (samples are run)
 from tests.support.laws import Call
 from tests.support.tables import read
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from streamfx.dialect.offload import from_host, to_host
 from streamfx.runtime import offload
 from tests.support.cuda_runtime import CudaRuntime
 
@@ -303,10 +304,10 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in (offload.to_host, offload.from_host):
+        if func in (to_host, from_host):
             with self:
-                out = (offload._to_host if func is offload.to_host else offload._from_host)(*args, **kwargs)
-            self.device.offloaded(args[0] if func is offload.to_host else out)
+                out = (offload._to_host if func is to_host else offload._from_host)(*args, **kwargs)
+            self.device.offloaded(args[0] if func is to_host else out)
             return out
         if func is COPY and self.device.current_stream() is not self.stream:
             same = args[0].stride() == args[1].stride() == torch.empty_like(args[1]).stride()

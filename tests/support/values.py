@@ -11,10 +11,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from streamfx.dialect.attention import ATTENTION
+from streamfx.dialect.products import GROUPED_MM, GROUPED_OUTER
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.ranges import Range, constant, full_range, hull
-from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
-from streamfx.kernels.sdpa import ATTENTION
 from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
 from tests.support.samples import SAMPLES, Sizes, calls, table_in
 

@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from streamfx.cost.flops import PACKED
+from streamfx.dialect.attention import ATTENTION
+from streamfx.dialect.products import GROUPED_MM, GROUPED_OUTER
 from streamfx.ir.joint import is_parameter, tensor_operands
 from streamfx.ir.ranges import INFINITY, MAX_ROWS, Range, activation, full_range, hull
-from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
-from streamfx.kernels.sdpa import ATTENTION
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.arithmetic import plus, times
 from streamfx.passes.ops.ranges.transfer import RangeCall, Reader, max_num_elements, max_size, structural

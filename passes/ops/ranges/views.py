@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from streamfx.ir.joint import shape_of_node
 from streamfx.ir.ranges import MAX_ROWS, Range, activation, constant, full_range, hull
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.transfer import RangeCall, max_size, range_of_argument, structural
-from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 
 aten = torch.ops.aten
 ZERO = constant(0)

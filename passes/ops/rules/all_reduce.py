@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
+from streamfx.dialect.collectives import ALL_REDUCE
 from streamfx.passes.ops.rules.registry import RULES_BY_NAME, notation_rule
-from streamfx.runtime.collective_calls import ALL_REDUCE
 
 RULES_BY_NAME[ALL_REDUCE.name()] = notation_rule("... -> ...")

@@ -7,8 +7,8 @@ slice of that axis. `keys` marks the label of key positions, of which a chunk of
 
 from __future__ import annotations
 
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.ir.signature import Index, Letter, LetterShape, Signature, full_axes
-from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 
 # axis labels: batch, query heads, query positions, head width, key heads, key positions, width of values

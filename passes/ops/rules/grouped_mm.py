@@ -5,8 +5,8 @@ Labels are integers, one per dimension. A label of operands alone is summed; one
 
 from __future__ import annotations
 
+from streamfx.dialect.products import GROUPED_MM, GROUPED_OUTER
 from streamfx.ir.signature import Signature, full_axes
-from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
 from streamfx.passes.ops.rules.registry import RuleCall, rule, signatures
 
 signatures({GROUPED_MM: "s k, e! k n, s -> s n"})

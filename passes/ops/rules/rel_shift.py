@@ -5,9 +5,9 @@ So rows can be shifted separately. Labels are integers, one per dimension; one i
 
 from __future__ import annotations
 
+from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from streamfx.ir.signature import Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, rule
-from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 
 
 @rule(RELATIVE_SHIFT)

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
+from streamfx.dialect.scans import REVERSE_SCANS
 from streamfx.ir.signature import RunningSum, Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, broadcast, rule
-from streamfx.runtime import chunked_scans
 
-aten, own = torch.ops.aten, torch.ops.streamfx
+aten = torch.ops.aten
 
 SCAN_NAMES: dict[Any, str] = {
     aten.cumsum.default: "cumsum",
     aten.cumprod.default: "cumprod",
     aten.logcumsumexp.default: "logcumsumexp",
 }
-REVERSE_SCAN_NAMES: dict[Any, str] = {getattr(own, f"reverse_{kind}").default: kind for kind in chunked_scans.SCANS}
+REVERSE_SCAN_NAMES: dict[Any, str] = {operator: kind for kind, operator in REVERSE_SCANS.items()}
 
 
 @rule(*SCAN_NAMES, *REVERSE_SCAN_NAMES)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
-from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
+from streamfx.kernels.sdpa import KERNELS
 from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.ops.hub_kernels import operator_name
 from streamfx.passes.rewrite.attention.varlen_mask import WindowSize, emit_document_bias, emit_window_bias

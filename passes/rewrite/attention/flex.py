@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.ir.joint import shape_of_node
 from streamfx.ir.writer import GraphWriter, find_size_input
-from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
+from streamfx.kernels.sdpa import KERNELS
 from streamfx.node_meta import GRAPH, VALUE
 from streamfx.passes.rewrite.attention.score_mod import NotElementwiseError, ScoreValue, sum_over_scores, unwrap, vectorize_graph
 from streamfx.passes.rewrite.pattern import rewrite_rule

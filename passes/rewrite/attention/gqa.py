@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
-from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import VALUE
 from streamfx.passes.rewrite.pattern import map_getitems, rewrite_rule
 

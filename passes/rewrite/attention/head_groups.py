@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.ir.joint import erase_unused, node_argument, shape_of_node
 from streamfx.ir.sizes import Size, product, size_of
 from streamfx.ir.writer import GraphWriter
-from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import SPLIT_FROM, TRACED_STRIDES, VALUE
 from streamfx.passes.ops.collectives import is_wait
 from streamfx.passes.ops.traits import COPIES

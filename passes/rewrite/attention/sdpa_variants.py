@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter
-from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD, KERNELS
+from streamfx.kernels.sdpa import KERNELS
 from streamfx.node_meta import VALUE
 from streamfx.passes.rewrite.pattern import getitems_by_index, map_getitems, rewrite_rule
 

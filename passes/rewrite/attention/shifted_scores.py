@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from streamfx.ir.joint import bound_arguments, int_argument, is_size, node_argument, shape_of_node
 from streamfx.ir.sizes import Size, is_at_least, product, size_of
 from streamfx.ir.writer import GraphWriter, size_arguments
@@ -23,7 +24,6 @@ from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.traits import before_copies
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.iota_index import INDEX_DTYPES, VIEWS, is_arange
-from streamfx.runtime.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 
 aten = torch.ops.aten
 

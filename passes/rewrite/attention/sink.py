@@ -23,10 +23,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import fx
 
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.ranges import INFINITY, VISIBLE_SCORE, VISIBLE_SCORE_HALF
 from streamfx.ir.writer import GraphWriter, size_arguments
-from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.analysis import ValueRanges
 from streamfx.passes.rewrite.attention.softmax_sink import (

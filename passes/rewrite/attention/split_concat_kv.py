@@ -25,12 +25,12 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import fx
 
+from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.ir.axis_table import Atom, Dim
 from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import JointGraph, bound_arguments, erase_unused, joint_graph, tensor_operands, trained_sources
 from streamfx.ir.ranges import MAX_NEXT_TO_COUNT
 from streamfx.ir.writer import GraphWriter
-from streamfx.kernels.sdpa import ATTENTION, ATTENTION_BACKWARD
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.ops.ranges import ValueRanges

@@ -12,12 +12,12 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from streamfx.dialect.collectives import ALL_REDUCE
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import has_same_type, joint_graph, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.ops.collectives import ELEMENTWISE, LINEAR_REDUCTIONS, WAIT, is_all_reduce, is_reduced_over_ranks
 from streamfx.passes.rewrite.pattern import rewrite_rule
-from streamfx.runtime.collective_calls import ALL_REDUCE
 
 aten = torch.ops.aten
 

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from streamfx.dialect.products import GROUPED_MM, GROUPED_OUTER
 from streamfx.ir import sizes
 from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
 from streamfx.ir.ranges import MAX_ROWS, is_exact_in
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter, size_arguments
-from streamfx.kernels.grouped_mm import GROUPED_MM, GROUPED_OUTER
 from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.ops.ranges.casts import RESHAPED, SAME_SHAPES, holds_integers, source_of_exact_copies

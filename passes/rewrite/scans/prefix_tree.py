@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import fx
 
+from streamfx.dialect.associative_scan import SCAN_BACKWARD, TREE_SCAN
 from streamfx.ir.joint import shape_of_node
 from streamfx.ir.recurrence import TreePlan, separate_axes
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import FORWARD_OPERATOR, VALUE
 from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
 from streamfx.passes.rewrite.scans.custom_scan import strip_aliases, users_through_aliases
-from streamfx.runtime.associative import SCAN_BACKWARD, TREE_SCAN, Associative, AssociativeBackward, bytes_of_blocks
+from streamfx.runtime.associative import Associative, AssociativeBackward, bytes_of_blocks
 
 
 @dataclass(frozen=True)

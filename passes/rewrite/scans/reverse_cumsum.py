@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from streamfx.dialect.scans import REVERSE_SCANS
 from streamfx.ir.joint import bound_arguments, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
@@ -31,5 +32,5 @@ def flipped_scan_to_reverse_scan(node: fx.Node, writer: GraphWriter) -> fx.Node 
     keeps_dtype = scanned.meta[VALUE].dtype == flipped.meta[VALUE].dtype
     if flipped_dims != [[dim], [dim]] or not keeps_dtype:
         return None
-    reverse = getattr(torch.ops.streamfx, f"reverse_{SCAN_NAMES[scanned.target]}").default
+    reverse = REVERSE_SCANS[SCAN_NAMES[scanned.target]]
     return writer.call(reverse, flipped.args[0], dim)

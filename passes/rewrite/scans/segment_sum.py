@@ -9,19 +9,21 @@ row c (`decayed_sums`) or sums[c + 1] (`SUMS_AFTER`), and the last sum.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import fx
 
-from streamfx.ir.scan_schema import NotStatefulError
+from streamfx.dialect.decayed_sums import DECAYED_SUMS, SUMS_AFTER
+from streamfx.ir.scan_schema import NotStatefulError, Stateful
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import FALLBACK_REASON
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.scans.custom_scan import ScanCall, emit_recurrences, find_backwards, read_call
-from streamfx.runtime.segment_sum import AFTER_ROW_SCAN, BEFORE_ROW_SCAN, DECAYED_SUMS, SUMS_AFTER
+from streamfx.runtime.segment_sum import AFTER_ROW_SCAN, BEFORE_ROW_SCAN
 
 POSITIVE_DECAYS = "decays that may be above zero: clamp(max=0) proves that they are not"
-DECLARED = {DECAYED_SUMS: BEFORE_ROW_SCAN, SUMS_AFTER: AFTER_ROW_SCAN}
+DECLARED: dict[Any, Stateful] = {DECAYED_SUMS: BEFORE_ROW_SCAN, SUMS_AFTER: AFTER_ROW_SCAN}
 
 
 @rewrite_rule(DECAYED_SUMS, SUMS_AFTER)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from streamfx.cost.loop_sampling import run_all, run_iterations
 from streamfx.cost.repeats import Repeat
-from streamfx.runtime.offload import free_after_copy, from_host, to_host, wait_for_copy
+from streamfx.dialect.offload import from_host, to_host
+from streamfx.runtime.offload import free_after_copy, wait_for_copy
 from streamfx.tools.inspect.eager import LayerWrapper, checkpointed, costs_with_one_more, eager_cost
 from streamfx.tools.inspect.layers import is_torch_module
 from streamfx.tools.planner.initial_guess import FEW_LAYERS, guess_length

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from streamfx.cost.comm import DEVICES_PER_MACHINE
 from streamfx.cost.memory import bytes_like
+from streamfx.dialect.offload import from_host, to_host
 from streamfx.ir.facts import Facts
 from streamfx.ir.program import Program
 from streamfx.node_meta import VALUE
-from streamfx.runtime.offload import from_host, to_host
 from streamfx.runtime.pinned import bytes_pinned
 from streamfx.tools.report.comm_table import HALVES, halves_of
 

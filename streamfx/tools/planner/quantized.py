@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from streamfx.argument_checks import choices_hint
+from streamfx.dialect.quantized import UNPACKED
 from streamfx.errors import PlanError
 from streamfx.tools.inspect.layers import layers_of
 
@@ -39,15 +40,6 @@ SCHEMES = {
     "fp8": Scheme(lambda weight: weight.numel(), lambda weight: 4),
 }
 
-_library = torch.library.Library("streamfx", "FRAGMENT")
-_library.define("unpacked(Tensor packed, Tensor scales, SymInt[] shape, ScalarType dtype) -> Tensor")
-
-
-@torch.library.register_fake("streamfx::unpacked", lib=_library)  # type: ignore[untyped-decorator]
-def _fake_unpacked(packed: Tensor, scales: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialized tensor of the unpacked shape, for tracing."""
-    return packed.new_empty(shape, dtype=dtype)
-
 
 class DequantizedWeight(nn.Module):
     """A weight stored as packed bytes and scales. The inverse yields buffers of the right size without values."""
@@ -57,7 +49,7 @@ class DequantizedWeight(nn.Module):
         self.shape, self.dtype, self.scheme = weight.shape, weight.dtype, scheme
 
     def forward(self, packed: Tensor, scales: Tensor) -> Tensor:
-        unpacked: Tensor = torch.ops.streamfx.unpacked(packed, scales, self.shape, self.dtype)
+        unpacked: Tensor = UNPACKED(packed, scales, self.shape, self.dtype)
         return unpacked
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
