@@ -190,11 +190,6 @@ OTHERS: dict[str, Mixer] = {
 }
 
 
-@pytest.mark.long
-def test_a_tree_written_by_hand_matches() -> None:
-    assert operators(compared(levels(), chunk_size=3), Associative)
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_graphs_do_not_match(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Levels above the one that differs may match as a tree of fewer rows."""

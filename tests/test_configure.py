@@ -1,6 +1,5 @@
 """Options by name, as a dictionary and as an object, for a block, a call or the process; `enable` and `disable`."""
 
-import asyncio
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
@@ -67,21 +66,6 @@ def test_a_call_sets_options_of_all_threads_until_its_result_is_used_as_a_block(
         assert resolve_options({"loss_chunk_size": 5}).loss_chunk_size == 5
     assert resolve_options().loss_chunk_size == "auto"
     assert seen == [(3, 4), (3, "auto")]
-
-
-def test_each_task_has_its_own_blocks() -> None:
-    async def task(size: int) -> list[object]:
-        found = []
-        with streamfx.configure(chunk_size=size):
-            for _ in range(3):
-                await asyncio.sleep(0)
-                found.append(resolve_options().chunk_size)
-        return [*found, resolve_options().chunk_size]
-
-    async def both() -> list[list[object]]:
-        return list(await asyncio.gather(task(3), task(4)))
-
-    assert asyncio.run(both()) == [[3, 3, 3, "auto"], [4, 4, 4, "auto"]]
 
 
 def test_a_block_ends_in_all_contexts() -> None:

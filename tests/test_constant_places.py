@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx import explain
-from streamfx.cost.meter import Meter
 from streamfx.passes.rewrite.canonicalize import canonicalize
-from streamfx.torch_private import FakeTensorMode
 from tests.support.canonical import Case, graphs, same, special, targets
 from tests.support.decoders.parts import WIDTH
 from tests.support.exactness import compare
@@ -176,26 +174,3 @@ def test_a_mask_that_is_written_slice_by_slice(write: Callable[[Tensor], None], 
 def test_a_peak_does_not_depend_on_earlier_reports() -> None:
     model, inputs = attending(written(window), layers=1), batch(24)
     assert len({explain(model, **inputs, chunk_size=8).summary()["peak_bytes"] for _ in range(2)}) == 1
-
-
-WRITES: dict[str, Callable[[Tensor], Tensor]] = {
-    "slice_scatter": lambda rows: aten.slice_scatter(rows, rows[:3], 0, 0, 3),
-    "select_scatter": lambda rows: aten.select_scatter(rows, rows[0], 0, 3),
-    "diagonal_scatter": lambda rows: aten.diagonal_scatter(rows, rows[0]),
-    "copy": lambda rows: aten.copy(rows, rows[:1]),
-}
-
-
-@pytest.mark.parametrize("name", WRITES)
-def test_a_write_over_a_view_allocates_its_storage(name: str) -> None:
-    """On real tensors, on fake ones, and from the cache of fake tensors."""
-
-    def peak() -> int:
-        rows = torch.zeros(16, 64)[:, 5:9]
-        with Meter() as meter:
-            assert WRITES[name](rows).shape == rows.shape
-        return meter.peak
-
-    truth = peak()
-    with FakeTensorMode():
-        assert [peak(), peak()] == [truth, truth] == [16 * 64 * 4] * 2

@@ -106,18 +106,49 @@ def test_a_scan_combines_rows_in_eagers_order(reverse: bool) -> None:
     compare_function(function, qkv(), SIZES, tolerance=1e-12)
 
 
-@pytest.mark.parametrize(("side", "missing"), [("keys", 5), ("queries", 2)])
-def test_queries_before_the_first_key_see_nothing(side: str, missing: int) -> None:
-    def number_of(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        first_key, first_query = (missing, 0) if side == "keys" else (0, -missing)
-        seen = torch.arange(first_key, T) <= torch.arange(first_query, T)[:, None]
-        x = F.pad(x, (0, 0, -first_query, 0))
-        return F.scaled_dot_product_attention(x, k[:, :, first_key:], v[:, :, first_key:], attn_mask=seen).square().sum()
-
-    compared(number_of)
-
-
 def test_a_triangle_of_scores_streams_and_one_of_blocks_is_exact() -> None:
     facts = compared(lambda x, k, v: ((x @ k.transpose(-2, -1)).tril() @ v).square().sum(), streams=True)
     assert "causal" in facts.key_spans.span_kinds.values()
     compared(lambda x, k, v: x[0, 0].unflatten(0, (-1, 3)).sum(1).tril().square().square().sum(), (3, 6))
+
+
+# -- values that an operator computes over all keys before a mask hides some
+
+ROWS = 13
+Made = Callable[[Tensor, Tensor], Tensor]
+MADE: dict[str, Made] = {  # of a trained number and the distances of all rows and keys
+    "softmax": lambda c, d: (-c * d.abs()).softmax(-1),
+    "softmax over queries": lambda c, d: (-c * d.abs()).softmax(-2),
+    "turned": lambda c, d: (-c * d * d).transpose(0, 1).softmax(-1),
+    "running sum": lambda c, d: torch.exp(-c * d.abs()).cumsum(-1),
+    "running product": lambda c, d: (1 + c * d.sin()).cumprod(-1),
+    "sorted": lambda c, d: (c * (d * d).sin()).sort(-1)[0],
+    "share of many": lambda c, d: ((e := torch.exp(-c * d.abs()).expand(700, ROWS, ROWS)) / e.sum(-1, keepdim=True))[::123].sum(
+        0
+    ),
+    "product": lambda c, d: torch.exp(-c * d.abs()) @ d.cos(),
+    "softmax, and what follows": lambda c, d: ((-c * d.abs()).softmax(-1) + d).sin() * c,
+}
+
+
+def over_distances(made: Made) -> Facts:
+    x = torch.randn(2, ROWS, 4, dtype=torch.float64, requires_grad=True)
+    decay = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+
+    def function(x: Tensor, decay: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1], dtype=torch.float64)
+        return (made(decay, at[:, None] - at).tril() @ x).square().sum()
+
+    return compare_function(function, (x, decay), (4,), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_operators_over_keys_read_all_keys(name: str) -> None:
+    over_distances(MADE[name])
+
+
+def test_elementwise_values_cover_the_keys_of_their_consumer() -> None:
+    """A decay by distance is not computed for hidden keys."""
+    facts = over_distances(lambda c, d: torch.exp(-c * d))
+    assert "causal" in facts.key_spans.span_kinds.values()
+    assert {node.name for node in facts.key_spans.recomputed_per_consumer} >= {"exp", "tril"}

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from streamfx.kernels import chunk_attention, cuda_attention, flash_varlen, flash_window, plain_attention
@@ -20,7 +18,7 @@ from tests.support.calls import noted
 from tests.support.cuda_kernels import Heads, another_gradient, drawn, in_their_place, refuses, wrong
 from tests.support.cuda_kernels import check as compared
 from tests.support.tracing import compare_function
-from tests.test_visible import as_mask, masks
+from tests.test_visible import as_mask
 
 HEAD, CPU = 8, torch.device("cpu")
 INF = float("inf")
@@ -150,14 +148,6 @@ def test_a_scale_that_is_not_positive_splits_documents(scale: float, calls: list
     truth = plain_attention.forward(*heads, mask, False, scale)
     torch.testing.assert_close(chunk_attention.forward(*heads, as_mask(mask), None, None, scale=scale), truth)
     assert not calls
-
-
-@given(masks(), st.sampled_from([1, 2, 4]), st.integers(0, 1000))
-def test_attention_by_tiles_is_exact(mask: Tensor, groups: int, seed: int) -> None:
-    """Of anything that rows may see, where each sees something."""
-    mask = torch.where((mask < -1e30).all(-1, keepdim=True), 0.0, mask)[:, None]
-    with in_their_place(half=True):
-        check_mask(mask, groups)
 
 
 # -- which masks are documents

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import streamfx
 from streamfx.lazy import deferred, steps, streamed
 from tests.support.deferred import IDS, MODES, OPTIONS, WEIGHTS, Compiled, assert_behaves, assert_same, gradients
 from tests.support.heads import HEADS, VOCABULARY, decoder
+from tests.support.spread import only
 
 pytestmark = pytest.mark.compiled
 
@@ -177,8 +179,10 @@ BACKWARDS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("least", [None, pytest.param(1, marks=pytest.mark.long)], ids=["made whole", "made in chunks"])
-@pytest.mark.parametrize("name", BACKWARDS)
+OFTEN = [*((name, None) for name in BACKWARDS), ("after a write", 1)]  # with 1, gradients are computed in chunks
+
+
+@pytest.mark.parametrize(("name", "least"), only(OFTEN, list(product(BACKWARDS, (None, 1)))))
 def test_gradients_through_deferred_tensors_are_exact(
     compiled: Compiled, name: str, least: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

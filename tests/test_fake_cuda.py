@@ -3,15 +3,13 @@
 With a CUDA build of PyTorch, loop bodies become machine code for an H100, by the ptxas that Triton brings.
 """
 
-import os
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.support.fake_cuda import COMPILER, private_folder, reported
+from tests.support.fake_cuda import COMPILER, reported
 from tests.support.spread import only
 
 pytestmark = [pytest.mark.compiled, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
@@ -108,22 +106,6 @@ def test_loops_of_qwen3(device: str, layers: int, length: int, golden: Any) -> N
 def listed(loop: dict[str, Any]) -> str:
     sums = "".join(f"\n    {name}: {how}" for name, how in loop["sums"].items())
     return f"{loop['name']}: {loop['chunks']} chunks of {loop['rows']} rows{sums}"
-
-
-def test_a_library_is_loaded_only_from_a_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user can make a folder with a name that is known before; libraries in it would run in this user's processes."""
-    shared, link, own = (tmp_path / name for name in ("shared", "link", "own"))
-    shared.mkdir()
-    shared.chmod(0o770)
-    own.mkdir(mode=0o700)
-    link.symlink_to(own)
-    for folder in (shared, link):
-        with pytest.raises(PermissionError, match=r"of user \d+ alone"):
-            private_folder(folder)
-    assert private_folder(own) == own
-    monkeypatch.setattr(os, "getuid", lambda: own.stat().st_uid + 1)
-    with pytest.raises(PermissionError, match=r"of user \d+ alone"):
-        private_folder(own)
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -223,14 +223,6 @@ def test_a_parameter_that_begins_to_train_is_detected() -> None:
     torch.compile(lambda x, y: (x @ y).square().sum(), backend=backend)(frozen, trains)
     with pytest.raises(streamfx.StaleGraphError, match="requires_grad was switched on after compilation"):
         made[0](frozen.requires_grad_(), trains)
-
-
-def test_a_tensor_goes_through_parallel_wrappers() -> None:
-    inner = nn.Linear(2, 2)
-    done = enable(nn.DataParallel(inner))
-    assert "DataParallel" in str(done) and done.targets[0].module is inner
-    given: Tensor = inner(torch.ones(1, 2))
-    assert given.shape == (1, 2)
 
 
 def test_a_budget_is_recommended_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from streamfx.passes import Fixpoint, pipeline
 from streamfx.passes.faults import OPTIONAL_PASSES, SKIPPED_LAST
 from streamfx.passes.verifier import InconsistentFactsError, Verifier
 from streamfx.tools.report.printer import PRODUCTS
-from tests.support.goldens import BASE, FOLDER, OF_VERSION, file_of, orphans, own_file, write
+from tests.support.goldens import orphans
 from tests.support.small import EXAMPLES
 
 pytestmark = pytest.mark.compiled
@@ -58,20 +57,6 @@ def test_every_golden_has_its_test(request: pytest.FixtureRequest) -> None:
         pytest.skip("some tests were left out")
     collected = {item.path.name for item in request.session.items}
     assert not orphans(request.session.items), f"delete them, or bring their tests back (collected: {sorted(collected)})"
-
-
-def test_a_version_has_a_file_of_its_own_only_if_its_text_differs(tmp_path: Path) -> None:
-    base = tmp_path / "product.causal.axes.txt"
-    write(base, BASE, "a")
-    write(base, "2.11", "b")
-    assert [file_of(base, version).read_text() for version in (BASE, "2.11", "2.14")] == ["a", "b", "a"]
-    write(base, "2.11", "a")
-    assert list(tmp_path.iterdir()) == [base] and own_file(base, "2.11").name == "product.causal.axes.torch2.11.txt"
-
-
-def test_files_of_versions_differ_from_the_base_version() -> None:
-    own = [path for path in FOLDER.iterdir() if OF_VERSION.search(path.name)]
-    assert not [path.name for path in own if path.read_text() == path.with_name(OF_VERSION.sub(".txt", path.name)).read_text()]
 
 
 # -- the verifier finds an inconsistent result, and names the pass

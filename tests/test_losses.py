@@ -15,7 +15,7 @@ from tests.support import layouts
 from tests.support.decoders.parts import VOCABULARY, WIDTH, Heads, Plain, RMSNorm, SwiGLU, made
 from tests.support.exactness import compare
 from tests.support.spread import only
-from tests.support.used import batch, used
+from tests.support.used import Used, batch, used
 
 pytestmark = pytest.mark.compiled
 
@@ -129,3 +129,25 @@ def test_a_gradient_is_written_into_zeros_right_before_its_use() -> None:
     for node, size in ((last, (4,)), (early, (4, 4)), (written, (4, 4)), (product, (4, 4)), (total, (4, 4))):
         node.meta[VALUE] = torch.empty(size)
     assert move_last_stage_first([written, product, total], {last: 1, early: 0}, 1) == [product, written, total]
+
+
+# -- losses of early layers
+
+
+def early_exits(model: Used, x: Tensor, labels: Tensor) -> Tensor:
+    """Every layer has its own logits, and the last layer's teach the others; one layer adds a loss of its own."""
+    exits, loss = [], torch.zeros((), dtype=torch.float64)
+    for attend in model.attend:
+        x = x + attend(x)
+        exits.append(model.head(model.norms[-1](x)).log_softmax(-1))
+        loss = loss + 0.1 * x.square().mean()
+    *students, teacher = exits
+    for student in students:
+        loss = loss + F.kl_div(student, teacher.detach(), log_target=True, reduction="batchmean")
+    return loss + F.nll_loss(teacher.flatten(0, 1), labels.flatten())
+
+
+def test_logits_of_early_exits_do_not_wait() -> None:
+    (facts,) = compare(used(early_exits, layers=3), batch(13), chunk_size=5, also=(1, 16), attention={"causal"}).facts
+    wide = [node for stage in facts.stages for node in stage.outputs if VOCABULARY in node.meta["val"].shape]
+    assert not wide, "logits of an early layer wait for the last one"

@@ -130,19 +130,6 @@ def test_causal_flag_between_shifted_slices(first: int) -> None:
     compare_function(function, qkv(), SIZES)
 
 
-@pytest.mark.parametrize("first", [0, 1, None])
-def test_triangle_between_shifted_slices(first: int | None) -> None:
-    """Or of the last rows only, aligned at the end."""
-
-    def function(inputs: Tensor) -> Tensor:
-        x = torch.tanh(inputs[0])
-        q, y = (x[:, :, 3:], x) if first is None else _shifted(x, first)
-        hidden = columns(y.shape[2]) > rows(q.shape[2]) + y.shape[2] - q.shape[2]
-        return ((q @ y.mT).masked_fill(hidden, -INF).softmax(-1) @ y).pow(2).sum()
-
-    compare_function(function, qkv(), SIZES)
-
-
 # -- scores that are as large as the numbers that hide keys
 
 GATE = torch.tensor([1.0, 1, 1, 1, -1, 1, -1, 1, -1], dtype=torch.float64)

@@ -125,19 +125,6 @@ def test_writing_to_an_output_changes_no_other_value(name: str) -> None:
     assert_small(gradient_errors(found[0], found[1]), TOLERANCE, name)
 
 
-@torch.library.custom_op("test_memory::draw", mutates_args=())
-def draw(like: Tensor, p: float) -> Tensor:
-    return torch.rand_like(like)
-
-
-draw.register_fake(lambda like, p: torch.empty_like(like))
-
-
-def test_equal_calls_of_unknown_operators_are_not_merged() -> None:
-    function = compiled(lambda x: torch.ops.test_memory.draw(x, 0.0) - torch.ops.test_memory.draw(x, 0.0))
-    assert function(torch.randn(2, LENGTH, WIDTH)).abs().max() > 0
-
-
 # -- large gradients are scaled and added in place: one buffer, and the same numbers in each run of backward
 
 WORDS = 20_000

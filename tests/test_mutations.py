@@ -31,18 +31,8 @@ def test_no_fragment_uses_an_undefined_name(tmp_path: Path) -> None:
     pytest.importorskip("ruff")
     for number, row in enumerate(ROWS):
         (tmp_path / f"row_{number}.py").write_text(row.put_into((ROOT / row.file).read_text()))
-    command = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "check",
-        "--isolated",
-        "--select",
-        "F821",
-        "--output-format",
-        "concise",
-        str(tmp_path),
-    ]
+    options = ["check", "--isolated", "--select", "F821", "--output-format", "concise"]
+    command = [sys.executable, "-m", "ruff", *options, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True)
     undefined = [(ROWS[int(number)].what, name) for number, name in re.findall(r"row_(\d+)\.py.*`(\w+)`", result.stdout)]
     assert result.returncode == 0 and not undefined, undefined

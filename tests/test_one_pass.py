@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-pytest.importorskip("transformers")
-
 import streamfx
 from streamfx.errors import OverBudgetError
 from streamfx.ir.facts import known
 from tests.support.exactness import Recorder, assert_small, check_streamed, errors, outcome, recorder
-from tests.support.objectives import OBJECTIVES, VOCABULARY, Step, batch_of
+from tests.support.objectives import OBJECTIVES, OF_HIDDEN, ROWS, VOCABULARY, Step, batch_of
 from tests.support.spread import only
+from tests.test_live_bytes import Shapes
+
+pytest.importorskip("transformers")
+
 
 pytestmark = pytest.mark.compiled
 
@@ -59,7 +61,6 @@ def products(call: Callable[[], Tensor], vocabulary: int | None = None) -> int:
 FROZEN = ("lm_head", "embed_tokens", "model.norm")  # as adapters leave them
 # Objectives whose gradient is no multiple of one number per sequence: of two, of ratios that all tokens share.
 IN_TWO_PASSES = {"dpo_with_sft", "gspo_per_token"}
-OF_OTHER_HEADS = {"reward_of_pairs", "scores_then_last", "last_token_classes", "process_rewards"}
 
 
 def check(step: Step, batch: dict[str, Tensor], name: str) -> Recorder:
@@ -76,10 +77,47 @@ def test_objectives_with_a_frozen_head_run_in_one_pass(name: str) -> None:
     for weight, parameter in step.models.policy.named_parameters():
         parameter.requires_grad_(not any(part in weight for part in FROZEN))
     check(step, batch, name)
-    if name not in OF_OTHER_HEADS:
+    if name not in OF_HIDDEN:
         own = torch.compile(step, backend=recorder(chunk_size=5, loss_chunk_size=5))
         ours, eager = (products(lambda: run(**batch), VOCABULARY) for run in (own, step))  # noqa: B023
         assert (ours == eager) == (name not in IN_TWO_PASSES)
+
+
+OF_TWO_MODELS = ("dpo", "grpo", "jensen_shannon")
+CASES = [*((name, 1) for name in OBJECTIVES), *((name, 2) for name in OF_TWO_MODELS)]
+
+
+def of_all_rows(shapes: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Shapes of at least half of the batch's rows times the vocabulary: a chunk has fewer."""
+    return sorted(shape for shape in shapes if VOCABULARY in shape and torch.Size(shape).numel() >= 2 * (ROWS - 1) * VOCABULARY)
+
+
+@pytest.mark.parametrize(("name", "layers"), only([("dpo_reference_given", 1)], CASES))
+def test_objectives_stream_without_large_tensors(name: str, layers: int) -> None:
+    """Also in objectives of two models."""
+    step, batch, found = Step(OBJECTIVES[name], layers), batch_of(), []
+    assert len(check(step, batch, name).compilations) == 1
+    for run in (torch.compile(step, backend=recorder(chunk_size=5, loss_chunk_size=5)), step):
+        with Shapes() as shapes:
+            run(**batch).backward()
+        assert shapes.made, "nothing was seen"
+        found.append(of_all_rows(shapes.made))
+    assert not found[0], "a tensor of rows times vocabulary"
+    assert name in OF_HIDDEN or found[1], "eager has none: the check cannot fail"
+
+
+@pytest.mark.long
+def test_an_index_out_of_range_is_an_error() -> None:
+    """As in eager, it must not become a loss."""
+    step, batch = Step(OBJECTIVES["reward_of_pairs"]), batch_of()
+    compiled = torch.compile(step, backend=recorder(chunk_size=5))
+    assert compiled(**batch).isfinite()
+    assert compiled(**{**batch, "last": batch["last"] - ROWS}).isfinite()
+    with pytest.raises(RuntimeError, match="index out of bounds"):
+        compiled(**{**batch, "last": batch["last"] + ROWS})
+
+
+# -- one layer
 
 
 def preferences(x: Tensor, head: Tensor, ids: Tensor, halves: bool = True) -> Tensor:

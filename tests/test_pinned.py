@@ -12,7 +12,7 @@ from torch import Tensor
 import streamfx
 from streamfx.dialect.offload import from_host, to_host
 from streamfx.runtime import offload, pinned
-from streamfx.runtime.pinned import PinnedBlocks, bytes_pinned
+from streamfx.runtime.pinned import PinnedBlocks
 from tests.support.streams import Device
 
 PAGE = mmap.PAGESIZE
@@ -37,13 +37,6 @@ def taken(device: Device) -> int:
     return sum(device.runtime.registered.values())
 
 
-def test_bytes_are_full_pages(device: Device, blocks: PinnedBlocks) -> None:
-    assert [bytes_pinned(size) for size in (0, 1, PAGE, PAGE + 1)] == [0, PAGE, PAGE, 2 * PAGE]
-    kept = [held(blocks, pages) for pages in (0, 0.5, 1, 17)]
-    assert sorted(device.runtime.registered.values()) == [PAGE, PAGE, 17 * PAGE]
-    assert [value.data_ptr() in device.runtime.registered for value in kept] == [False, True, True, True]
-
-
 @pytest.mark.parametrize("value", [torch.randn(4, 1).expand(4, 3), torch.randn(4, 6)[:, ::2], torch.ones(0)])
 def test_values_with_gaps(device: Device, monkeypatch: pytest.MonkeyPatch, value: Tensor) -> None:
     """They are put together before they are copied: the copy stream allocates nothing."""
@@ -53,18 +46,6 @@ def test_values_with_gaps(device: Device, monkeypatch: pytest.MonkeyPatch, value
         found = offload.wait_for_copy(from_host(held, CPU))
         assert torch.equal(found, value)
     device.check()
-
-
-def test_a_block_is_used_again_once_its_tensor_is_dead(device: Device, blocks: PinnedBlocks) -> None:
-    first = held(blocks, 3)
-    place, view = first.data_ptr(), first[5:]
-    del first
-    assert held(blocks, 3).data_ptr() != place, "a view is alive"
-    del view
-    others = {held(blocks, 3).data_ptr() for _ in range(4)}
-    assert len(others) == 1
-    kept = [held(blocks, 3), held(blocks, 2.5)]
-    assert {value.data_ptr() for value in kept} == set(device.runtime.registered)
 
 
 def step(blocks: PinnedBlocks, pages: float, count: int = 4) -> None:

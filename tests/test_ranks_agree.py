@@ -1,6 +1,11 @@
 """Ranks that reduce rows compare their programs and make the same decision."""
 
+from __future__ import annotations
+
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -9,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -16,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from streamfx.distributed.rank_consensus import FAILED, OTHER_CHUNKS, OTHER_LOOPS, SEVERAL_GROUPS
 from streamfx.errors import NotStreamedError, OverBudgetError, RanksDifferError
 from streamfx.frontend.weight_ids import weight_ids
-from streamfx.torch_private.ranks import RankChangedError, RanksMissingError
+from streamfx.torch_private.ranks import RankChangedError, RanksMissingError, _Board
 from tests.support.collectives import data_of
 from tests.support.cut_by_hand import Shared
 from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions, text_of_ranks
@@ -230,3 +236,41 @@ def test_two_models_have_different_keys() -> None:
     assert known_of(first, 12) != known_of(second, 12)
     assert len(set(weight_ids([*first.parameters(), *second.parameters()]))) == 2 * len(list(first.parameters()))
     assert weight_ids(first.parameters()) == weight_ids(first.parameters())
+
+
+# -- texts that ranks exchange
+
+
+def within(seconds: float) -> mock._patch[timedelta]:
+    return mock.patch("streamfx.torch_private.ranks.WAIT_LIMIT", timedelta(seconds=seconds))
+
+
+def board(store: HashStore, rank: int, subject: str = "graph", world: int = 2) -> _Board:
+    return _Board(store, "texts", tuple(range(world)), rank, subject)
+
+
+def test_a_timeout_names_the_missing_ranks() -> None:
+    store = HashStore()
+    board(store, 1, "other", 3).leave("failed")
+    with within(0.3), pytest.raises(RanksMissingError, match="nothing from rank 1, 2 within"):
+        board(store, 0, "graph", 3).exchange("an order")
+
+
+@within(20)
+def test_a_failure_is_received_once() -> None:
+    """All ranks try again, with a smaller batch: the lines of code are the same."""
+    store = HashStore()
+    first, second = (board(store, rank) for rank in range(2))
+    first.leave("failed")
+    assert second.exchange("an order") == ["failed", "an order"]
+    with ThreadPoolExecutor(1) as thread:
+        later = thread.submit(second.exchange, "an order")
+        time.sleep(0.1)  # it looks before the first one has written
+        assert first.exchange("an order") == later.result() == ["an order"] * 2
+
+
+def test_agreements_are_known_by_subject() -> None:
+    own = board(HashStore(), 0, world=1)
+    assert own.agreed("values") is None
+    own.agree("values", "an order")
+    assert own.agreed("values") == "an order" and own.agreed("other values") is None

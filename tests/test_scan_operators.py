@@ -85,12 +85,6 @@ def test_a_last_state(mixer: Mixer) -> None:
     assert len(operators(compared(mixer, chunk_size=3, also=(1, LENGTH), streams=None), ChunkedScan)) == 2
 
 
-@pytest.mark.long
-def test_a_scan_over_the_width_is_exact() -> None:
-    step = lambda state, row: (0.5 * (state + row).tanh(), row * state)  # noqa: E731
-    compared(lambda m, x: m.out(scan(step, x[..., 0].clone(), x, dim=2)[1].clone()), chunk_size=3, streams=None)
-
-
 def test_a_step_that_draws_random_numbers_falls_back() -> None:
     def drawn(m: Mixed, x: Tensor) -> Tensor:
         return m.out(scan(lambda state, row: (F.dropout(state, 0.5) + row, state * row), zeros(x), x, dim=1)[1])

@@ -6,13 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.support.decoders.parts import HEADS
-from tests.support.exactness import recorder
 from tests.support.masks import HEAD, INF, LENGTH, MIN, columns, qkv, rows
 from tests.support.tracing import compare_function, take_gradients, traced
-from tests.support.used import attending, batch
 
 T = LENGTH
 
@@ -72,30 +69,6 @@ def test_scores(mixed: Callable[..., Tensor]) -> None:
     weight = torch.randn(2, 3, HEAD, dtype=torch.float64, requires_grad=True)
     function = lambda one, w: mixed(*one, w).pow(2).sum() + 0 * w.sum()  # noqa: E731
     compare_function(function, [*qkv(), weight], (2, 1, 4), **how)
-
-
-class Slopes(nn.Module):
-    """Buffers: a slope for each head, and a bias for each row and key."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slopes, self.bias = nn.Buffer(torch.rand(HEADS, 1, 1)), nn.Buffer(torch.randn(HEADS, 32, 32))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        position = torch.arange(t := q.shape[2])
-        return causal(q @ k.mT - self.slopes * (position[:, None] - position) + self.bias[:, :t, :t], MIN).softmax(-1) @ v
-
-
-@pytest.mark.compiled
-def test_a_buffer_that_changes() -> None:
-    """Facts about its old values are dropped if it then holds numbers that hide keys."""
-    model, given = attending(Slopes, layers=1), batch()
-    compiled = torch.compile(model, backend=recorder(chunk_size=7))
-    torch.testing.assert_close(compiled(**given), model(**given))
-    for number in (-torch.inf, 1e300):  # the first is NaN at distance zero
-        with torch.no_grad():
-            model.attend[0].mixed.slopes[0] = number  # type: ignore[index,union-attr]
-        torch.testing.assert_close(compiled(**given), model(**given), equal_nan=True)
 
 
 # -- a column next to the keys, which is then dropped

@@ -18,7 +18,7 @@ from streamfx.runtime.custom_scan import Backward, Forward
 from streamfx.runtime.scan import ChunkedScan
 from tests.support.decoders import made
 from tests.support.exactness import Report, compare
-from tests.support.mixers import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, compared, mixed, operators, tokens
+from tests.support.mixers import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, compared, operators, tokens
 from tests.support.spread import only
 from tests.support.stateful.averages import averages
 from tests.support.stateful.blocks import BLOCK, blocks
@@ -124,18 +124,6 @@ def test_an_operator_streams(name: str) -> None:
     assert all(loop.spec.chunk_size % BLOCK == 0 for loop in known(facts.program).loops) or "blocks" not in name
 
 
-@pytest.mark.long
-def test_a_loss_of_the_last_state_only() -> None:
-    """The last state is a result, too, which the caller differentiates as well."""
-
-    class Last(Mixed):
-        def forward(self, ids: Tensor, labels: Tensor) -> Any:
-            last = selected(self, F.rms_norm(self.embed(ids), (WIDTH,)))[1]
-            return F.cross_entropy(self.head(last.sum(-1)), labels[:, 0]), last
-
-    assert stateful(compare(made(Last), tokens(), chunk_size=4, also=(1,), streams=None)) == 2
-
-
 def test_a_kernel_gets_contiguous_rows() -> None:
     """Rows of a chunk of an input have gaps between sequences, which the kernel refuses."""
 
@@ -158,23 +146,6 @@ def test_an_operator_that_starts_inside_a_block_falls_back() -> None:
     assert any("reads blocks of 4 rows" in reason for reason in facts.reasons())
     (facts,) = compared(later(4), chunk_size=4, also=(3,)).facts
     assert not facts.reasons()
-
-
-@pytest.mark.long
-def test_states_of_a_wider_type() -> None:
-    """With rows in bfloat16, a carry in float32 loses nothing: chunks differ from eager only by rounding of the rows."""
-
-    def narrow(m: Mixed, x: Tensor) -> Tensor:
-        return m.out(averages(x.shape[1], m.gate(x).bfloat16(), x.bfloat16(), m.mu.float().sigmoid(), None, None)[0].to(x.dtype))
-
-    assert stateful(compared(narrow, chunk_size=4, also=(1,), streams=None, tolerance=0.02)) == 2
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["of some rows", "in blocks, with states", "averaged twice"])
-def test_explain_of_chunks_without_rows(name: str) -> None:
-    found = streamfx.explain(mixed(STREAMS[name]), **tokens(), chunk_size=1, loss_chunk_size=1)
-    assert {stage.kind for stage in found.stages} == {"streamed"}, str(found)
 
 
 # -- memory

@@ -203,30 +203,20 @@ def test_tracers_see_the_original_model() -> None:
 # -- the garbage collector is off while a step is traced
 
 
-def test_collection_pauses_except_inside_a_search() -> None:
-    with uncollected():
-        with uncollected():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-        with collected():
-            assert gc.isenabled()
-            with uncollected():
-                assert not gc.isenabled()
-            assert gc.isenabled()
-        assert not gc.isenabled()
-    assert gc.isenabled()
-
-
-def test_collection_resumes_after_the_last_pause() -> None:
+def test_collection_pauses_except_inside_a_search_and_resumes_after_the_last_pause() -> None:
     first, second = uncollected(), uncollected()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    with collected():
+        assert gc.isenabled()
+        with uncollected():
+            assert not gc.isenabled()
     assert not gc.isenabled()
     second.__exit__(None, None, None)
     assert gc.isenabled()
     gc.disable()
     with uncollected(), collected():
         assert not gc.isenabled()
-    assert not gc.isenabled()
     gc.enable()

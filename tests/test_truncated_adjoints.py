@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan
 
 import streamfx
 from streamfx.errors import OptionError
-from tests.support.mixers import LENGTH, Mixed, Mixer, mixed, tokens, zeros
+from tests.support.mixers import Mixed, Mixer, mixed, tokens, zeros
 from tests.support.scans import scan, with_states_of_constants
 from tests.support.spread import only
 from tests.support.stateful.averages import averages
@@ -143,20 +142,6 @@ def test_gradients_reach_back_as_many_rows_as_asked(name: str) -> None:
         found = gradients(mixer, options)
         assert error(found, gradients(by(written, reaching_back(chunk_size, reach)))) < 1e-12
         assert error(found, exact) > 1e-6
-
-
-def attention_and_a_sum(m: Mixed, x: Tensor) -> Tensor:
-    q, k, v = m.up(x).chunk(3, -1)
-    return m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True) + x.cumsum(1))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("mixer", "reach"), [(attention_and_a_sum, 1), (by(weighted, row_by_row), LENGTH), (by(weighted, as_an_operator), LENGTH - 1)]
-)
-def test_without_truncation_gradients_are_exact(mixer: Mixer, reach: int) -> None:
-    """Attention and running sums are never truncated; nor is a recurrence that reaches, rounded up to chunks, over all rows."""
-    assert error(gradients(mixer, {"chunk_size": 4, "adjoints": reach}), gradients(mixer)) < 1e-12
 
 
 # -- costs and reports

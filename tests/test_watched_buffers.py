@@ -1,6 +1,7 @@
 """A buffer that holds a mask, or a few slopes, changes between two calls, in every way that torch has: the second is exact."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,11 @@ from torch import Tensor, nn
 
 from streamfx.frontend import mask_buffers
 from streamfx.ir.fingerprint import Fingerprint
+from tests.support.decoders.parts import WIDTH as WIDE
+from tests.support.decoders.parts import made
+from tests.support.exactness import compare
 from tests.support.spread import only
+from tests.support.used import Used, batch, labelled
 
 pytestmark = pytest.mark.compiled
 
@@ -99,14 +104,6 @@ def test_a_large_frozen_weight_is_identified_by_its_memory(monkeypatch: pytest.M
 
 # -- fingerprints of tensors
 
-TYPES = [torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "whole": lambda tensor: tensor,
-    "transposed": lambda tensor: tensor.mT,
-    "odd part": lambda tensor: tensor[..., 1:],
-    "expanded": lambda tensor: tensor.expand(3, *tensor.shape),
-    "nothing": lambda tensor: tensor[..., :0],
-}
 REARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
     "negated": torch.neg,
     "rows reversed": lambda weight: weight.flip(0),
@@ -120,21 +117,6 @@ REARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_a_fingerprint_depends_on_every_element(dtype: torch.dtype, view: str) -> None:
-    for shape in ((1, 1), (3, 5), (7, 1030), (140, 130)):
-        tensor = VIEWS[view](torch.ones(shape, dtype=dtype))
-        seen = Fingerprint.of(tensor)
-        assert seen.change(tensor) is None
-        for place in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
-            index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), tensor.shape))
-            tensor.data[index] = 0
-            assert "past its version counter" in str(seen.change(tensor))
-            tensor.data[index] = 1
-        assert seen.change(tensor) is None
-
-
 @pytest.mark.parametrize("name", REARRANGED)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_a_fingerprint_depends_on_order_and_signs(name: str, dtype: torch.dtype) -> None:
@@ -143,3 +125,50 @@ def test_a_fingerprint_depends_on_order_and_signs(name: str, dtype: torch.dtype)
     seen = Fingerprint.of(weight)
     weight.data.copy_(REARRANGED[name](weight))
     assert seen.change(weight) is not None
+
+
+# -- a step that reads buffers and then writes to them
+
+
+class Written(Used):
+    """A decoder that reads and writes buffers and a weight that is not trained."""
+
+    def __init__(self, step: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(lambda own, x, labels: labelled(own, x + own.attend[0](own.norms[0](step(own, x))), labels))
+        self.code, self.cache = (
+            nn.Buffer(torch.randn(WIDE, WIDE)),
+            nn.Buffer(torch.zeros(2, 2 * LENGTH, WIDE)),
+        )
+        self.count, self.norm = nn.Buffer(torch.zeros((), dtype=torch.int64)), nn.BatchNorm1d(WIDE)
+        self.mean = nn.Parameter(torch.randn(WIDE, WIDE), requires_grad=False)
+
+
+def averaged(own: Written, x: Tensor) -> Tensor:
+    y = x @ own.code.clone()
+    with torch.no_grad():
+        own.code.mul_(0.9).add_((x.transpose(1, 2) @ x).mean(0), alpha=0.1)
+    return y + x @ own.code
+
+
+def cached(own: Written, x: Tensor) -> Tensor:
+    seen = x * own.cache[:, :LENGTH].clone()
+    own.cache[:, :LENGTH] = x.detach()
+    return x + seen + (x @ own.cache.transpose(1, 2)) @ own.cache
+
+
+def averaged_weight(own: Written, x: Tensor) -> Tensor:
+    y = x @ own.mean.clone()
+    with torch.no_grad():
+        own.mean.lerp_(own.head.weight[:WIDE], 0.1)
+    return y
+
+
+def counted(own: Written, x: Tensor) -> Tensor:
+    y = own.norm((x * (own.count + 1)).flatten(0, 1)).view_as(x)
+    own.count.add_(1)
+    return y
+
+
+@pytest.mark.parametrize("step", [averaged, cached, averaged_weight, counted], ids=lambda step: step.__name__)
+def test_the_backward_half_has_the_values_before_a_write(step: Callable[[Written, Tensor], Tensor]) -> None:
+    compare(made(lambda: Written(step)), batch(LENGTH), chunk_size=8, streams=None)

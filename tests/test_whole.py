@@ -136,15 +136,15 @@ def test_the_reason_names_an_alternative(advice: str) -> None:
     assert advice in str(streamfx.explain(Decoder(ADVICE[advice]), ids(), options={"chunk_size": 8}))
 
 
-def test_equal_calls_of_functions_are_not_merged() -> None:
-    """A function may draw random numbers, so two equal calls may differ."""
+def test_equal_calls_of_functions_and_unknown_operators_are_not_merged() -> None:
+    """They may draw random numbers, so two equal calls may differ."""
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.ones(2)
-    calls = [graph.call_function(torch.ops.higher_order.cond, (True, "same", "same", (x,))) for _ in range(2)]
-    graph.output(tuple(calls))
+    functions = {torch.ops.higher_order.cond: (True, "same", "same", (x,)), torch.ops.streamfx_tests.flat.default: (x,)}
+    graph.output(tuple(graph.call_function(target, args) for target, args in functions.items() for _ in range(2)))
     canonicalize(graph)
-    assert len(graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond)) == 2
+    assert all(len(graph.find_nodes(op="call_function", target=target)) == 2 for target in functions)
 
 
 def test_an_operator_that_a_later_pass_refuses_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:

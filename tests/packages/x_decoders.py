@@ -19,10 +19,7 @@ def wrapped(layers: nn.Module, **wrapper: Any) -> nn.Module:
 
 def decoder(depth: int = 2, wrapper: dict[str, Any] | None = None, **layers: Any) -> Builder:
     """A language model with the package's own loss."""
-    return lambda: (
-        AutoregressiveWrapper(wrapped(Decoder(depth=depth, **SIZES, **layers), **(wrapper or {}))),
-        {"x": tokens()},
-    )
+    return lambda: (AutoregressiveWrapper(wrapped(Decoder(depth=depth, **SIZES, **layers), **(wrapper or {}))), {"x": tokens()})
 
 
 def encoder(**layers: Any) -> Builder:

@@ -9,30 +9,12 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from typing import Any
 
 import torch
 
 from tests.random_decoders.checking import Failure, smallest, tried
 from tests.random_decoders.kinds import KINDS, numbered
 from tests.random_decoders.program import needed, program
-
-
-class Statistics:
-    """Why parts of decoders were not chunked: the numbers of the decoders, by reason."""
-
-    def __init__(self) -> None:
-        self.numbers = defaultdict[str, list[int]](list)
-
-    def add(self, facts: Any, number: int) -> None:
-        for reason in {
-            reason for one in facts for reason in (*one.reasons(), *["no sequence was found"] * (one.program is None))
-        }:
-            self.numbers[reason].append(number)
-
-    def __str__(self) -> str:
-        ordered = sorted(self.numbers.items(), key=lambda item: -len(item[1]))
-        return "\n".join(f"{len(numbers):6} x {reason} (e.g. {numbers[0]})" for reason, numbers in ordered)
 
 
 def main() -> int:
@@ -57,30 +39,25 @@ def main() -> int:
     torch.set_num_threads(1)
     logging.getLogger("streamfx").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    statistics, failures = survey(numbers, arguments.compiled, tuple(arguments.kinds))
-    print(f"\n{statistics}")
+    failures = survey(numbers, arguments.compiled, tuple(arguments.kinds))
     for sort, found in failures.items():
         print(f"\n=== {len(found)} x {sort}; numbers {[number for number, _ in found][:20]}")
         print(smallest(found[0][1], arguments.shrink), flush=True)
     return 1 if failures else 0
 
 
-def survey(
-    numbers: range, all_compiled: bool, kinds: tuple[str, ...] = ()
-) -> tuple[Statistics, dict[str, list[tuple[int, Failure]]]]:
+def survey(numbers: range, all_compiled: bool, kinds: tuple[str, ...] = ()) -> dict[str, list[tuple[int, Failure]]]:
     """Run decoders by their numbers; return failures by sort."""
-    statistics, failures, began = Statistics(), defaultdict[str, list[tuple[int, Failure]]](list), time.monotonic()
+    failures, began = defaultdict[str, list[tuple[int, Failure]]](list), time.monotonic()
     for done, number in enumerate(numbers, 1):
         outcome = tried(numbered(number, kinds, all_compiled))
         if isinstance(outcome, Failure):
             if outcome.sort not in failures:
                 print(f"\n{number}: {outcome.sort}", flush=True)
             failures[outcome.sort].append((number, outcome))
-        else:
-            statistics.add(outcome.facts, number)
         wrong, each = sum(map(len, failures.values())), (time.monotonic() - began) / done
         sys.stderr.write(f"\r{done} of {len(numbers)}, {wrong} wrong of {len(failures)} sorts, {each:.2f} s each")
-    return statistics, failures
+    return failures
 
 
 if __name__ == "__main__":

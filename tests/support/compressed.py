@@ -160,15 +160,3 @@ def alone(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Ten
     """Blocks without a window of keys; each row sees the first block."""
     seen = m.blocks_seen(x.shape[1]) | (torch.arange(x.shape[1] // BLOCK) == 0)
     return (q @ heads(blocks).mT).masked_fill(~seen, -INF).softmax(-1) @ heads(blocks)
-
-
-def asking(_: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
-    """Blocks are the queries; all rows of a block see its result."""
-    found = (heads(blocks) @ k.mT).softmax(-1) @ k
-    spread = found.repeat_interleave(BLOCK, 2)
-    return q * F.pad(spread, (0, 0, 0, x.shape[1] - spread.shape[2]))
-
-
-def summed(_: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
-    """No attention: rows are added to blocks by their products, and these to the last rows of all."""
-    return q + ((heads(blocks) @ k.mT).tanh() @ q).sum(2, keepdim=True)

@@ -19,18 +19,7 @@ from torch import Tensor
 from streamfx.kernels import cuda_attention, cuda_cudnn, plain_attention, sdpa
 from streamfx.kernels.device_kinds import DeviceKind
 from tests.support import cuda_documents
-from tests.support.cuda_reading import (
-    HALF,
-    SINGLE,
-    by_rows,
-    check_heads,
-    gradients,
-    is_aligned,
-    like,
-    lse_type,
-    plain,
-    read,
-)
+from tests.support.cuda_reading import HALF, SINGLE, by_rows, check_heads, gradients, is_aligned, like, lse_type, plain, read
 
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 

@@ -11,10 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 
 def sharded(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement] | None = None,
-    policy: CheckpointPolicy | None = None,
+    model: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement] | None = None, policy: CheckpointPolicy | None = None
 ) -> nn.Module:
     """Shard each parameter by rows, in place; reading a parameter gathers it.
 

@@ -6,11 +6,9 @@ they replace its own. Programs run in a process of their own, from which real de
 """
 
 import atexit
-import hashlib
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -28,50 +26,16 @@ LIBRARIES = ("guard", "hooks")
 
 @cache
 def built() -> Path:
-    """The folder with both libraries, compiled once for this version of PyTorch and these sources."""
+    """The folder with both libraries, compiled once by this process: only its user can write to the folder."""
     assert COMPILER is not None
-    sources = {name: HERE / f"{name}.cpp" for name in LIBRARIES}
-    key = hashlib.sha256(b"".join(source.read_bytes() for source in sources.values())).hexdigest()[:16]
-    folder = _kept_folder(f"fake-cuda-{torch.__version__}-{key}")
-    home = Path(torch.__file__).parent
+    folder, home = Path(tempfile.mkdtemp()), Path(torch.__file__).parent
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     include = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
     linked = [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu"]
-    for name, source in sources.items():
-        library = folder / f"lib{name}.so"
-        if library.exists():
-            continue
-        made = folder / f"{name}.{os.getpid()}.so"
-        subprocess.run([COMPILER, *FLAGS, *include, str(source), "-o", str(made), *linked], check=True)
-        made.replace(library)  # a rename is atomic: other processes may build the library, too
+    for name in LIBRARIES:
+        made = ["-o", str(folder / f"lib{name}.so")]
+        subprocess.run([COMPILER, *FLAGS, *include, str(HERE / f"{name}.cpp"), *made, *linked], check=True)
     return folder
-
-
-def _kept_folder(name: str) -> Path:
-    """A private folder in the user's cache; if there can be none, one that this process removes when it ends."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    try:
-        return private_folder(private_folder(cache_home / "streamfx-tests") / name)
-    except OSError:
-        folder = tempfile.mkdtemp()
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return Path(folder)
-
-
-def private_folder(path: Path) -> Path:
-    """`path` as a folder that this user alone can write to or list; created if it is missing.
-
-    Programs preload libraries from it: never from a folder that another user made or can write to.
-
-    Raises:
-        PermissionError: `path` is a link, or belongs to another user, or others have access to it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        state = f"{stat.filemode(found.st_mode)} of user {found.st_uid}"
-        raise PermissionError(f"{path} must be a folder of user {os.getuid()} alone (drwx------); found {state}: remove it")
-    return path
 
 
 def reported(program: str = "report", **asked: Any) -> dict[str, Any]:
