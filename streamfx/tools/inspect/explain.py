@@ -32,7 +32,6 @@ from streamfx.passes.lowering.gradient_release import release_segments
 from streamfx.tools.inspect.at_peak import alive_at_peak
 from streamfx.tools.inspect.comm_report import wire_of
 from streamfx.tools.inspect.curves import curve_of_call, curve_of_calls
-from streamfx.tools.inspect.explanation_page import page_of
 from streamfx.tools.inspect.input_checks import AS_TENSORS, DO, empty_inputs_text, numpy_inputs_text
 from streamfx.tools.inspect.keywords import split_options
 from streamfx.tools.inspect.side_effect_guard import original
@@ -43,7 +42,7 @@ from streamfx.tools.report.exports import Exports
 from streamfx.tools.report.fallback_reasons import strict_refusal_text
 from streamfx.tools.report.loop_bodies import bodies_of, bodies_of_module, python_of
 from streamfx.tools.report.notices import record_of
-from streamfx.tools.report.page import Page
+from streamfx.tools.report.page import Page, explanation_page
 from streamfx.tools.report.stage_table import StageReport
 from streamfx.tools.report.text import report_text
 from streamfx.tools.report.timeline import Timeline, memory_timeline
@@ -218,7 +217,7 @@ class Explanation(Unpicklable, Exports):
     @property
     def page(self) -> Page:
         """The content of the HTML report."""
-        return page_of(self.call.name, self.summary(), self.timeline)
+        return explanation_page(self.call.name, self.summary(), self.timeline)
 
     @property
     def diagram(self) -> Diagram:

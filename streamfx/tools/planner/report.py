@@ -16,15 +16,14 @@ from streamfx.tools.inspect.explain import OURS
 from streamfx.tools.planner.devices import REACHED, Device
 from streamfx.tools.planner.host_memory import devices_per_host
 from streamfx.tools.planner.overlap import NO_TRAFFIC, Seconds, waiting_seconds
-from streamfx.tools.planner.plan_page import page_of_plan
 from streamfx.tools.planner.predict import Prediction, StepPrediction
 from streamfx.tools.planner.search import Limits
 from streamfx.tools.planner.shards import ALONE, ZERO1, Sharding
 from streamfx.tools.report.diagram import Diagram, diagram_of
 from streamfx.tools.report.exports import Exports
-from streamfx.tools.report.page import Page
+from streamfx.tools.report.page import Page, candidate_cells, plan_page
 from streamfx.tools.report.stage_titles import joint_name, unnumbered
-from streamfx.tools.report.text import in_flops, in_seconds, reason_lines, suffix_of
+from streamfx.tools.report.text import aligned, in_flops, in_seconds, reason_lines, suffix_of
 from streamfx.tools.report.timeline import Timeline, memory_timeline
 from streamfx.tools.report.verdict import EAGER, StepCost, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
@@ -167,7 +166,7 @@ class PlanReport(Exports):
     @property
     def page(self) -> Page:
         """The content of the HTML report."""
-        return page_of_plan(self.summary(), self.timeline, self._counted_text(), self._parallelism_text())
+        return plan_page(self.summary(), self.timeline, self._counted_text(), self._parallelism_text())
 
     @property
     def diagram(self) -> Diagram:
@@ -269,7 +268,8 @@ class PlanReport(Exports):
         yield from self._reserve_lines()
         yield from self._host_lines(summary["host"])
         yield ""
-        yield from table(["", "peak", "compute", f"time on {self.device.name}", "if compiled"], self._comparison_rows(summary))
+        header = ("", "peak", "compute", f"time on {self.device.name}", "if compiled")
+        yield from aligned([header, *self._comparison_rows(summary)], left=1)
         if step.not_checkpointed:
             yield f"  not compared with gradient checkpointing: {step.not_checkpointed}"
         yield from self._compute_lines(summary["flops_by_kind"])
@@ -277,11 +277,12 @@ class PlanReport(Exports):
         yield from self._wire_lines(summary["wire"])
         yield ""
         yield f"  {step.streams}"
-        yield from table(["stage", "chunk", "saved"], list(_stage_rows(step.stages)))
+        yield from aligned([("stage", "chunk", "saved"), *_stage_rows(step.stages)], left=1)
         yield from reason_lines(step.stages)
         if step.choices:
             yield ""
-            yield from table(["candidates in order", "work of a chunk", "peak"], [_choice_row(choice) for choice in step.choices])
+            header = ("candidates in order", "work of a chunk", "peak")
+            yield from aligned([header, *map(candidate_cells, step.choices)], left=1)
         if step.stopped:
             yield ""
             yield f"the call could not be traced to its end: {step.stopped}"
@@ -367,32 +368,11 @@ def ratio(part: int, whole: int) -> str:
     return f"{part / whole:.3f}" if whole else "-"
 
 
-def _stage_rows(stages: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+def _stage_rows(stages: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Yield a row of name, chunk size and saved bytes for each group of similar stages."""
     keys = ("chunk_size", "saved_bytes")
     for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), suffix_of(stage), *(stage[key] for key in keys))):
         similar = list(run)
         stage, saved = similar[0], format_bytes(similar[0]["saved_bytes"])
         name = joint_name([item["name"] for item in similar]) + suffix_of(stage)
-        yield [name, str(stage["chunk_size"] or "-"), saved if len(similar) == 1 else f"{len(similar)} x {saved}"]
-
-
-def _choice_row(choice: dict[str, Any]) -> list[str]:
-    work = choice["chunk_work_bytes"]
-    return [choice["choice"], "as given" if work is None else format_bytes(work), format_bytes(choice["peak_bytes"])]
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Format columns, the first aligned left and the others right.
-
-    >>> print("\\n".join(table(["a", "bc"], [["def", "1"]])))
-      a     bc
-      def    1
-    """
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    for line in lines:
-        cells = (
-            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        yield ("  " + "   ".join(cells)).rstrip()
+        yield name, str(stage["chunk_size"] or "-"), saved if len(similar) == 1 else f"{len(similar)} x {saved}"

@@ -1,21 +1,31 @@
-"""The contents of any report as plain figures, which the templates draw."""
+"""The contents of a report as plain figures, which the templates draw: of an explanation, and of a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from streamfx.budget import format_bytes
 from streamfx.options import Options
 from streamfx.tools.report.stage_titles import group_key, joint_name, names_together
-from streamfx.tools.report.text import in_flops, in_seconds, obstacles_of
+from streamfx.tools.report.text import (
+    headline,
+    in_flops,
+    in_seconds,
+    is_traced_in_part,
+    obstacles_of,
+    share_text,
+    traffic_notes,
+    verdict_of,
+)
 from streamfx.tools.report.timeline import MemoryTimeline, Timeline
-from streamfx.tools.report.verdict import StepCost, ratio, times
+from streamfx.tools.report.verdict import StepCost, gains, ratio, times
 
 Stage = Mapping[str, Any]
-NOT_CHECKPOINTED = "Not compared with gradient checkpointing"
+COUNTED = "activations and gradients, without parameters and inputs"
+GIVEN_UP = "The rest of this function is not traced: it runs in eager mode and is not in this report."
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ class Page:
     small: tuple[FallbackRow, ...]
     tables: tuple[Table, ...]
     options: Mapping[str, Any]
-    notes: tuple[tuple[str, str], ...] = field(default=())
+    notes: tuple[tuple[str, str], ...]
 
     @property
     def changed(self) -> frozenset[str]:
@@ -109,14 +119,6 @@ class Page:
 def sentence(text: str) -> str:
     """Format a verdict or reason as a sentence."""
     return f"{text[:1].upper()}{text[1:]}."
-
-
-def baseline_figure(other: StepCost, ours: StepCost) -> Figure:
-    """Return the peak of a baseline and its ratio to the streamed peak."""
-    name = f"{other.way[:1].upper()}{other.way[1:]}"
-    return Figure(
-        name, format_bytes(other.peak_bytes), f"at the peak, {times(ratio(other.peak_bytes, ours.peak_bytes))} the streamed peak"
-    )
 
 
 def place_of_peak(course: MemoryTimeline, stages: Sequence[Stage]) -> str:
@@ -161,29 +163,160 @@ def _fallback_row(where: str, do: str, named_obstacles: Sequence[tuple[str, Stag
     return FallbackRow(operators, where, reasons, do, len(named_obstacles), stages, size)
 
 
-def ways_table(timeline: Timeline) -> Table:
+# -- pages
+
+
+def explanation_page(title: str, summary: Mapping[str, Any], timeline: Timeline) -> Page:
+    """Build the page of an explanation's summary."""
+    lengths = " and ".join(f"{length:,}" for length in dict.fromkeys(summary["sequence"]) if length is not None)
+    return _page_of(
+        summary,
+        timeline,
+        title=title,
+        subtitle=headline(summary),
+        verdict=verdict_of(summary),
+        counted=COUNTED,
+        figures=[
+            Figure("Compute", in_flops(summary["flops"]), share_text(summary)),
+            *([Figure("Sequence length", lengths)] if lengths else []),
+        ],
+        is_compared=not is_traced_in_part(summary),
+        breaks=summary["break_reasons"],
+    )
+
+
+def plan_page(summary: Mapping[str, Any], timeline: Timeline, counted: str, divided: str) -> Page:
+    """Build the page of a plan's summary. `counted` names the values that its bytes include, `divided` the parallelism."""
+    memory = "" if summary["memory"] is None else f", {format_bytes(summary['memory'])} of memory"
+    fits = {None: "", True: " It fits.", False: " It does not fit."}[summary["fits"]]
+    return _page_of(
+        summary,
+        timeline,
+        title=summary["model"],
+        subtitle=f"A step of {summary['batch']} x {summary['length']:,} tokens on {summary['device']}{divided}{memory}",
+        verdict=_search_result(summary) or summary["verdict"],
+        counted=f"{counted}.{fits}",
+        figures=[
+            Figure("Compute", in_flops(summary["flops"])),
+            Figure("Time of a step", in_seconds(summary["seconds"]), f"predicted for {summary['device']}"),
+        ],
+        tables=list(_plan_tables(summary)),
+    )
+
+
+def _page_of(
+    summary: Mapping[str, Any],
+    timeline: Timeline,
+    *,
+    title: str,
+    subtitle: str,
+    verdict: str,
+    counted: str,
+    figures: Sequence[Figure],
+    tables: Sequence[Table] = (),
+    is_compared: bool = True,
+    breaks: Sequence[Mapping[str, Any]] = (),
+) -> Page:
+    """Build the page of a step.
+
+    Args:
+        summary: The summary of an explanation or of a plan; both have the keys that are used here.
+        timeline: The memory of the step and of its baselines.
+        title, subtitle, verdict: The texts at the top.
+        counted: The values that the bytes of the peak include.
+        figures, tables: The figures after the peaks, and the tables after those of baselines and communication.
+        is_compared: Whether the baselines count the same work, so that a gain can be claimed.
+        breaks: The graph breaks.
+    """
+    ours, *others = (StepCost(course.way, course.peak_bytes, course.flops) for course in timeline.courses)
+    stages = summary["stages"]
+    peak = Figure("Peak", format_bytes(ours.peak_bytes), f"{place_of_peak(timeline.ours, stages)}; {counted}")
+    baseline_tables = [_baseline_table(timeline)] if timeline.others else []
+    traffic_tables = [_traffic_table(summary["wire"])] if summary["wire"] is not None else []
+    return Page(
+        title=title,
+        subtitle=subtitle,
+        verdict=sentence(verdict),
+        gains=gains(ours, others) if others and is_compared else None,
+        figures=(peak, *(_baseline_figure(other, ours) for other in others), *figures),
+        timeline=timeline,
+        stages=stage_rows(stages, summary["flops"], summary["sequence"]),
+        whole=fallback_rows(stages, matters=True),
+        small=fallback_rows(stages, matters=False),
+        tables=(*baseline_tables, *traffic_tables, *tables),
+        options=summary["options"],
+        notes=tuple(_notes(summary, breaks)),
+    )
+
+
+def _notes(summary: Mapping[str, Any], breaks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield heading and text of each note: no checkpointing baseline, graph breaks, incomplete trace."""
+    if summary["not_checkpointed"]:
+        yield "Not compared with gradient checkpointing", sentence(summary["not_checkpointed"])
+    for item in breaks:
+        given_up = GIVEN_UP if item["given_up"] else ""
+        yield f"Graph break: {item['reason']}", "\n".join(filter(None, (item["where"], given_up, item["do"])))
+    if summary["stopped"]:
+        yield "The call could not be traced to its end", f"Later operators are not shown: {summary['stopped']}"
+
+
+def _baseline_figure(other: StepCost, ours: StepCost) -> Figure:
+    """Return the peak of a baseline and its ratio to the streamed peak."""
+    name, excess = f"{other.way[:1].upper()}{other.way[1:]}", times(ratio(other.peak_bytes, ours.peak_bytes))
+    return Figure(name, format_bytes(other.peak_bytes), f"at the peak, {excess} the streamed peak")
+
+
+# -- tables
+
+
+def _baseline_table(timeline: Timeline) -> Table:
     """Return a table of peak, compute and time for each way of running the step."""
-    rows = [
-        (course.way, format_bytes(course.peak_bytes), in_flops(course.flops), in_seconds(course.end))
-        for course in timeline.courses
-    ]
+    rows = ((one.way, format_bytes(one.peak_bytes), in_flops(one.flops), in_seconds(one.end)) for one in timeline.courses)
     return Table("Ways to run this step", ("", "peak", "compute", "predicted time"), tuple(rows), f"Time: {timeline.clock}.")
 
 
-def wire_table_of(wire: Mapping[str, Any]) -> Table:
+def _traffic_table(wire: Mapping[str, Any]) -> Table:
     """Return a table of the bytes that each rank sends in a step, by graph and kind of collective."""
-    rows = []
-    for half in ("forward", "backward"):
-        for kind, traffic in wire[half].items():
-            if traffic["calls"]:
-                rows.append((f"{half}: {kind.replace('_', ' ')}", f"{traffic['calls']:,}", format_bytes(traffic["bytes"])))
-    eager = wire.get("eager")
-    if eager is not None:
+    rows = [
+        (f"{half}: {kind.replace('_', ' ')}", f"{traffic['calls']:,}", format_bytes(traffic["bytes"]))
+        for half in ("forward", "backward")
+        for kind, traffic in wire[half].items()
+        if traffic["calls"]
+    ]
+    if (eager := wire["eager"]) is not None:
         checkpointed = ", layers checkpointed" if eager["checkpointed"] else ""
         rows.append((f"for comparison, eager{checkpointed}", "", format_bytes(eager["bytes"])))
-    notes = [f"{format_bytes(wire['bytes'])} sent by each rank in a step."]
-    if wire.get("early_reductions") is not None:
-        notes.append(f"{100 * wire['early_reductions']:.0f} % of the reductions begin before the last loop.")
-    if wire.get("whole_weights_bytes"):
-        notes.append(f"{format_bytes(wire['whole_weights_bytes'])} of full weights are alive at the peak.")
-    return Table("Communication between ranks", ("", "calls", "bytes"), tuple(rows), " ".join(notes))
+    return Table("Communication between ranks", ("", "calls", "bytes"), tuple(rows), f"{'. '.join(traffic_notes(wire))}.")
+
+
+def _search_result(summary: Mapping[str, Any]) -> str:
+    """Return the result of a plan's search, or an empty string if there was none."""
+    if summary["max_length"] is not None:
+        fits = f"{summary['max_length']:,} tokens fit into {format_bytes(summary['memory'])}"
+        return f"{fits}; {summary['verdict']}" if summary["lengths"] else fits
+    if summary["max_batch"] is not None:
+        return f"a batch of {summary['max_batch']:,} fits into {format_bytes(summary['memory'])}"
+    return ""
+
+
+def _plan_tables(summary: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield the tables of lengths, host memory and candidates that apply to a plan."""
+    if lengths := summary["lengths"]:
+        longest = summary["max_length"]
+        ratios = {way: times(ratio(longest, length)) if length else "fits at no length" for way, length in lengths.items()}
+        rows = (("streambp", f"{longest:,}", ""), *((way, f"{length:,}", ratios[way]) for way, length in lengths.items()))
+        yield Table("Longest sequences that fit", ("", "tokens", "ratio"), rows)
+    if (host := summary["host"]) is not None:
+        all_devices = f"of {host['devices']} devices", format_bytes(host["bytes_of_all"])
+        sizes = ("of this device", format_bytes(host["bytes"])), all_devices
+        yield Table("Offloaded to the host until the backward pass", ("", "bytes"), sizes)
+    if summary["choices"]:
+        candidates = tuple(map(candidate_cells, summary["choices"]))
+        note = "The first that fits the budget runs."
+        yield Table("Candidates in order", ("", "work of a chunk", "peak"), candidates, note)
+
+
+def candidate_cells(candidate: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the cells of a candidate of the budget search: its name, the work of a chunk, and its peak."""
+    work = candidate["chunk_work_bytes"]
+    return candidate["choice"], "as given" if work is None else format_bytes(work), format_bytes(candidate["peak_bytes"])

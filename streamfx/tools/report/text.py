@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from streamfx.budget import format_bytes
-from streamfx.tools.report.comm_text import wire_table, wire_totals
-from streamfx.tools.report.stage_titles import group_key, joint_name, names_together
+from streamfx.tools.report.comm_table import COLUMNS, HALVES
+from streamfx.tools.report.stage_titles import group_key, joint_name, names_together, unnumbered
 from streamfx.tools.report.verdict import CHECKPOINTING, EAGER, NOTHING, StepCost, gains, verdict, why_nothing_streams
 
 Stage = Mapping[str, Any]
@@ -34,7 +34,9 @@ def _report_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     yield from _totals(summary)
     yield ""
     yield from stage_lines(summary["stages"], summary["flops"])
-    yield from wire_table(summary["stages"], summary["wire"])
+    if summary["wire"] is not None:
+        yield ""
+        yield from _traffic_table(summary["stages"], summary["wire"])
     yield from _split_lines(summary)
     yield from _break_lines(summary)
 
@@ -218,7 +220,10 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"           not compared with gradient checkpointing: {summary['not_checkpointed']}"
     yield f"  compute  {in_flops(flops)}, {share_text(summary)}"
     yield f"           {in_flops(baseline_flops)} in eager{ratio}"
-    yield from wire_totals(summary["wire"])
+    if (wire := summary["wire"]) is not None:
+        eager_bytes = "unknown" if wire["eager"] is None else format_bytes(wire["eager"]["bytes"])
+        yield f"  wire     {', '.join(traffic_notes(wire))}"
+        yield f"           {eager_bytes} in {_eager_text(wire['eager'])}"
 
 
 def _peak_values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
@@ -239,13 +244,22 @@ def _peak_values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
 
 def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
     """Yield a line per group of similar stages, with aligned columns."""
-    rows = [HEADER, *(_table_row(list(run), flops) for _, run in groupby(stages, key=group_key))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    yield from aligned([HEADER, *(_table_row(list(run), flops) for _, run in groupby(stages, key=group_key))])
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 2) -> Iterator[str]:
+    """Yield the lines of a table: its first `left` columns are aligned left, the others right.
+
+    >>> print("\\n".join(aligned([("a", "bc"), ("def", "1")], left=1)))
+      a     bc
+      def    1
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
-            cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        yield "  " + "   ".join(cells)
+        yield f"  {'   '.join(cells)}".rstrip()
 
 
 def suffix_of(stage: Stage) -> str:
@@ -266,6 +280,46 @@ def _table_row(run: list[Stage], flops: int) -> tuple[str, ...]:
         saved if len(run) == 1 else f"{len(run)} x {saved}",
         f"{share:.1f} %",
     )
+
+
+# -- communication
+
+
+def traffic_notes(wire: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the bytes that each rank sends in a step, the share of early reductions, and the full weights at the peak."""
+    yield f"{format_bytes(wire['bytes'])} sent by each rank"
+    if wire["early_reductions"] is not None:
+        yield f"{100 * wire['early_reductions']:.0f} % of the reductions begin before the last loop"
+    if wire["whole_weights_bytes"]:
+        yield f"{format_bytes(wire['whole_weights_bytes'])} of full weights at the peak"
+
+
+def _traffic_table(stages: Sequence[Stage], wire: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a table of calls and bytes per stage and graph, with totals for the step and for eager."""
+    rows = [("communication", "half", *(name.replace("_", " ") for name in COLUMNS))]
+    communicating = [stage for stage in stages if stage["wire"] is not None]
+    for _, run in groupby(communicating, key=lambda stage: (stage["graph"], unnumbered(stage["name"]), stage["wire"])):
+        similar = list(run)
+        rows += _traffic_rows(joint_name([stage["name"] for stage in similar]), similar[0]["wire"], len(similar))
+    rows += _traffic_rows("the step", wire, 1)
+    rows += [] if wire["eager"] is None else _traffic_rows(_eager_text(wire["eager"]), wire["eager"], 1)
+    columns = [column for i, column in enumerate(zip(*rows, strict=True)) if i < 2 or any(cell != "-" for cell in column[1:])]
+    yield from aligned(list(zip(*columns, strict=True)))
+
+
+def _traffic_rows(name: str, wire: Mapping[str, Any], count: int) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each graph that sends something, multiplied by `count`; the name is in the first row only."""
+    each = f"{count} x " if count > 1 else ""
+    for half in HALVES:
+        columns = [wire[half][column] for column in COLUMNS]
+        if any(traffic["calls"] for traffic in columns):
+            texts = (f"{each}{traffic['calls']}, {format_bytes(traffic['bytes'])}" for traffic in columns)
+            yield name, half, *(text if traffic["calls"] else "-" for text, traffic in zip(texts, columns, strict=True))
+            name = ""
+
+
+def _eager_text(eager: Mapping[str, Any] | None) -> str:
+    return "eager, layers checkpointed" if eager is not None and eager["checkpointed"] else "eager"
 
 
 def _split_lines(summary: Mapping[str, Any]) -> Iterator[str]:
