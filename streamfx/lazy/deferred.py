@@ -5,11 +5,15 @@ autograd node that leads to the tensors from which it is recomputed, so all auto
 operators, views, custom functions) work unchanged. Below autograd, in `__torch_dispatch__`, views, casts and functions of large
 values stay deferred (`steps.py`). Small results are computed in chunks of the sequence (`streamed.py`). All other operators run
 on the dense values of their operands.
+
+A *cell* (`lazy_values.py`) holds the value of a deferred tensor once it is computed, or else how to compute it: the *source* (a
+recorded program, and the tensors that it reads), or the operator and its operand cells. A *traced* tensor was created by a
+compiler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +21,20 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from streamfx.errors import TransposedOutputError
+from streamfx.lazy.direct_methods import override_direct_methods
 from streamfx.lazy.lazy_values import Cell, DeferredOperator
-from streamfx.lazy.recompute import RecomputeSource
-from streamfx.lazy.steps import cast, defer_function, defer_write, is_lazy_cast, is_small_part, is_small_view, is_wide, view_cells
+from streamfx.lazy.recompute import RecomputeSource, with_distinct_memory
+from streamfx.lazy.steps import (
+    cast,
+    defer_function,
+    defer_write,
+    is_lazy_cast,
+    is_small_part,
+    is_small_view,
+    is_wide,
+    view_cells,
+    written_values,
+)
 from streamfx.lazy.streamed import compute_gradients_in_chunks, compute_in_chunks
 from streamfx.passes.ops.aliasing import is_view
 from streamfx.torch_private import (
@@ -76,13 +91,17 @@ class DeferredTensor(Tensor):
 
     @untraced
     def _dense(self) -> Tensor:
-        """Return the same values as a plain tensor, in the memory that this tensor shares with its views."""
+        """Compute this tensor and return it as a plain tensor, in the memory that it shares with its views.
+
+        If it requires a gradient, so does the result.
+        """
         plain: Tensor = ToDense.apply(self) if self.requires_grad else _shared_memory(self)
         return plain
 
     # -- memory that torch reads directly, bypassing dispatch
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[()]]:
+        """Say to compilers that this tensor consists of the plain tensor `_memory`."""
         return ["_memory"], ()
 
     @classmethod
@@ -96,12 +115,13 @@ class DeferredTensor(Tensor):
     @property
     @untraced
     def _memory(self) -> Tensor:
+        """The computed dense values, in the memory that all views share, for writing."""
         with no_modes():  # a tracer reads this under its own modes
             return self._cell.writable()
 
     @property
     def data(self) -> Tensor:
-        """The same memory with a separate version counter: autograd does not see writes to it."""
+        """An alias of this tensor with a separate version counter, so that autograd does not see writes to it."""
         alias = self.detach()
         return alias if self._traced or not isinstance(alias, DeferredTensor) else _tensor_of_cell(alias._cell, self.device)
 
@@ -126,28 +146,11 @@ class DeferredTensor(Tensor):
         return memo[id(self)]
 
 
-def _past_dispatch(name: str, get: Callable[[DeferredTensor], Tensor]) -> Callable[..., Any]:
-    """Return a method that reads memory directly, applied to the plain tensor that `get` returns."""
-    plain = getattr(Tensor, name)
-
-    @untraced
-    def method(self: DeferredTensor, *args: Any, **kwargs: Any) -> Any:
-        result = plain(self if self._traced else get(self), *args, **kwargs)
-        return self if isinstance(result, Tensor) else result
-
-    method.__name__ = name
-    return method
-
-
-# `untyped_storage` is not wrapped: compilers use it as the identity of a tensor's memory, without reading from it.
-for _name in ("__array__", "__dlpack__", "numpy", "tolist"):  # these check whether a gradient is required
-    setattr(DeferredTensor, _name, _past_dispatch(_name, lambda tensor: tensor._dense()))
-for _name in ("_typed_storage", "data_ptr", "is_shared", "share_memory_", "storage"):
-    setattr(DeferredTensor, _name, _past_dispatch(_name, lambda tensor: tensor._memory))
+override_direct_methods(DeferredTensor, dense=lambda tensor: tensor._dense(), memory=lambda tensor: tensor._memory)
 
 
 class ToDense(torch.autograd.Function):
-    """Convert a deferred tensor to a plain one."""
+    """Convert a deferred tensor to a plain one that requires a gradient; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DeferredTensor) -> Tensor:
@@ -159,11 +162,11 @@ class ToDense(torch.autograd.Function):
 
 
 class DeferredOutput(torch.autograd.Function):
-    """Create a deferred tensor from the values that a recipe reads."""
+    """Create a deferred tensor: an autograd node from the values that a recipe (a recorded program) reads to its result."""
 
     @staticmethod
     def forward(ctx: Any, source: RecomputeSource, like: Tensor, *values: Any) -> Tensor:
-        """Return a deferred tensor with the metadata of `like`; `values` only connect it to autograd."""
+        """Return a deferred tensor like `like`; `values` (which `source` reads) are arguments to get gradients from this node."""
         ctx.source, ctx.freed = source, frozenset()
         ctx.set_materialize_grads(False)
         return DeferredTensor(Cell(like, source), source.recipe.device)
@@ -172,7 +175,7 @@ class DeferredOutput(torch.autograd.Function):
     @torch.autograd.function.once_differentiable  # type: ignore[override]
     @untraced
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
-        """Return None for `source` and `like`, and the gradients of the values that the recipe reads."""
+        """Return None for `source` and `like`, and the gradients (or None) of the values that the recipe reads."""
         if gradient is None:
             return (None,) * (2 + len(ctx.source.recipe.program.inputs))
         running = nodes_to_execute(ctx.next_functions)
@@ -183,33 +186,25 @@ class DeferredOutput(torch.autograd.Function):
 
 
 def _gradients(source: RecomputeSource, gradient: Tensor) -> Sequence[Tensor | None]:
-    """Return the gradients of a recipe's inputs. If `gradient` is deferred, compute them in chunks, so that it never exists."""
+    """Return the gradient (or None) of each value that a recipe reads, given the gradient of its result.
+
+    If `gradient` is deferred, large and not computed yet, they are computed in chunks if possible, so that it never exists.
+    """
     if isinstance(gradient, DeferredTensor) and is_wide(gradient._cell) and not source.is_computed:
         streamed = compute_gradients_in_chunks(source, gradient._cell)
         if streamed is not None:
-            return _with_distinct_memory(streamed, gradient)
+            return with_distinct_memory(streamed, gradient)
     # The consumers expect plain tensors. The gradient of the hidden states may be deferred, too, if that of the logits is.
     dense = [item._cell.read() if isinstance(item, DeferredTensor) else item for item in source.gradients(gradient)]
-    return _with_distinct_memory(dense, gradient)
-
-
-def _with_distinct_memory(values: Iterable[Tensor | None], kept: Tensor) -> list[Tensor | None]:
-    """Clone values that share memory with each other or with `kept`, because autograd may accumulate into them in place."""
-    addresses, results = {_storage_address(kept)}, list[Tensor | None]()
-    for value in values:
-        address = None if value is kept else _storage_address(value)
-        results.append(value.clone() if value is not None and address is not None and address in addresses else value)
-        addresses.add(address)
-    return results
-
-
-def _storage_address(value: Tensor | None) -> int | None:
-    """Return the address of a tensor's storage; None unless it is a plain strided tensor."""
-    return value.untyped_storage().data_ptr() if type(value) is Tensor and value.layout is torch.strided else None
+    return with_distinct_memory(dense, gradient)
 
 
 def deferred(source: RecomputeSource, like: Tensor, values: Sequence[Any]) -> Tensor:
-    """Return a tensor with the metadata of `like`, a meta tensor, that is recomputed from `values` when it is first used."""
+    """Return a deferred tensor with the metadata of `like`, a meta tensor, recomputed from `source` when it is first used.
+
+    `values` are the tensors, numbers and sizes that `source` reads. If the source does not wait for the first use, because its
+    result is small, compute it now.
+    """
     if source.differentiable:
         tensor: DeferredTensor = DeferredOutput.apply(source, like, *values)
     else:
@@ -223,7 +218,7 @@ def deferred(source: RecomputeSource, like: Tensor, values: Sequence[Any]) -> Te
 
 
 def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator below autograd: return deferred results if possible, else run it on dense values."""
+    """Run an operator on deferred tensors, below autograd: return deferred results if possible, else run it on dense values."""
     if is_composite(func):  # inference mode dispatches composite operators here, which are otherwise decomposed before
         return func.decompose(*args, **kwargs)
     deferred_operands = [item for item in pytree.tree_leaves((args, dict(kwargs))) if isinstance(item, DeferredTensor)]
@@ -243,7 +238,11 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 def _deferred_results(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], deferred_operands: Sequence[DeferredTensor]
 ) -> Any:
-    """Return the deferred results of an operator, or None if the operator has to run now."""
+    """Return the deferred result, or results, of an operator on deferred tensors; None if the operator has to run now.
+
+    Views and casts stay deferred, and functions of large values. If all results are small, they are computed at once, in chunks
+    if possible; they are plain tensors unless autograd records the operator.
+    """
     device = deferred_operands[0].device
     args, kwargs = _map_deferred(tuple(args), _cell_of), _map_deferred(dict(kwargs), _cell_of)
     first_cell = args[0] if args and isinstance(args[0], Cell) else None
@@ -266,14 +265,17 @@ def _deferred_results(
 
 
 def _tensor_of_cell(cell: Cell, device: torch.device) -> DeferredTensor:
-    """Return a deferred tensor of a cell. If it is a small part of a large value, its gradients stay deferred."""
+    """Return a deferred tensor of a cell. If it is a small part of a large value, its gradients will stay deferred."""
     tensor = DeferredTensor(cell, device)
     tensor._is_small_part = is_small_part(cell) or is_small_view(cell)
     return tensor
 
 
 def _register_gradient_hook(tensor: DeferredTensor) -> None:
-    """Register the hook of NOTE [Gradients that spread]. This is done on use, because the `grad_fn` does not exist before."""
+    """Register a hook that defers the gradient of a small part (an index, a maximum) of a large value, when it is first used.
+
+    Otherwise autograd's formula would allocate zeros of the large shape. Before its first use, it may have no `grad_fn`.
+    """
     if not tensor._is_small_part or not torch.is_grad_enabled():
         return
     with reentrant_dispatch():  # if the base of a view was written to, autograd rebuilds the view's history here
@@ -284,7 +286,10 @@ def _register_gradient_hook(tensor: DeferredTensor) -> None:
 
 
 def _defer_gradients(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return deferred copies of plain gradients: the hook that runs before the `grad_fn` of a small part."""
+    """Return deferred copies of the plain gradients of a small part of a large value, before its `grad_fn` runs on them.
+
+    Their values exist, but with `spreads=True`, large results of operators on them are deferred.
+    """
 
     def deferred_copy(gradient: Tensor) -> Tensor:
         copy = gradient.detach().clone()  # a hook may write into the gradient before the deferred gradient is computed
@@ -295,7 +300,7 @@ def _defer_gradients(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None,
 
 
 def _compute(cells: Sequence[Cell]) -> None:
-    """Compute the values of cells, in chunks if that avoids materializing the large values that they depend on."""
+    """Compute the values of small cells, in chunks if the large values that they depend on then need not exist."""
     with reentrant_dispatch():
         values = compute_in_chunks(cells)
         for cell, value in zip(cells, values or (), strict=False):
@@ -309,12 +314,12 @@ def _cell_of(tensor: DeferredTensor) -> Cell:
 
 
 def _shared_memory(tensor: DeferredTensor) -> Tensor:
-    """Return a new plain tensor over the shared memory."""
+    """Compute a deferred tensor, and return a new plain tensor over the memory that it shares with its views."""
     return tensor._cell.writable().detach()
 
 
 def _read_dense(tensor: DeferredTensor) -> Tensor:
-    """Return the dense values of a deferred tensor; compute a small part in chunks."""
+    """Return the dense values of a deferred tensor, for reading; a small part of a large value is computed in chunks."""
     if is_small_part(tensor._cell):
         _compute([tensor._cell])
     with reentrant_dispatch():  # a recipe runs under the modes of its call, not under ours
@@ -322,23 +327,30 @@ def _read_dense(tensor: DeferredTensor) -> Tensor:
 
 
 def _writable(tensor: DeferredTensor) -> Tensor:
+    """Return the dense values of a deferred tensor, for writing, in the memory that it shares with its views."""
     with reentrant_dispatch():
         return tensor._cell.writable()
 
 
 def _map_deferred(values: Any, convert: Callable[[DeferredTensor], Any]) -> Any:
-    """Apply a function to all deferred tensors in nested arguments."""
+    """Return nested arguments with each deferred tensor replaced by `convert` of it."""
     return pytree.tree_map_only(DeferredTensor, convert, values)
 
 
 def _run_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator that writes into deferred tensors on their shared memory; return these tensors as its results."""
-    targets = {id(value): value for value in _written_values(func, args, kwargs) if isinstance(value, DeferredTensor)}
+    """Run an operator that writes into its arguments, of which some are deferred; return the written tensors as its results.
+
+    An in-place operator on a deferred tensor that is not computed yet is itself deferred if possible. Otherwise the operator
+    runs on dense values; it writes into the memory that deferred tensors share with their views.
+    """
+    targets = {id(value): value for value in written_values(func, args, kwargs) if isinstance(value, DeferredTensor)}
     for value in targets.values():
         _refuse_reshaped(value, func)
     target, *rest = args if args and isinstance(args[0], DeferredTensor) else (None,)
-    if target is not None and not target._traced and _defer_write(func, target, rest, kwargs):
-        return target
+    if target is not None and not target._traced:
+        others, cell_kwargs = _map_deferred(tuple(rest), _cell_of), _map_deferred(dict(kwargs), _cell_of)
+        if defer_write(func, target._cell, others, cell_kwargs, target.device):
+            return target
     by_value: dict[int, DeferredTensor] = {}
 
     def get(tensor: DeferredTensor) -> Tensor:
@@ -356,7 +368,7 @@ def _run_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 
 def _refuse_reshaped(tensor: DeferredTensor, func: Any) -> None:
-    """Raise an error if a tensor, or the base of a view, was reshaped in place after views were taken: it cannot be written to.
+    """Raise `TransposedOutputError` before `func` writes to a tensor that, or whose base, was reshaped in place after views.
 
     Autograd records a write to a view of a wrapper by viewing the base again, and the base has other strides now.
     """
@@ -369,25 +381,12 @@ def _refuse_reshaped(tensor: DeferredTensor, func: Any) -> None:
         )
 
 
-def _defer_write(func: Any, target: DeferredTensor, others: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Defer an in-place operator on `target`, whose other operands are `others`; return whether this was possible."""
-    return defer_write(
-        func, target._cell, _map_deferred(tuple(others), _cell_of), _map_deferred(dict(kwargs), _cell_of), target.device
-    )
-
-
-def _written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that an operator writes into."""
-    written: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            written.extend(pytree.tree_leaves(value))
-    return written
-
-
 def _run_inplace_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an in-place view, on an alias of the dense memory (for the new cell) and without dispatch (on the wrapper's sizes)."""
+    """Run an in-place view, such as `transpose_`, on a deferred tensor, and return the tensor.
+
+    It runs twice: on an alias of the dense memory, which becomes the value of the tensor's new cell, and without dispatch on the
+    tensor itself, which changes its sizes and strides.
+    """
     tensor, *rest = args
     if func is not aten.detach_.default:  # which changes neither
         value = _writable(tensor).detach()

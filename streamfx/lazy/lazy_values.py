@@ -1,5 +1,9 @@
 """The dense values of deferred tensors: computed when read, shared by views.
 
+A *cell* holds one value, or how to compute it: a *source* (a recorded program, and the tensors that it reads), or a *step* (an
+operator on other cells). The *root* of a view is the cell that owns the memory; a cell that is no view is its own root. A value
+is *materialized* if the memory of its root exists.
+
 # NOTE [Memory shared by views]
 If the dense memory of a deferred tensor exists, its views are views of that memory, so a write to one is visible in the other.
 Before that, a view may hold a copy of its values, computed without the rest. Only operators read such a copy. It is dropped
@@ -48,18 +52,24 @@ ON_COPIES = frozenset(
 
 @dataclass(frozen=True)
 class CellRows:
-    """A part of a tensor: index ranges of some dimensions. Dimensions in `single` are removed: one index is selected."""
+    """A part of a tensor of this `shape`: index ranges of some dimensions (the others are complete).
+
+    Dimensions in `single` have one index, and are removed. x[2:4, 5] is shape x.shape, ranges {0: 2..4, 1: 5..6}, single {1}.
+    """
 
     shape: tuple[int, ...]
     ranges: Mapping[int, range]
     single: frozenset[int] = frozenset()
 
     def of(self, dim: int) -> range:
-        """Return the selected indices of a dimension."""
+        """Return the selected indices of a dimension of the full tensor."""
         return self.ranges.get(dim, range(self.shape[dim]))
 
     def narrow(self, position: int, index: int | slice) -> CellRows:
-        """Return the part that `index` selects of this part; `position` counts the dimensions that are not removed."""
+        """Return the part that `index`, an integer or a slice, selects of this part along one dimension.
+
+        `position` is that dimension of the part, which lacks the dimensions in `single`: in x[5], position 0 is dimension 1 of x.
+        """
         dim = [dim for dim in range(len(self.shape)) if dim not in self.single][position]
         if isinstance(index, slice):
             selected = self.of(dim)[index]
@@ -82,10 +92,14 @@ class DeferredOperator:
     kwargs: Mapping[str, Any]
 
     def operands(self) -> list[Cell]:
+        """Return the cells among the arguments, in order."""
         return [item for item in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(item, Cell)]
 
     def run(self, get: Callable[[Cell], Tensor], result: int | None) -> Tensor:
-        """Run the operator on the values that `get` returns for cells, and return the result with index `result`."""
+        """Run the operator on the values that `get` returns for its cells.
+
+        Return its result with index `result`, or its only result if `result` is None.
+        """
         args, kwargs = pytree.tree_map_only(Cell, get, (self.args, dict(self.kwargs)))
         output = self.func(*args, **kwargs)
         tensor: Tensor = output if result is None else output[result]
@@ -111,7 +125,10 @@ class Cell:
         is_view: bool = False,
         spreads: bool = False,
     ) -> None:
-        """Build a cell whose value comes from `source`, `step` or `value`, and register it as a reader of its operands."""
+        """Build a cell whose value comes from `source`, `step` (its result with index `result`) or `value`.
+
+        It is registered as a reader of its operands, so that they are not written to before it has read them.
+        """
         self.like, self.source, self.step, self.result, self.value, self.rows = like, source, step, result, value, rows
         self.spreads = spreads
         operands = step.operands() if step is not None else []
@@ -130,21 +147,25 @@ class Cell:
 
     @property
     def base(self) -> Cell | None:
-        """The operand of a view or a cast."""
+        """The operand cell of a view or a cast, the first one of any other step; None if the value comes from no step."""
         step = self.step
         return step.operands()[0] if step is not None else None
 
     @property
     def is_materialized(self) -> bool:
-        """Whether the memory shared by all views exists."""
+        """Whether the memory that this value shares with the other views of its root exists."""
         return self.root.value is not None
 
     @property
     def numel(self) -> int:
+        """The number of elements of the value."""
         return self.like.numel()
 
     def read(self) -> Tensor:
-        """Return the value, for reading only."""
+        """Return the value, for reading only; compute it if necessary.
+
+        If another thread publishes a value, or memory of the root, at the same time, that is used instead (the loop).
+        """
         while True:
             step, was_materialized = self.step, self.is_materialized
             value = self.value
@@ -155,7 +176,11 @@ class Cell:
                 return value
 
     def _publish(self, computed: Tensor, was_materialized: bool) -> Tensor | None:
-        """Set the value, unless another thread was first; return it. Return None if it must be recomputed in shared memory."""
+        """Set the computed value, unless another thread has set one; return the value that is set.
+
+        Return None if the root was materialized by another thread in the meantime (`was_materialized` is its state before): a
+        view must then be computed again, as a view of that memory.
+        """
         with _publishing:
             if self.value is None and self.is_materialized == was_materialized:
                 self.value = computed
@@ -172,12 +197,12 @@ class Cell:
                 cell.root._readers.add(self)
 
     def aliased(self) -> Tensor:
-        """Return the value in the memory that all views share."""
+        """Return the value in the memory that all views of its root share, which is computed if necessary."""
         self.root.read()
         return self.read()
 
     def writable(self) -> Tensor:
-        """Return the shared memory for writing, after all registered readers have read the current values."""
+        """Return the value in shared memory, for writing. First, cells that have yet to read the current values read them."""
         with _publishing:
             waiting = list(self.root._readers)
         for cell in waiting:
@@ -185,12 +210,12 @@ class Cell:
         return self.aliased()
 
     def keep(self, value: Tensor) -> None:
-        """Set the value to one that was computed in chunks, without reading the operands."""
+        """Set the value to one that was computed otherwise (in chunks of the sequence), unless it is set."""
         assert (value.dtype, value.shape) == (self.like.dtype, self.like.shape)
         self._publish(restride_like(value, self.like) if self.root is self else value, was_materialized=False)
 
     def cell_before_write(self) -> Cell | None:
-        """Return a new cell for the value before a write, so that the write can be deferred as a function of the new cell.
+        """Return a new cell for the value before a write, so that the write can be deferred: x.div_(2) is new = div(old, 2).
 
         Return None if the write must run now: the value exists, this is a view, or another cell has yet to read it.
         """
@@ -201,7 +226,7 @@ class Cell:
         return Cell(self.like, source=self.source, step=self.step, result=self.result)
 
     def write(self, step: DeferredOperator) -> None:
-        """Replace the recipe of this cell by a step; views see its result, too."""
+        """Change how this cell, a root without a value, is computed: by `step`, a deferred write. Its views see the result."""
         with _publishing:
             self._drop_recipe()
             self.source, self.step, self.result = None, step, None
@@ -209,14 +234,15 @@ class Cell:
         self._register_reads(step.operands())
 
     def has_rows(self) -> bool:
-        """Return whether this is a view of rows that can be computed without the rest."""
+        """Return whether this is a view of index ranges of its root that can, and should, be computed without the rest."""
         return self.rows is not None and not self.is_materialized and self.root._can_compute_rows(self.rows)
 
     def _compute_root(self, operator: DeferredOperator | None) -> Tensor:
+        """Return the value of a root from its source, or else by running `operator`, its step, with the strides of `like`."""
         return restride_like(self._run_step(operator) if self.source is None else self.source.recompute(), self.like)
 
     def _drop_recipe(self) -> None:
-        """Drop the step and the copies of parts, because the value has changed or has its own memory now."""
+        """Drop the step, because the value now exists or comes from another step, and the values of views that are copies."""
         if self.step is not None:
             for cell in self.step.operands():
                 cell.root._readers.discard(self)
@@ -226,7 +252,7 @@ class Cell:
         self._copies.clear()
 
     def _compute_view(self, operator: DeferredOperator | None) -> Tensor:
-        """Return a view's value: computed separately if it selects few rows, else by running the view on its operand."""
+        """Return a view's value: a copy of few rows, computed without the rest, or `operator` (the view) run on its operand."""
         return self.root._compute_rows(self.rows) if self.rows is not None and self.has_rows() else self._run_step(operator)
 
     def _run_step(self, operator: DeferredOperator | None) -> Tensor:
@@ -236,7 +262,11 @@ class Cell:
         return operator.run(Cell.read if on_copies else Cell.aliased, self.result)
 
     def _can_compute_rows(self, rows: CellRows) -> bool:
-        """Return whether rows of this root should be computed separately: if possible, and if copies stay below half of it."""
+        """Return whether index ranges of this root should be computed without the rest.
+
+        The root, or the operand of its casts, must have a source that can compute them, and all such copies together may have at
+        most half of the root's elements.
+        """
         cell = self
         while cell.source is None and cell._is_cast() and (base := cell.base) is not None:
             if base.root is not base or base.is_materialized:
@@ -253,7 +283,7 @@ class Cell:
         return step is not None and step.func is aten._to_copy.default
 
     def _compute_rows(self, rows: CellRows) -> Tensor:
-        """Compute rows of this root without the rest; remove the dimensions in `single`."""
+        """Compute index ranges of this root without the rest, and return them without the dimensions in `rows.single`."""
         self._num_copied += rows.numel()
         value = self._compute_ranges(rows.ranges)
         for dim in sorted(rows.single, reverse=True):
@@ -261,7 +291,10 @@ class Cell:
         return value
 
     def _compute_ranges(self, ranges: Mapping[int, range]) -> Tensor:
-        """Return this value restricted to index ranges, computed from the source, the value or the operand of a cast."""
+        """Return this value restricted to index ranges (dimension -> indices), without computing the rest.
+
+        They are computed by the source, sliced from the value if it exists, or cast from the ranges of the operand.
+        """
         if self.source is not None:
             return self.source.recompute_rows(ranges)
         step, value = self.step, self.value

@@ -3,6 +3,10 @@
     residual [b t d] --norm--> hidden [b t d] --linear(weight)--> logits [b t v] --/ c--> --tanh--> --* c--> output
     ^ minimum cut: the fewest bytes; parameters cost nothing, because the model keeps them
 
+In the network, each ancestor of the output has an edge from (node, "out") to (node, "in") whose capacity is the cost of saving
+it, and flow runs from the output to `START`, which represents all values that cannot be recomputed. Cut edges are the values to
+save.
+
 Among minimum cuts, take the cut furthest from the output that recomputes no further matrix product. Gradients of the output
 then enter the backward graph before the norm, whose backward runs in the same loops as the backward of the loss. With a cut
 after the norm, the norm's inputs would be recomputed for these gradients.
@@ -21,7 +25,7 @@ from streamfx.lazy.op_kinds import CONTRACTING, OpKind, op_kind
 from streamfx.lazy.values import DynamoValues, bytes_of, example, is_dense, is_number, is_parameter
 
 START = "start"
-DEPTH = 2  # matrix products on a path to the output: a head, or a head in two factors (such as an adapter)
+DEPTH = 2  # maximum number of matrix products on a path to the output: a head, or a head in two factors (such as an adapter)
 
 
 @dataclass(frozen=True)
@@ -34,18 +38,21 @@ class Frontier:
 
 
 def find_frontier(target: fx.Node, values: DynamoValues) -> Frontier | None:
-    """Return the values with the fewest bytes from which `target` can be recomputed; None if it cannot be recomputed."""
+    """Return the values with the fewest bytes from which the node `target` can be recomputed, and the nodes to run for that.
+
+    None if it cannot be recomputed: it is no cheap pure function, or a value that it needs cannot be saved.
+    """
     if not _is_recomputable(target, values):
         return None
     cone = _cone(target, values)
     network = _network(target, cone, values)
     try:
-        _, (start_side, _) = networkx.minimum_cut(network, target, START)  # of all minimum cuts, the cut nearest to START
+        _, (output_side, _) = networkx.minimum_cut(network, target, START)  # of all minimum cuts, the cut nearest to START
     except networkx.NetworkXUnbounded:
         return None
     chosen: set[fx.Node] = {target}
     for node in reversed(tuple(cone)):
-        if (node, "in") in start_side and not chosen.isdisjoint(node.users):
+        if (node, "in") in output_side and not chosen.isdisjoint(node.users):
             chosen.add(node)
     saved = tuple(node for node in cone if node not in chosen and not chosen.isdisjoint(node.users))
     recomputed = tuple(node for node in cone if node in chosen)
@@ -62,7 +69,10 @@ class _Downstream:
 
 
 def _cone(target: fx.Node, values: DynamoValues) -> Mapping[fx.Node, _Downstream]:
-    """Return the ancestors of `target` up to the first that cannot be recomputed, in program order."""
+    """Return the ancestors of `target`, in program order, each with how it relates to the target.
+
+    The search stops at ancestors that cannot be recomputed: they are included, but their operands are not.
+    """
     products = {target: 0}
     cone: dict[fx.Node, _Downstream] = {}
     for node in reversed(values.graph.nodes):
@@ -78,7 +88,11 @@ def _cone(target: fx.Node, values: DynamoValues) -> Mapping[fx.Node, _Downstream
 
 
 def _network(target: fx.Node, cone: Mapping[fx.Node, _Downstream], values: DynamoValues) -> networkx.DiGraph:
-    """Return a network whose edges lead from a value to its operands. A cut of the edge inside a value saves it, at its cost."""
+    """Return the flow network of `target` and its ancestors (`cone`): see the file's docstring.
+
+    Edges lead from a value to its operands, or to `START` if it cannot be recomputed; they have no limit. The edge from
+    (node, "out") to (node, "in") has the cost of saving the node as capacity, or no limit if the node cannot be saved.
+    """
     network = networkx.DiGraph()
     network.add_nodes_from([target, START])
     network.add_edges_from((target, (operand, "out")) for operand in _operands(target, values))
@@ -91,7 +105,7 @@ def _network(target: fx.Node, cone: Mapping[fx.Node, _Downstream], values: Dynam
 
 
 def _operands(node: fx.Node, values: DynamoValues) -> tuple[fx.Node, ...]:
-    """Return the operands that a node depends on, except sizes that the inputs determine."""
+    """Return the operands that a node depends on, except sizes that the inputs of the graph determine."""
     return tuple(operand for operand in node.all_input_nodes if not is_known_size(operand, values))
 
 
@@ -104,7 +118,10 @@ def is_known_size(node: fx.Node, values: DynamoValues) -> bool:
 
 
 def _is_recomputable(node: fx.Node, values: DynamoValues) -> bool:
-    """Return whether a node is a pure function of values that still exist when it is recomputed."""
+    """Return whether a node may be run again later: a cheap pure function of tensors and numbers that nothing writes to.
+
+    A number counts only if it is read from a zero-dimensional tensor (`item`).
+    """
     kind = op_kind(node)
     if kind is None or not (is_dense(node) or is_number(node)) or (is_dense(node) and values.is_written(node)):
         return False
@@ -114,10 +131,11 @@ def _is_recomputable(node: fx.Node, values: DynamoValues) -> bool:
 
 
 def _capacity(node: fx.Node, downstream: _Downstream, values: DynamoValues) -> int | None:
-    """Return the cost of saving a value, or None if it cannot be saved.
+    """Return the cost of saving a value; None if it cannot be saved (no tensor, written to, or of unknown size).
 
-    The cost is its bytes. Ties prefer values that are returned anyway, then values at most one product away from the target, then
-    values that are not views (a view would be copied).
+    The cost is 8 times its bytes; smaller numbers break ties. They prefer values that are returned anyway (0 instead of 4), then
+    values at most one matrix product away from the target (2), then values that are not views, which would be copied (1).
+    Parameters cost nothing.
     """
     if not is_dense(node) or values.is_written(node):
         return None

@@ -54,13 +54,16 @@ CONTRACTING = frozenset({OpKind.LINEAR, OpKind.CONTRACTION})
 
 
 def _functions(names: Iterable[str]) -> dict[Any, OpKind]:
-    """Return the functions with these names in torch and in `operator`."""
+    """Return the functions with these names in torch's modules and in `operator`, each with its kind."""
     homes = (torch, functional, torch.special, torch.linalg, operator)
     return {getattr(home, name): KINDS[name] for name in names for home in homes if callable(getattr(home, name, None))}
 
 
 def _attribute_operators(*names: str) -> dict[Any, OpKind]:
-    """Return operators that Dynamo uses for attributes: `x.T` is `getattr(x, "T")` up to torch 2.13, then `aten.numpy_T(x)`."""
+    """Return the `aten` operators of these names (packets and default overloads), each with the kind `VIEW`.
+
+    Dynamo traces `x.T` as `getattr(x, "T")` up to torch 2.13, and as `aten.numpy_T(x)` later.
+    """
     packets = [getattr(torch.ops.aten, name) for name in names]
     return dict.fromkeys([*packets, *(packet.default for packet in packets)], OpKind.VIEW)
 
@@ -78,7 +81,10 @@ SUMMING_FUNCTIONS = set(
 
 
 def sums_elements(node: fx.Node) -> bool:
-    """Return whether a function sums products or elements, so that no single one can be recovered from the result."""
+    """Return whether a node calls a function that sums products or elements, so that the result shows no single one of them.
+
+    Of norms, only those of order 1 and 2 are sums.
+    """
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.op not in ("call_function", "call_method") or name not in SUMMING_FUNCTIONS:
         return False
@@ -87,7 +93,10 @@ def sums_elements(node: fx.Node) -> bool:
 
 
 def op_kind(node: fx.Node) -> OpKind | None:
-    """Return the kind of a listed pure function; None for any other node, and for calls that write into an argument."""
+    """Return the kind of the listed function, method or attribute that a node calls.
+
+    None for any other node, and for calls that write into an argument (`out=`, `inplace=True`).
+    """
     if "out" in node.kwargs or node.kwargs.get("inplace", False):
         return None
     if node.op == "call_method":

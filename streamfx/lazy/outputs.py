@@ -1,4 +1,8 @@
-"""Build the outputs that the caller of a graph with deferred outputs receives."""
+"""Build the outputs that the caller of a graph with deferred outputs receives.
+
+The compiled graph returns other values than the user's function: those from which *deferred* outputs (lazy logits) are
+recomputed, in place of these. The plan of a graph has a *recipe* for each: a recorded program, and the values that it reads.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,7 @@ class DeferredCall:
         tensors = [self._deferred(recipe, arguments, outputs, sizes, chunking) for recipe in self.plan.recipes]
 
         def result(output: ReturnedOutput | RebuiltOutput) -> Any:
-            """Return an output of the graph, or a view of a deferred tensor."""
+            """Return one output for the caller: an output of the compiled graph, or a deferred tensor, or a view of one."""
             if isinstance(output, ReturnedOutput):
                 return outputs[output.index]
             return _apply_view(tensors[output.recipe], output.view, sizes)
@@ -65,7 +69,11 @@ class DeferredCall:
         sizes: Mapping[str, int],
         chunking: ChunkingDecision,
     ) -> Tensor:
-        """Return the deferred tensor for a recipe, from this call's inputs, outputs and sizes."""
+        """Return the deferred tensor for a recipe.
+
+        The recipe reads inputs (`arguments`) and outputs of this call of the compiled graph, and `sizes` (symbol -> value). The
+        outputs of one call share `chunking`: whether they are all recomputed in chunks of the sequence.
+        """
         values = [_input_value(item, arguments, outputs, sizes) for item in recipe.program.inputs]
         shape, strides = ([_size(size, sizes) for size in dims] for dims in (recipe.shape, recipe.strides))
         like = torch.empty_strided(shape, strides, dtype=recipe.dtype, device="meta")
@@ -73,6 +81,7 @@ class DeferredCall:
 
 
 def _detached(argument: Any) -> Any:
+    """Return an alias without a gradient of a tensor that requires one; any other argument unchanged."""
     return argument.detach() if isinstance(argument, Tensor) and argument.requires_grad else argument
 
 
@@ -85,7 +94,7 @@ def _apply_view(tensor: Tensor, view: RecipeProgram | None, sizes: Mapping[str, 
 
 
 def _input_value(item: RecipeInput, arguments: Sequence[Any], outputs: Sequence[Any], sizes: Mapping[str, int]) -> Any:
-    """Return the value that a recipe reads: an input of the call, an output of the compiled graph, or a size."""
+    """Return the value that a recipe's input describes: an argument of the call, an output of the compiled graph, or a size."""
     if isinstance(item, InputValue):
         return arguments[item.index]
     if isinstance(item, OutputValue):
@@ -94,7 +103,7 @@ def _input_value(item: RecipeInput, arguments: Sequence[Any], outputs: Sequence[
 
 
 def _size(size: Size, sizes: Mapping[str, int]) -> int:
-    """Return the value of a size, from the values of its symbols."""
+    """Return the integer value of a size (an integer or an expression), given the value of each symbol by name."""
     return size if isinstance(size, int) else _size_function(size)(dict(sizes))
 
 

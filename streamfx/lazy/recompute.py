@@ -1,10 +1,15 @@
-"""Run a recipe later as it would have run in the call: with the same values and modes, and gradients to the same tensors."""
+"""Run a recipe later as it would have run in the call: with the same values and modes, and gradients to the same tensors.
+
+A *recipe* is a recorded program that computes an output (lazy logits) from inputs and other outputs of one call of a compiled
+graph. A *use* is a later operator on such an output. If all uses run in the same *chunks* of rows (positions of the sequence),
+the large output never exists.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -39,7 +44,7 @@ class Modes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context manager: activate these modes."""
+        """Context manager: activate these modes (grad, inference, autocast, rounding); restore the current ones at its end."""
         with ExitStack() as stack:
             if self.inference != torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(self.inference))
@@ -53,9 +58,9 @@ class Modes:
 
 @contextmanager
 def _rounding(rounding: tuple[int, str]) -> Iterator[None]:
-    """Context manager: set the modes that change how products round.
+    """Context manager: set `rounding`, the number of threads and the float32 matmul precision, which change how products round.
 
-    A user may change them between a call and the use of its outputs.
+    A user may change them between a call and the use of its outputs. The previous ones are restored.
     """
 
     def set_to(threads: int, precision: str) -> None:
@@ -82,7 +87,7 @@ class _Runner(fx.Interpreter):
         self.extra_traceback = False  # errors keep their message of eager mode
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node; an error names the user's line that it comes from."""
+        """Run a node; an error that it raises also names the line of the user's code that was traced."""
         try:
             return self._run_under_modes(n)
         except Exception as error:
@@ -112,7 +117,10 @@ MIN_INPUT_RATIO = 32  # a result that is this many times smaller than its inputs
 
 @dataclass
 class _SavedInput:
-    """An alias of a tensor that a recipe reads, with the same version counter, and its fingerprint at the end of the call."""
+    """An alias of a tensor that a recipe reads, with the same version counter, and its fingerprint at the end of the call.
+
+    The fingerprint detects changes since then: by version counter, shape and memory, and by a checksum if values were read.
+    """
 
     name: str
     tensor: Tensor
@@ -121,12 +129,15 @@ class _SavedInput:
 
     @staticmethod
     def of(name: str, tensor: Tensor, waits: bool) -> _SavedInput:
-        """Return an alias of a tensor with its fingerprint; if it `waits` to be read, the fingerprint detects hidden writes."""
+        """Return an alias of a tensor with its fingerprint.
+
+        If the recipe `waits` (runs at the first use), the fingerprint includes a checksum, to detect hidden writes until then.
+        """
         alias = tensor.detach()
         return _SavedInput(name, alias, tensor.requires_grad, Fingerprint.of(alias, reads=waits))
 
     def change(self, with_counter: bool) -> str | None:
-        """Describe how the tensor has changed since the call; None if it has not.
+        """Return a text that says how the tensor has changed since the call; None if it has not.
 
         Without `with_counter`, report only changes that the version counter misses.
         """
@@ -138,7 +149,7 @@ class _SavedInput:
 
 @dataclass(frozen=True)
 class _Tape:
-    """One run with gradients: the edge where they enter, and the leaves that they reach."""
+    """One recorded run of a recipe: the autograd edge of its output, and each input's leaf that gets its gradient, or None."""
 
     output: GradientEdge
     leaves: tuple[Tensor | None, ...]
@@ -146,7 +157,7 @@ class _Tape:
 
 @dataclass(frozen=True)
 class RowChunks:
-    """How a use of lazy outputs is chunked: the rows per chunk, and the dimension of rows of some inputs, as (input, dim)."""
+    """How a use of lazy outputs is chunked: the rows per chunk, and pairs (index of an input, its dimension of rows)."""
 
     rows: int
     along: tuple[tuple[int, int], ...] = ()
@@ -158,29 +169,32 @@ class UseCompiler(Protocol):
     def __call__(
         self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], widest: int, row_chunks: RowChunks
     ) -> Callable[..., Any] | None:
-        """Return the graph as loops.
+        """Return the graph, compiled to loops over the chunks of `row_chunks`.
 
-        None if its chunks differ, or if a value outside loops, other than a result, has `widest / 2` elements or more.
+        `weights` are the indices of inputs without rows, `widest` the number of elements of the largest value in the graph. None
+        if its chunks would differ, or if a value outside loops, other than a result, has `widest / 2` elements or more.
         """
 
     def rows_per_chunk(self, numel: int, length: int) -> int:
-        """Return the number of rows per chunk for values of `numel` elements and `length` rows."""
+        """Return the number of rows per chunk for a deferred output of `numel` elements and `length` rows."""
 
 
 class RowComputer(Protocol):
     """Computes rows of a source in the chunks that all passes over it share."""
 
-    def can_chunk(self, source: RecomputeSource) -> bool: ...
+    def can_chunk(self, source: RecomputeSource) -> bool:
+        """Return whether the source can be computed in chunks."""
 
-    def rows(self, source: RecomputeSource, start: int, stop: int) -> Tensor: ...
+    def rows(self, source: RecomputeSource, start: int, stop: int) -> Tensor:
+        """Return rows [start, stop) of the source's output, along its longest dimension of rows."""
 
 
 @dataclass
 class ChunkingDecision:
-    """Whether the outputs of one call are computed in the same chunks, or each at once. The first use of any output decides.
+    """Whether the deferred outputs of one call are computed in the same chunks, or each at once. The first use decides for all.
 
     All are computed alike because the caller may compare their values, and a product of another number of rows rounds
-    differently.
+    differently. `in_chunks` is None while undecided. `sources` are the deferred outputs.
     """
 
     compiler: UseCompiler | None = None
@@ -190,9 +204,9 @@ class ChunkingDecision:
     _lock: Any = field(default_factory=threading.Lock)
 
     def try_keep_chunkable(self) -> bool:
-        """Return False if the call's outputs are computed each at once; decide so if one cannot be computed in chunks.
+        """Return whether the deferred outputs of the call may still be computed in chunks.
 
-        True while undecided: `decide` then chooses.
+        If this is undecided, and one of them cannot be, decide that each is computed at once, and return False.
         """
         if self.in_chunks is None:
             row_computer = self.row_computer
@@ -201,10 +215,29 @@ class ChunkingDecision:
         return self.in_chunks is not False
 
     def decide(self, in_chunks: bool) -> bool:
-        """Decide whether all outputs of the call are computed in chunks, unless this is decided; return the decision."""
+        """Decide whether all deferred outputs of the call are computed in chunks, unless this is decided; return the decision."""
         with self._lock:
             self.in_chunks = in_chunks if self.in_chunks is None else self.in_chunks
             return self.in_chunks
+
+
+def with_distinct_memory(gradients: Iterable[Tensor | None], kept: Tensor) -> list[Tensor | None]:
+    """Return gradients of which none shares memory with another or with `kept`, except `kept` itself.
+
+    Those that do are cloned, because autograd may accumulate into gradients in place.
+    """
+    addresses, results = {_storage_address(kept)}, list[Tensor | None]()
+    for gradient in gradients:
+        address = None if gradient is kept else _storage_address(gradient)
+        is_shared = gradient is not None and address is not None and address in addresses
+        results.append(gradient.clone() if is_shared else gradient)  # type: ignore[union-attr]
+        addresses.add(address)
+    return results
+
+
+def _storage_address(value: Tensor | None) -> int | None:
+    """Return the address of a tensor's storage; None unless it is a plain strided tensor."""
+    return value.untyped_storage().data_ptr() if type(value) is Tensor and value.layout is torch.strided else None
 
 
 class RecomputeSource:
@@ -214,7 +247,10 @@ class RecomputeSource:
     """
 
     def __init__(self, recipe: Recipe, values: Sequence[Any], numel: int, chunking: ChunkingDecision) -> None:
-        """Hold the values that the recipe reads, with fingerprints of the tensors, and join the outputs of the same call."""
+        """Keep the values of the recipe's inputs, in order, with fingerprints of tensors, and the current modes.
+
+        `numel` is the number of elements of its output. `chunking` is shared by the deferred outputs of one call.
+        """
         self.recipe, self.numel, self.chunking = recipe, numel, chunking
         self.modes = Modes.now(recipe.device)
         self.waits = MIN_INPUT_RATIO * numel >= max((value.numel() for value in values if isinstance(value, Tensor)), default=0)
@@ -227,6 +263,7 @@ class RecomputeSource:
 
     @property
     def differentiable(self) -> bool:
+        """Whether the output requires a gradient."""
         return self.recipe.requires_grad and self.modes.grad
 
     @property
@@ -241,7 +278,10 @@ class RecomputeSource:
         return [i for i, value in enumerate(self._values) if isinstance(value, _SavedInput) and value.requires_grad]
 
     def recompute(self) -> Tensor:
-        """Return the dense tensor, detached. Unless it is computed in chunks, keep the values that its gradient needs."""
+        """Return the dense output, detached.
+
+        If the outputs of the call are not computed in chunks, run the recipe with autograd, and keep this run for `gradients`.
+        """
         if self.chunking.decide(in_chunks=False):
             assert self.chunking.row_computer is not None
             return self.chunking.row_computer.rows(self, 0, self.length)
@@ -272,20 +312,27 @@ class RecomputeSource:
         return self.recipe.rows is not None and self.recipe.rows.dims[dim] is not None and self.chunking.try_keep_chunkable()
 
     def recompute_rows(self, ranges: Mapping[int, range]) -> Tensor:
-        """Return the dense tensor, restricted to index ranges of some dimensions, without other rows; it is detached."""
+        """Return the output restricted to index ranges (dimension -> indices), detached.
+
+        Only rows from the first selected one to the last, along the longest dimension of rows, are computed.
+        """
         assert self.chunking.row_computer is not None
         longest = self.longest[0]
         selected = ranges.get(longest, range(self.length))
         rows = self.chunking.row_computer.rows(self, selected.start, selected[-1] + 1)
-        in_rows = {**ranges, longest: range(0, selected[-1] + 1 - selected.start, selected.step)}
+        range_of = {**ranges, longest: range(0, selected[-1] + 1 - selected.start, selected.step)}  # within `rows`
         index = tuple(
-            slice(in_rows[dim].start, in_rows[dim].stop, in_rows[dim].step) if dim in in_rows else slice(None)
+            slice(range_of[dim].start, range_of[dim].stop, range_of[dim].step) if dim in range_of else slice(None)
             for dim in range(rows.dim())
         )
         return rows[index].clone(memory_format=torch.contiguous_format)
 
     def gradients(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the recipe's inputs (None if they need none); recompute the recipe if necessary."""
+        """Return the gradient of each of the recipe's inputs (None if it needs none), given that of its output.
+
+        It uses up the recorded run of `recompute`, if there is one; otherwise the recipe runs again. Raise `StaleOutputError` if
+        an input has changed since the call.
+        """
         try:
             tape: _Tape | None = self._tapes.pop()
         except IndexError:
@@ -311,7 +358,10 @@ class RecomputeSource:
         return output.detach(), _Tape(get_gradient_edge(output), tuple(leaves))
 
     def checked_values(self, with_counter: bool = True) -> list[Any]:
-        """Return the values to run the recipe on; raise an error if one of them has changed since the call."""
+        """Return the values of the recipe's inputs; raise `StaleOutputError` if a tensor has changed since the call.
+
+        Without `with_counter`, only changes that the version counter misses count.
+        """
         for value in self._values:
             change = value.change(with_counter) if isinstance(value, _SavedInput) else None
             if change is not None:
@@ -325,5 +375,5 @@ class RecomputeSource:
         return self.unchecked_values()
 
     def unchecked_values(self) -> list[Any]:
-        """Return the values to run the recipe on, without checks."""
+        """Return the values of the recipe's inputs (tensors, numbers, sizes), without checks."""
         return [value.tensor if isinstance(value, _SavedInput) else value for value in self._values]

@@ -3,6 +3,10 @@
 before   return loss, logits                        logits = linear(hidden, weight)
 after    return loss, hidden                        hidden [b t d], about d/V of the bytes of logits
          the caller gets loss and a DeferredTensor that runs linear(hidden, weight) on first use
+
+Outputs that share memory (views of one tensor) are deferred together; their *base* is the first node with this memory. The
+minimum cut (`Frontier`) of a base has the `saved` values, which are returned instead, and the `recomputed` nodes, which form
+its recipe.
 """
 
 from __future__ import annotations
@@ -61,7 +65,10 @@ class Deferral:
 
 
 def defer_outputs(module: fx.GraphModule) -> Deferral | None:
-    """Return the graph without its deferrable outputs; None if it has none. `module` is not modified."""
+    """Return a copy of the graph without outputs that are worth deferring, and the plan that restores them; None if it has none.
+
+    A graph with functorch transformations (`vmap`, `grad`) is not changed either.
+    """
     if has_nested_modes(module.graph):
         return None
     values = values_of(module.graph)
@@ -71,8 +78,12 @@ def defer_outputs(module: fx.GraphModule) -> Deferral | None:
 
 
 def _choose_outputs(outputs: Sequence[Any], values: DynamoValues) -> dict[fx.Node, Frontier]:
-    """Return the outputs to defer (the bases of their memory), the largest first, with their minimum cuts."""
-    groups: dict[fx.Node, list[fx.Node]] = {}
+    """Return the outputs to defer (the bases of their memory), the largest first, with their minimum cuts.
+
+    An output is deferred if the values that are saved instead have at most half of its bytes, if they are not deferred
+    themselves, and if it is large or a kept output depends on it. Outputs that could be compared bit by bit are not deferred.
+    """
+    groups: dict[fx.Node, list[fx.Node]] = {}  # outputs by their base
     for output in filter(is_dense, outputs):
         groups.setdefault(values.bases[output], []).append(output)
     chosen: dict[fx.Node, Frontier] = {}
@@ -104,7 +115,7 @@ def is_too_small_for_chunks(base: fx.Node) -> bool:
 
 
 def _with_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the given nodes and all nodes that they depend on."""
+    """Return the given nodes and all nodes on which they depend, directly or not."""
     ancestors, pending = set(nodes), list(nodes)
     while pending:
         operands = [operand for operand in pending.pop().all_input_nodes if operand not in ancestors]
@@ -116,12 +127,12 @@ def _with_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 def _drop_comparable(
     chosen: dict[fx.Node, Frontier], groups: Mapping[fx.Node, Sequence[fx.Node]], outputs: Sequence[Any], values: DynamoValues
 ) -> dict[fx.Node, Frontier]:
-    """Drop outputs whose elements the caller can compare, to the last bit, with another output of the call.
+    """Return `chosen` without outputs whose elements the caller could compare, bit by bit, with another output of the call.
 
     For example, the model may return the maximum of its logits, and the caller may search this value in the logits, which
-    round differently if recomputed. A loss reveals no single element, because it is a sum.
+    round differently if recomputed. A loss reveals no single element, because it is a sum. `groups` has the outputs of each base.
     """
-    while True:
+    while True:  # an output that is kept may reveal elements of another
         removed = {output for base in chosen for output in groups[base]}
         kept_outputs = [output for output in outputs if isinstance(output, fx.Node) and output not in removed]
         saved_values = [node for frontier in chosen.values() for node in frontier.saved]
@@ -137,16 +148,17 @@ def _drop_comparable(
 
 
 def _of_kind(frontier: Frontier, kinds: Collection[OpKind]) -> set[fx.Node]:
-    """Return the recomputed nodes of these kinds."""
+    """Return the nodes that a minimum cut recomputes, of these kinds only."""
     return {node for node in frontier.recomputed if op_kind(node) in kinds}
 
 
 def _reveals_elements(
     observed: Sequence[fx.Node], recomputed: Collection[fx.Node], is_sum: Callable[[fx.Node], bool], values: DynamoValues
 ) -> bool:
-    """Return whether an observed value depends on elements of recomputed nodes, through no sum.
+    """Return whether an observed value (a kept output) depends on a recomputed node on a path without a sum.
 
-    Recomputed nodes may round differently than in the call.
+    Such a value shows single elements of the node, which may round differently when it is recomputed. `is_sum` decides which
+    nodes are sums.
     """
     ancestors, pending = set(observed), list(observed)
     while pending:
@@ -166,7 +178,7 @@ def _is_scalar_sum(node: fx.Node) -> bool:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Return whether each element of a value is a sum of several elements of its operand."""
+    """Return whether each element of a node's tensor is a sum of several elements of its first tensor operand."""
     if not sums_elements(node) or not is_dense(node):
         return False
     summed = next((operand for operand in node.all_input_nodes if is_dense(operand)), None)
@@ -183,7 +195,11 @@ def _has_known_shape(node: fx.Node, values: DynamoValues) -> bool:
 
 
 def _view_nodes(base: fx.Node, output: fx.Node, values: DynamoValues) -> tuple[fx.Node, ...] | None:
-    """Return the functions that view `base` as `output`, in order; None if other functions are involved."""
+    """Return the chain of views from `base` to `output`, two nodes with the same memory, in order; empty if they are equal.
+
+    None if a node between is no plain view: it has several operands in this memory, reads other values than sizes, or runs
+    under modes that the graph sets.
+    """
     path: list[fx.Node] = []
     node = output
     while node is not base:
@@ -204,7 +220,7 @@ class _OutputRewriter:
     def __init__(
         self, module: fx.GraphModule, values: DynamoValues, outputs: Sequence[Any], chosen: dict[fx.Node, Frontier]
     ) -> None:
-        """Copy the module; `copies` maps the original nodes to those of the copy."""
+        """Copy the module; `copies` maps original nodes to their copies. `chosen` has the outputs to defer, by base."""
         self.values, self.outputs, self.chosen = values, outputs, chosen
         self.module, self.copies = dynamo_copy(module)
         self.inputs = {node: i for i, node in enumerate(module.graph.find_nodes(op="placeholder"))}
@@ -222,7 +238,11 @@ class _OutputRewriter:
         return Deferral(self.module, OutputPlan(tuple(self.recipes), tuple(results), tuple(order), self.values.sizes))
 
     def _results(self) -> tuple[list[ReturnedOutput | RebuiltOutput], list[int | None]]:
-        """Add the new graph's outputs and the recipes; return all results, and the index of each original output among them."""
+        """Collect the new graph's outputs (`self.returned`) and the recipes of deferred outputs (`self.recipes`).
+
+        Return how the caller's results are built, without duplicates, and the index of each original output among them (None for
+        an output that is None).
+        """
         results: list[ReturnedOutput | RebuiltOutput] = []
         result_index: dict[Any, int] = {}
         deferred = [output for output in self.outputs if self._base(output) in self.chosen]
@@ -248,7 +268,10 @@ class _OutputRewriter:
         return self.returned.index(node)
 
     def _exported(self, node: Any) -> Any:
-        """Return the new graph's output for an original node: a clone if it is an input, or a view that was not an output."""
+        """Return the node that the new graph returns for an original node (or a constant): its copy, or a clone of that.
+
+        An input, or a view that the original graph did not return, is cloned: otherwise the output would alias another tensor.
+        """
         if not isinstance(node, fx.Node):
             return node
         copy = self.copies[node]
@@ -260,7 +283,7 @@ class _OutputRewriter:
         return clone
 
     def _erase_unused(self) -> None:
-        """Erase the recomputed nodes that the new graph no longer uses."""
+        """Erase the nodes that only deferred outputs needed from the new graph."""
         for frontier in self.chosen.values():
             for node in reversed(frontier.recomputed):
                 if node in self.copies and not self.copies[node].users:
@@ -285,7 +308,10 @@ class _OutputRewriter:
         return len(self.recipes) - 1
 
     def _row_axes(self, frontier: Frontier) -> RowAxes | None:
-        """Return the largest saved value that is not a parameter, and its dimensions that are rows; None if it has none."""
+        """Return which dimensions of a deferred output are rows: row i needs only row i of one saved value, the largest.
+
+        Parameters are no candidates. None if there is no such dimension, so that the output cannot be computed in chunks.
+        """
         with_rows = [node for node in frontier.saved if not is_parameter(node)]
         if not with_rows:
             return None
@@ -294,7 +320,7 @@ class _OutputRewriter:
         return RowAxes(frontier.saved.index(largest), dims) if any(dim is not None for dim in dims) else None
 
     def _recipe_input(self, node: fx.Node) -> RecipeInput:
-        """Describe a value that a recipe reads: an input if autograd or the model keeps it, else an output of the new graph."""
+        """Describe a saved value that a recipe reads: an input if the model or autograd keeps it anyway, else a new output."""
         if is_parameter(node) or (node.op == "placeholder" and example(node).requires_grad):
             return InputValue(self.inputs[node], _readable(placeholder_source(node)) or node.name)
         return OutputValue(self._returned(node), node.name)
@@ -331,6 +357,9 @@ HOLDERS = ("self", "_modules", "_parameters", "_buffers")
 
 
 def _readable(source: str) -> str:
-    """Format `L['self']._modules['lm_head']._parameters['weight']` as `lm_head.weight`; Dynamo's own names begin with `___`."""
-    names = [first or second for first, second in re.findall(r"\['([^']+)'\]|\.(\w+)", source)]
+    """Return the user's name of a parameter from Dynamo's source text; empty if only Dynamo's own names (`___`) are in it.
+
+    L['self']._modules['lm_head']._parameters['weight'] -> lm_head.weight
+    """
+    names = [key or attribute for key, attribute in re.findall(r"\['([^']+)'\]|\.(\w+)", source)]
     return ".".join(name for name in names if name not in HOLDERS and not name.startswith("___"))

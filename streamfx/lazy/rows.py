@@ -1,8 +1,9 @@
 """Find the dimensions of a program's result that are rows: row i depends only on row i of a source tensor.
 
-A dimension of a result *follows* a dimension of the source if index i depends only on index i. Each rule returns, for each
-dimension of a result, the dimension of the source that it follows, or None. Without a rule no dimension follows, and the result
-is computed at once.
+A dimension of a result *follows* a dimension of the source if index i of the result depends only on index i of the source. If the
+source is hidden [b t d], logits [b t v] = linear(hidden, weight) follow (0, 1, None). Each rule returns this tuple for the result
+of a node, given `followed`, the tuples of earlier nodes that depend on the source; an empty tuple, or no rule, says that no
+dimension follows. Then the result is computed at once, not in chunks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FollowsByNode: TypeAlias = "Mapping[fx.Node, Follows]"
 
 
 def rows_of_program(source: fx.Node, recomputed: tuple[fx.Node, ...]) -> Follows:
-    """Return, for each dimension of the last node, the dimension of `source` that it follows, or None."""
+    """Return, for each dimension of the last of the `recomputed` nodes, the dimension of `source` that it follows, or None."""
     followed: dict[fx.Node, Follows] = {source: tuple(range(example(source).dim()))}  # for nodes that depend on the source
     for node in recomputed:
         if not followed.keys().isdisjoint(node.all_input_nodes):
@@ -29,7 +30,10 @@ def rows_of_program(source: fx.Node, recomputed: tuple[fx.Node, ...]) -> Follows
 
 
 def _follows(node: fx.Node, followed: FollowsByNode) -> Follows:
-    """Apply the rule of a node. A dimension that any operand does not follow (e.g. after a sum) is not followed by the result."""
+    """Return, for each dimension of a node's result, the dimension of the source that it follows, or None, by the node's rule.
+
+    A result follows a dimension only if all operands that depend on the source have a dimension that follows it.
+    """
     rule = RULES.get(op_kind(node))  # type: ignore[arg-type]
     follows = rule(node, followed) if rule is not None else ()
     rank = example(node).dim()
@@ -38,14 +42,20 @@ def _follows(node: fx.Node, followed: FollowsByNode) -> Follows:
 
 
 def _dims_followed(node: object, followed: FollowsByNode) -> Follows:
-    """Return the dimensions that an operand follows: None for each if it does not depend on the source."""
+    """Return, for each dimension of an operand, the dimension of the source that it follows.
+
+    None for each if it does not depend on the source; empty if it is not a tensor.
+    """
     if isinstance(node, fx.Node) and is_dense(node):
         return followed.get(node, (None,) * example(node).dim())
     return ()
 
 
 def _pointwise(node: fx.Node, followed: FollowsByNode) -> Follows:
-    """Align dimensions at the last. A result dimension follows the dimension that all operands follow that are not broadcast."""
+    """Rule for operands that broadcast, aligned at the last dimension.
+
+    A dimension follows if all operands with a size other than 1 there follow the same dimension.
+    """
     rank = example(node).dim()
     aligned: list[set[int | None]] = [set() for _ in range(rank)]
     for operand in filter(is_dense, node.all_input_nodes):
@@ -65,14 +75,14 @@ def _same(node: fx.Node, followed: FollowsByNode) -> Follows:
 
 
 def _index(node: fx.Node, followed: FollowsByNode) -> Follows:
-    """Follow all dimensions of x[:, 0:, ...] if every slice is full; none otherwise."""
+    """Rule for indexing: x[:, 0:, ...] follows as x does if every slice is full; otherwise no dimension follows."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     full = all(item is Ellipsis or item in (slice(None), slice(0, None), slice(0, None, 1)) for item in index)
     return _dims_followed(node.args[0], followed) if full else ()
 
 
 def _softmax(node: fx.Node, followed: FollowsByNode) -> Follows:
-    """Follow all dimensions except the normalized dimension."""
+    """Rule for softmax: all dimensions follow as in the operand, except the normalized one."""
     follows = list(_dims_followed(_first_operand(node), followed))
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if not isinstance(dim, int) or not follows:
@@ -82,7 +92,10 @@ def _softmax(node: fx.Node, followed: FollowsByNode) -> Follows:
 
 
 def _reduction(node: fx.Node, followed: FollowsByNode) -> Follows:
-    """Handle sums over one or several dimensions, with or without keepdim. No dimension means all of them."""
+    """Rule for sums and means over one or several dimensions, which do not follow; the others do. `keepdim` or not.
+
+    Without a dimension argument, everything is summed, and nothing follows.
+    """
     follows = _dims_followed(_first_operand(node), followed)
     dim_argument = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     dims = dim_argument if isinstance(dim_argument, (tuple, list)) else (dim_argument,)
@@ -94,7 +107,7 @@ def _reduction(node: fx.Node, followed: FollowsByNode) -> Follows:
 
 
 def _norm(node: fx.Node, followed: FollowsByNode) -> Follows:
-    """Handle norms over the last dimensions, given by a shape, if the weights have no rows of the source."""
+    """Rule for norms over the last dimensions, given by their shape: the others follow, if no weight depends on the source."""
     shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
     if not isinstance(shape, (tuple, list)) or not shape or not _only_first_has_rows(node, followed):
         return ()
@@ -102,14 +115,14 @@ def _norm(node: fx.Node, followed: FollowsByNode) -> Follows:
 
 
 def _linear(node: fx.Node, followed: FollowsByNode) -> Follows:
-    """Handle x [..., k] with a weight [k, n] that has no rows of the source."""
+    """Rule for x [..., k] times a weight [k, n]: all but the last dimension follow, if the weight does not."""
     if len(node.args) < 2 or not is_dense(node.args[1]) or example(node.args[1]).dim() != 2:
         return ()
     return (*_dims_followed(node.args[0], followed)[:-1], None) if _only_first_has_rows(node, followed) else ()
 
 
 def _only_first_has_rows(node: fx.Node, followed: FollowsByNode) -> bool:
-    """Return whether only the first operand has rows of the source, and is an operand only once."""
+    """Return whether no operand except the first follows a dimension of the source, and the first is an operand only once."""
     first = _first_operand(node)
     weights = [item for item in (*node.args, *node.kwargs.values()) if isinstance(item, fx.Node) and item is not first]
     is_repeated = sum(item is first for item in (*node.args, *node.kwargs.values())) > 1

@@ -6,6 +6,10 @@ over chunks, once for all lengths. If the graph does not stream, the large value
 
     hidden, weight | linear -> float -> log_softmax -> gather(ids) | log-probabilities [b t]
     hidden, weight | linear -> ... -> _log_softmax_backward_data -> autograd.grad(linear) | gradients of hidden and weight
+
+A *cell* (`lazy_values.py`) is a deferred tensor's value, or how to compute it: a *source* (a *recipe*, which is a recorded
+program, and the tensors that it reads), or a *step* (an operator on other cells). *Rows* are positions along a dimension of the
+sequence.
 """
 
 from __future__ import annotations
@@ -50,16 +54,19 @@ MAX_VERSIONS = 6  # code variants per graph, for sizes that cannot share one
 
 
 def compute_in_chunks(cells: Sequence[Cell]) -> Sequence[Tensor] | None:
-    """Return the values of cells without materializing large operands; None if their graph does not stream."""
+    """Return the values of small cells, computed in chunks, so that their large operands never exist.
+
+    None if the graph that computes them cannot run in chunks.
+    """
     builder = _GraphBuilder()
     results = [builder.node(cell) for cell in cells]
     return _run(builder, results) if builder.try_keep_chunkable() else None
 
 
 def compute_gradients_in_chunks(source: RecomputeSource, gradient: Cell) -> Sequence[Tensor | None] | None:
-    """Return the gradient (or None) of each input of a source; None instead of the list if the graph does not stream.
+    """Return the gradient (or None) of each input of a source, computed in chunks, so that the large `gradient` never exists.
 
-    `gradient`: the cell of the gradient of the source's output.
+    `gradient` is the cell of the gradient of the source's output. None instead of the list if the graph cannot run in chunks.
     """
     builder = _GraphBuilder()
     output_gradient = builder.node(gradient)
@@ -80,18 +87,22 @@ class RowsInChunks:
     """Computes rows of a source in the chunks that all uses share: by the same operators, on the same numbers of rows."""
 
     def can_chunk(self, source: RecomputeSource) -> bool:
-        """Return whether the source is large, and its recipe streams."""
+        """Return whether the source's output is large, and a graph of its recipe alone compiles to loops over chunks."""
         if source.numel < steps.MIN_NUMEL or source.recipe.rows is None or source.chunking.compiler is None:
             return False
         builder = _GraphBuilder(checks=False)
         return _code_for(builder, [builder.output_of(source)]) is not None
 
     def rows(self, source: RecomputeSource, start: int, stop: int) -> Tensor:
-        """Return rows along the longest dimension of rows, by computing the chunks that contain them."""
-        rows_per_chunk, (row_dim, _) = rows_per_chunk_of(source), source.longest
-        first = max(0, min(start, stop - 2)) // rows_per_chunk * rows_per_chunk  # a single row is not a sequence
-        last = min(source.length, -(-stop // rows_per_chunk) * rows_per_chunk)
-        for bounds in ((first, last), (0, source.length)):
+        """Return rows [start, stop) of a source's output, along its longest dimension of rows.
+
+        The chunks that contain them are computed; if these alone do not run in chunks, all rows are.
+        """
+        rows_per_chunk = rows_per_chunk_of(source)
+        row_dim, _ = source.longest
+        first_row = max(0, min(start, stop - 2)) // rows_per_chunk * rows_per_chunk  # a single row is not a sequence
+        end_row = min(source.length, -(-stop // rows_per_chunk) * rows_per_chunk)
+        for bounds in ((first_row, end_row), (0, source.length)):
             builder = _GraphBuilder()
             results = _run(builder, [builder.output_of(source, *bounds)])
             if results is not None:
@@ -101,32 +112,36 @@ class RowsInChunks:
 
 
 def rows_per_chunk_of(source: RecomputeSource) -> int:
-    """Return the rows per chunk, the same in every use of the source."""
+    """Return the rows per chunk, the same in every use of the source; all its rows if there is no compiler."""
     compiler = source.chunking.compiler
     return compiler.rows_per_chunk(source.numel, source.length) if compiler is not None else source.length
 
 
 class _GraphBuilder:
-    """Builds a graph from cells, with the inputs of their sources, small tensors and sizes as inputs."""
+    """Builds a graph that computes cells; its inputs are the inputs of their sources, small tensors, and sizes."""
 
     def __init__(self, checks: bool = True) -> None:
         """Start an empty graph; with `checks`, an input that has changed since the call raises an error."""
-        self.checks = checks  # whether to check that the inputs have not changed since the call
+        self.checks = checks
         self.graph = fx.Graph()
-        self.inputs: list[Any] = []
+        self.inputs: list[Any] = []  # the values of the graph's placeholders
         self.shared: set[int] = set()  # indices of inputs without rows: weights
-        self.widest = 0
+        self.widest = 0  # number of elements of the largest value
         self._cells: dict[Cell, fx.Node] = {}
         self._steps: dict[DeferredOperator, fx.Node] = {}
-        self.sources: dict[RecomputeSource, tuple[fx.Node, list[fx.Node | None]]] = {}
+        self.sources: dict[RecomputeSource, tuple[fx.Node, list[fx.Node | None]]] = {}  # output, and the leaf of each input
         self.along: list[tuple[int, int]] = []  # index of each input with rows, and its dimension of rows
-        self._last: fx.Node | None = None
+        self._last: fx.Node | None = None  # the last placeholder
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call of a function to the graph, and return its node."""
         return self.graph.call_function(function, args, kwargs)
 
     def add_input(self, value: Any, is_shared: bool = False) -> fx.Node:
-        """Add an input to the graph, a tensor or a size, and return its node; `is_shared` for a tensor without rows."""
+        """Add a placeholder for `value`, a tensor or a size, after the others, and return it.
+
+        `is_shared`: a tensor without rows (a weight), which all chunks read.
+        """
         if is_shared:
             self.shared.add(len(self.inputs))
         self.inputs.append(value)
@@ -139,7 +154,10 @@ class _GraphBuilder:
         return self._last
 
     def tensor(self, value: Tensor) -> fx.Node:
-        """Add a small tensor as an input, and return its node. The graph expands expanded dimensions, which needs no memory."""
+        """Add a small tensor as an input, and return its node.
+
+        Expanded dimensions (stride 0) have size 1 in the input, and the graph expands them, which needs no memory.
+        """
         compact = compacted(value)
         node = self.add_input(compact)
         if compact is value:
@@ -148,11 +166,14 @@ class _GraphBuilder:
         return self.call(aten.expand.default, node, sizes)
 
     def size(self, size: int) -> Any:
-        """Return an operand for a size: an input, so that other lengths share the graph, or a constant (0, 1, "all")."""
+        """Return an operand for a size: a new input, so that calls with other lengths share the graph.
+
+        0, 1, negative sizes, and huge ones (a slice to the end) have a meaning of their own, and stay constants.
+        """
         return self.add_input(size) if 2 <= size < 1 << 31 else size
 
     def node(self, cell: Cell) -> fx.Node:
-        """Return the node of a cell, adding it on first use."""
+        """Return the node that computes a cell; its operators are added at its first use."""
         if cell not in self._cells:
             self._cells[cell] = self._cell_node(cell)
         return self._cells[cell]
@@ -172,7 +193,7 @@ class _GraphBuilder:
         return node if cell.result is None else self.call(operator.getitem, node, cell.result)
 
     def _step_node(self, step: DeferredOperator) -> fx.Node:
-        """Add an operator, and return its node; its size arguments become inputs."""
+        """Add a deferred operator and the cells that it reads, and return its node; its integer sizes become inputs."""
         sizes = _sizes_of(step.func)
         names = [argument.name for argument in step.func._schema.arguments]
 
@@ -194,25 +215,26 @@ class _GraphBuilder:
         return self.call(COPYING_VIEWS.get(step.func, step.func), *args, **kwargs)
 
     def output_of(self, source: RecomputeSource, start: int = 0, stop: int | None = None) -> fx.Node:
-        """Add a source's recipe, for rows [start, stop), and return the node of its detached output."""
+        """Add a source's recipe, on rows [start, stop) of its input with rows (None: to the end); return its detached output."""
         self.widest = max(self.widest, source.numel)
         return self.call(aten.detach.default, self.recipe_output(source, start, stop)[0])
 
     def recipe_output(
         self, source: RecomputeSource, start: int = 0, stop: int | None = None
     ) -> tuple[fx.Node, list[fx.Node | None]]:
-        """Add a source's recipe; return its output, and the leaf (or None) of each input that needs a gradient.
+        """Add a source's recipe; return its output, and for each input the leaf that gets its gradient (None if it needs none).
 
-        The recipe is recorded even if no gradient is taken, so that the same operators run in both cases.
+        The graph records the recipe with autograd even if no gradient is taken, so that the same operators run in both cases. A
+        source that was added before is not added twice.
         """
         if source not in self.sources:
             self.sources[source] = self._record_recipe(source, start, stop)
         return self.sources[source]
 
     def try_keep_chunkable(self) -> bool:
-        """Return whether all sources have the same number of rows per chunk and may be computed in chunks.
+        """Return whether all sources have the same number of rows per chunk, and may be computed in chunks.
 
-        If outputs of one call cannot, decide that each of them is computed at once.
+        The outputs of one call are all computed in chunks, or all at once. If one cannot be computed in chunks, this decides it.
         """
         return (
             all(source.chunking.try_keep_chunkable() for source in self.sources)
@@ -220,7 +242,10 @@ class _GraphBuilder:
         )
 
     def _record_recipe(self, source: RecomputeSource, start: int, stop: int | None) -> tuple[fx.Node, list[fx.Node | None]]:
-        """Add rows [start, stop) of a source's recipe; return its output, and for each input its leaf, or None."""
+        """Add a source's recipe, on rows [start, stop) of its input with rows; return its output and leaves.
+
+        An input that needs a gradient is detached, and the detached tensor is its leaf; other inputs have None.
+        """
         rows, values = source.recipe.rows, source.checked_values() if self.checks else source.unchecked_values()
         dim = 0 if rows is None else source.longest[1]
         nodes = []
@@ -247,7 +272,11 @@ class _GraphBuilder:
         return env[program.graph.output_node().args[0]], leaves  # type: ignore[index]
 
     def _under_modes(self, source: RecomputeSource, node: fx.Node, env: dict[fx.Node, fx.Node], recorded: bool) -> fx.Node:
-        """Add a copy of a recipe's node under the modes of its call, and return it."""
+        """Add a copy of a recipe's node, with the autocasts and grad mode of the call and of its graph around it; return it.
+
+        `env` maps nodes of the recipe to nodes of the graph. `recorded`: autograd records the recipe, unless the graph disabled
+        it.
+        """
         context = source.recipe.program.contexts.get(node)
         autocasts = [(name, dtype, True, False) for name, dtype, enabled in source.modes.autocasts if enabled]
         entered = [self.call(ENTER_AUTOCAST, *arguments) for arguments in (*autocasts, *(context.autocasts if context else ()))]
@@ -264,7 +293,7 @@ class _GraphBuilder:
 
 @cache
 def _sizes_of(func: Any) -> frozenset[str]:
-    """Return the names of an operator's arguments that are sizes, as opposed to dimensions or modes."""
+    """Return the names of an operator's arguments that are sizes (`SymInt` in its schema), as opposed to dimensions or modes."""
     return frozenset(re.findall(r"SymInt(?:\[\d*\])?\??\s+(\w+)", str(func._schema)))
 
 
@@ -275,7 +304,10 @@ _versions: dict[Hashable, list[FamilyCode]] = {}
 
 
 def _run(builder: _GraphBuilder, results: Sequence[fx.Node]) -> Sequence[Any] | None:
-    """Run the graph in chunks and return the results; from then on, all outputs of the call are computed in these chunks."""
+    """Run the graph in chunks, and return `results`; None if it cannot run in chunks, or its outputs were computed otherwise.
+
+    From then on, all deferred outputs of the same calls are computed in these chunks.
+    """
     code = _code_for(builder, results)
     if code is None or not all(source.chunking.decide(in_chunks=True) for source in builder.sources):
         return None
@@ -285,7 +317,11 @@ def _run(builder: _GraphBuilder, results: Sequence[fx.Node]) -> Sequence[Any] | 
 
 
 def _code_for(builder: _GraphBuilder, results: Sequence[fx.Node]) -> FamilyCode | None:
-    """Return the code for a graph and its sizes; None if it does not stream, or if the limits on code are reached."""
+    """Return the compiled graph with these results, for the sizes of its inputs; compile it if no earlier code fits.
+
+    Code is shared by equal graphs with inputs of the same dtypes and ranks, and by a *family* of sizes (linear in one length).
+    None if the graph cannot run in chunks, or if the limits on the number of graphs and of their versions are reached.
+    """
     source = next(iter(builder.sources))
     assert source.chunking.compiler is not None
     builder.graph.output(tuple(results))
@@ -305,7 +341,7 @@ def _code_for(builder: _GraphBuilder, results: Sequence[fx.Node]) -> FamilyCode 
 
 @contextmanager
 def _plain_modes(builder: _GraphBuilder) -> Iterator[None]:
-    """Context manager: disable gradients and autocast, because the graph sets the modes it needs itself."""
+    """Context manager: disable gradients and autocast, which the graph sets itself, and set the matmul precision of the call."""
     device_types = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     autocasts = tuple((name, torch.get_autocast_dtype(name), False) for name in device_types)
     rounding = next(iter(builder.sources)).modes.rounding
@@ -314,7 +350,11 @@ def _plain_modes(builder: _GraphBuilder) -> Iterator[None]:
 
 
 def _compiled(builder: _GraphBuilder, family: Family, numbers: Numbers, row_chunks: RowChunks) -> FamilyCode:
-    """Compile the graph to loops for a family of sizes; the code is `_not_streamed` if large values would be materialized."""
+    """Return code for the graph and a family of sizes (all sizes of inputs as linear functions of one length).
+
+    `numbers` are the sizes of the current inputs. The code is `_not_streamed` if the graph cannot run in these chunks, if large
+    values would exist, or if compilation fails.
+    """
     inputs, compiler = builder.inputs, next(iter(builder.sources)).chunking.compiler
     graph = graph_for(fx.GraphModule(torch.nn.Module(), builder.graph), family, inputs)
     tensors = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]

@@ -1,4 +1,8 @@
-"""Compile uses of lazy outputs to loops, if the loops run in the same chunks as other uses and materialize no large value."""
+"""Compile uses of lazy outputs to loops, if the loops run in the same chunks as other uses and materialize no large value.
+
+A *use* is a graph that computes small results (a loss, gradients) from outputs that were not computed in the call (lazy logits).
+Chunks are ranges of rows, positions of the sequence. `Facts` are the results of the passes for the graph, its loops included.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,7 @@ from streamfx.runtime.restride import RESTRIDE_FUNCTIONS
 from streamfx.torch_private.symbolic_sizes import size_hint
 
 BYTES_PER_ELEMENT = 16  # working set of a chunk, per element of the chunk of the output
-WORKING_SET_PARTS = (
-    16  # a chunk's working set may occupy 1/16 of the output's number of elements, in bytes, or at least the minimum
-)
+WORKING_SET_PARTS = 16  # a chunk's working set may have numel / 16 bytes (numel: elements of the output), or the minimum
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,10 @@ class Uses:
     def __call__(
         self, graph: fx.GraphModule, inputs: list[Any], weights: list[int], widest: int, row_chunks: RowChunks
     ) -> Callable[..., Any] | None:
-        """Return the graph as loops.
+        """Return the graph, compiled to loops over the chunks of `row_chunks`.
 
-        None if its chunks differ, or if a value outside loops, other than a result, has `widest / 2` elements or more.
+        `weights` are the indices of inputs without rows, `widest` is the number of elements of the largest value. None if its
+        chunks would differ, or if a value outside loops, other than a result, has `widest / 2` elements or more.
         """
         options = replace(self.options, outputs="dense", strict=False, memory_budget=None, bodies="eager")
         options = replace(options, gradients="at once", chunk_size=row_chunks.rows, loss_chunk_size=row_chunks.rows)
@@ -57,13 +60,19 @@ class Uses:
         return run
 
     def rows_per_chunk(self, numel: int, length: int) -> int:
-        """Return the chunk size of the options; if none is set, a power of two, so that many lengths share it."""
+        """Return the rows per chunk for a lazy output of `numel` elements and `length` rows.
+
+        It is the option `loss_chunk_size` or `chunk_size`; if none is a number, a power of two, so that many lengths share it.
+        """
         requested = (size for size in (self.options.loss_chunk_size, self.options.chunk_size) if isinstance(size, int))
         return next(requested, None) or default_rows_per_chunk(numel, length)
 
 
 def has_row_chunks(facts: Facts, row_chunks: RowChunks) -> bool:
-    """Return whether all loops run over chunks of the requested number of rows, along the requested axis."""
+    """Return whether all loops run over chunks of the requested number of rows, along the requested dimensions.
+
+    `row_chunks.along` has the dimension of rows of some inputs; each must be exactly the axis that the loops cut into chunks.
+    """
     axes, inputs = facts.found_axes, facts.joint.graph.find_nodes(op="placeholder")
     if axes is None or axes.sequence is None or not known(facts.program).loops:
         return False
@@ -76,7 +85,10 @@ def has_row_chunks(facts: Facts, row_chunks: RowChunks) -> bool:
 
 
 def computed_outside_loops(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that a graph computes outside its loops, except results, and views of inputs and of results."""
+    """Return the nodes that a host program (a graph with loops) computes outside its loops.
+
+    Results are omitted, and values that are only views of inputs or become results by views: they need no more memory.
+    """
     results, inputs = set(graph.output_node().all_input_nodes), set(graph.find_nodes(op="placeholder"))
     for node in reversed(graph.nodes):
         if node in results and (only_moves_elements(node) or node.target in RESTRIDE_FUNCTIONS):
@@ -93,7 +105,7 @@ def numel_of(node: fx.Node) -> int:
 
 
 def default_rows_per_chunk(numel: int, length: int) -> int:
-    """Return the rows per chunk for an output of this size: a power of two, so that many lengths share it.
+    """Return the rows per chunk for an output of `numel` elements and `length` rows: a power of two, which many lengths share.
 
     >>> default_rows_per_chunk(1 << 30, 1 << 16)
     256
@@ -104,5 +116,5 @@ def default_rows_per_chunk(numel: int, length: int) -> int:
 
 
 def bytes_of_results(module: fx.GraphModule) -> int:
-    """Return the bytes of the outputs of a Dynamo graph."""
+    """Return the bytes of the outputs of a Dynamo graph, at the traced sizes."""
     return sum(bytes_like(node.meta.get(EXAMPLE_VALUE)) for node in outputs_of(module.graph) if isinstance(node, fx.Node))

@@ -1,7 +1,8 @@
 """Analyze the values of a Dynamo graph: bytes, shared memory, writes, modes.
 
 Sizes and memory come from the FakeTensors that Dynamo stores on its nodes. Dynamo ran every function on them in order, so views
-share a storage, and each write has incremented the version counter of its target.
+share a storage, and each write has incremented the version counter of its target. The *base* of a tensor is the first node with
+the same storage.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ class DynamoValues:
     graph: fx.Graph
     bases: dict[fx.Node, fx.Node]
     written: frozenset[fx.Node]  # bases that some function writes into
-    contexts: dict[fx.Node, Context]
-    sizes: SizeSources
+    contexts: dict[fx.Node, Context]  # the autocasts and grad mode that the graph itself sets around some nodes
+    sizes: SizeSources  # where to read each size symbol
     outputs: frozenset[fx.Node]
 
     def is_written(self, node: fx.Node) -> bool:
+        """Return whether some function writes into the memory of a tensor."""
         return self.bases[node] in self.written
 
 
@@ -43,7 +45,7 @@ def example(node: Any) -> Any:
 
 
 def is_dense(node: Any) -> bool:
-    """Return whether a node is a strided tensor, and not a traceable subclass."""
+    """Return whether a node is a plain strided tensor: no subclass such as DTensor, not nested, not quantized."""
     value = example(node) if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
         return False
@@ -61,7 +63,7 @@ def is_parameter(node: fx.Node) -> bool:
 
 
 def bytes_of(node: fx.Node) -> int | None:
-    """Return the bytes of a tensor, at the traced sizes if its shape is dynamic; None if these are unknown."""
+    """Return the bytes of a node's tensor, at the traced sizes if its shape is dynamic; None if a size depends on data."""
     total = example(node).element_size()
     for size in example(node).shape:
         hint = size if isinstance(size, int) else size.node.hint
@@ -72,7 +74,7 @@ def bytes_of(node: fx.Node) -> int | None:
 
 
 def values_of(graph: fx.Graph) -> DynamoValues:
-    """Return the facts about a Dynamo graph."""
+    """Return the facts about a Dynamo graph: shared memory, writes, modes around nodes, sources of sizes, outputs."""
     bases, written = _memory_bases(graph)
     outputs = frozenset(graph.output_node().all_input_nodes)
     return DynamoValues(graph, bases, written, dict(_contexts(graph)), _size_sources(graph), outputs)
@@ -84,12 +86,12 @@ def has_nested_modes(graph: fx.Graph) -> bool:
 
 
 def _memory_bases(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], frozenset[fx.Node]]:
-    """Return the first node with each node's memory, and the set of these bases that some function writes into."""
-    first: dict[int, fx.Node] = {}
+    """Return the base of each tensor node (the first node with the same storage), and the bases that a function writes into."""
+    first_by_storage: dict[int, fx.Node] = {}
     bases: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if is_dense(node):
-            bases[node] = first.setdefault(example(node).untyped_storage()._cdata, node)
+            bases[node] = first_by_storage.setdefault(example(node).untyped_storage()._cdata, node)
     written = {bases[node] for node in bases if example(node)._version}
     for node in graph.nodes:
         written.update(bases[argument] for argument in _written_arguments(node) if argument in bases)
@@ -97,7 +99,10 @@ def _memory_bases(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], frozenset[fx
 
 
 def _written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the arguments that a call may write into, judging by its name and schema."""
+    """Return the arguments that a call may write into, by its name and schema: all, or the first of an in-place function.
+
+    Empty if it writes into none.
+    """
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name in WRITING or node.kwargs.get("inplace")
     schema = getattr(node.target, "_schema", None)
@@ -107,7 +112,7 @@ def _written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _contexts(graph: fx.Graph) -> Iterator[tuple[fx.Node, Context]]:
-    """Yield the nodes with modes that the graph itself sets, each with these modes.
+    """Yield the nodes around which the graph itself sets modes, each with its autocasts and its grad mode.
 
     A graph ends in the grad mode of the call, so any other grad mode comes from a `with` block.
     """
@@ -126,7 +131,10 @@ def _contexts(graph: fx.Graph) -> Iterator[tuple[fx.Node, Context]]:
 
 
 def _size_sources(graph: fx.Graph) -> SizeSources:
-    """Return where to read each size symbol: an input's index, and its dimension (None if the input is the size itself)."""
+    """Return where a call can read each size symbol: the index of an input, and its dimension (None if the input is the size).
+
+    Only sizes that are a single symbol count, and the first place of each.
+    """
     sources: dict[sympy.Symbol, tuple[int, int | None]] = {}
     for input_index, node in enumerate(graph.find_nodes(op="placeholder")):
         value = example(node)
