@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from streamfx.ir.facts import known
 from streamfx.node_meta import VALUE
-from streamfx.passes.partition.stages import move_last_stage_first
+from streamfx.passes.partition.node_order import move_last_stage_first
 from tests.support import layouts
 from tests.support.decoders.parts import VOCABULARY, WIDTH, Heads, Plain, RMSNorm, SwiGLU, made
 from tests.support.exactness import compare

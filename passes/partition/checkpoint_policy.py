@@ -7,6 +7,9 @@ Each level includes the previous ones:
 * projections: results of products before the point after attention with the fewest live bytes, and the values alive there.
   In most decoders these are the query, key and value projections, and the residual stream before the MLP;
 * products: results of all products, so that the backward graph recomputes element-wise operators only.
+
+A *product* is a matrix product or a recurrence; a *sequence-shaped* value has a row for each row of the sequence. Stage inputs
+are always kept: they are outputs of earlier stages.
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ from streamfx.passes.ops.traits import is_expensive
 
 
 def kept_values(stage: Stage, facts: Facts, level: str) -> tuple[fx.Node, ...]:
-    """Return the values of a stage that are kept at a level, in addition to its outputs."""
+    """Return the values of a stage, in graph order, that are kept for backward in addition to its outputs.
+
+    `level` is "inputs", "attention", "projections" or "products"; each includes the previous ones.
+    """
     level_index = SAVE_LEVELS.index(level)
     if stage.gradient_in_forward:  # its backward graph runs in the forward graph
         return ()
@@ -34,12 +40,12 @@ def kept_values(stage: Stage, facts: Facts, level: str) -> tuple[fx.Node, ...]:
     kept = values.sums_before_attention() if stage is facts.stages[0] else []
     kept += values.attention_results() if level_index >= SAVE_LEVELS.index("attention") else []
     if level_index >= SAVE_LEVELS.index("projections"):
-        point, live_values = values.find_narrowest_point()
+        narrowest_position, live_values = values.find_narrowest_point()
         kept += [node for node in values.recomputed_rows(kept) if node in live_values]
-        last = len(stage.forward) if level == "products" else point
-        early = [node for node in values.recomputed_rows(kept) if values.position[node] <= last]
+        last_position = len(stage.forward) if level == "products" else narrowest_position
+        early = [node for node in values.recomputed_rows(kept) if values.position[node] <= last_position]
         kept += [node for node in early if is_reduced_over_ranks(node)]  # instead of the products before the reduction
-        kept += [node for node in values.recomputed_rows(kept) if is_expensive(node) and values.position[node] <= last]
+        kept += [node for node in values.recomputed_rows(kept) if is_expensive(node) and values.position[node] <= last_position]
     return tuple(sorted(dict.fromkeys(kept), key=values.position.__getitem__))
 
 
@@ -47,6 +53,7 @@ class _StageValues:
     """Queries on one stage: its positions, live values, and values that the backward graph recomputes."""
 
     def __init__(self, stage: Stage, facts: Facts) -> None:
+        """`position`: the index of each forward operator in the stage."""
         self.stage, self.facts, self.axes, self.spans = stage, facts, facts.axes, facts.key_spans.spans
         self.position = {node: i for i, node in enumerate(stage.forward)}
 
@@ -55,23 +62,27 @@ class _StageValues:
         return node in self.position and node not in self.stage.outputs and self.facts.has_rows(node)
 
     def is_attention(self, node: fx.Node) -> bool:
-        """Return whether an operator is a fused attention."""
+        """Return whether an operator is a fused attention: its axis rule (signature) has key positions."""
         signature = self.axes.signatures.get(node)
         return signature is not None and bool(signature.keys)
 
     def sums_before_attention(self) -> list[fx.Node]:
         """Return sums over ranks before the first attention: with a sharded embedding, the first layer's input."""
         attentions = [i for node, i in self.position.items() if node in self.spans and node not in self.axes.static]
-        first = min(attentions, default=0)
-        return [node for node in self.recomputed_rows(()) if is_reduced_over_ranks(node) and self.position[node] < first]
+        attention_start = min(attentions, default=0)
+        rows = self.recomputed_rows(())
+        return [node for node in rows if is_reduced_over_ranks(node) and self.position[node] < attention_start]
 
     def attention_results(self) -> list[fx.Node]:
-        """Return results of fused attention that are used outside the stage's forward graph."""
+        """Return results of fused attention (also log-sum-exps) that are used outside the stage's forward graph: in backward."""
         results = [node for node in self.stage.forward if node.target is operator.getitem and self.is_attention(node.args[0])]  # type: ignore[arg-type]
         return [node for node in results if any(user not in self.position for user in node.users)]
 
     def recomputed_rows(self, kept: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return the sequence-shaped values that the backward graph recomputes if `kept` is kept."""
+        """Return the sequence-shaped values of the stage, in order, that its backward graph recomputes if `kept` is kept.
+
+        These are the operands of backward operators, and their ancestors up to kept values and the stage's outputs.
+        """
         available = {*kept, *self.stage.outputs}
         todo = [source for node in self.stage.backward for source in node.all_input_nodes]
         recomputed: set[fx.Node] = set()
@@ -83,9 +94,9 @@ class _StageValues:
         return [node for node in self.stage.forward if node in recomputed and self.is_rows(node)]
 
     def find_narrowest_point(self) -> tuple[int, Collection[fx.Node]]:
-        """Return the position between attention and the last product with the fewest live bytes, and the values alive there.
+        """Return the position of the operator after which the fewest bytes are live, and the values alive there.
 
-        If there is no such position, return -1 and no values.
+        Positions after the last attention and before the last product are candidates; without one, return -1 and no values.
         """
         attentions = [i for node, i in self.position.items() if node in self.spans and node not in self.axes.static]
         products = [i for node, i in self.position.items() if is_expensive(node)]
@@ -93,8 +104,8 @@ class _StageValues:
             return -1, ()
         live_values = self.live_values()
         candidates = range(max(attentions) + 1, max(products))
-        best = min(candidates, key=lambda i: sum(bytes_like(node.meta[VALUE]) for node in live_values[i]), default=-1)
-        return best, live_values[best] if best >= 0 else ()
+        narrowest = min(candidates, key=lambda i: sum(bytes_like(node.meta[VALUE]) for node in live_values[i]), default=-1)
+        return narrowest, live_values[narrowest] if narrowest >= 0 else ()
 
     def live_values(self) -> list[set[fx.Node]]:
         """Return, for each operator of the stage, the sequence-shaped values that are live after it.

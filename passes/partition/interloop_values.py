@@ -3,7 +3,8 @@
     q, k, v (loop) -> all_to_all -> attention over the full sequence, some of the heads -> all_to_all -> o, MLP (loop)
 
 Their results are as long as the sequence, in every layer. So the backward graph recomputes them stage by stage, as
-checkpointing does, and keeps only the stage's inputs. It also recomputes sequence-shaped values that loops store for them.
+checkpointing does, and keeps only the stage's inputs. It also recomputes sequence-shaped values (values with a row per row of
+the sequence, which loops compute chunk by chunk) that loops store for them. An *exchange* is a collective on rows.
 """
 
 from __future__ import annotations
@@ -34,14 +35,18 @@ class InterloopValues:
 
     @cached_property
     def nodes(self) -> frozenset[fx.Node]:
-        """Forward operators on the full sequence that depend on sequence-shaped values, but not on sums."""
-        between: set[fx.Node] = set()
+        """Forward values, computed outside loops, that depend on sequence-shaped values through such values alone.
+
+        A value that depends only on a loop's sums is not included.
+        """
+        interloop_values: set[fx.Node] = set()
         for node in self.facts.joint.nodes:
             if node in self.facts.joint.forward and is_tensor(node) and not self.access.is_in_loop(node):
                 sources = producer_of(node).all_input_nodes
-                if node not in self.axes.static and any(source in between or self.facts.has_rows(source) for source in sources):
-                    between.add(node)
-        return frozenset(between)
+                depends_on_rows = any(source in interloop_values or self.facts.has_rows(source) for source in sources)
+                if node not in self.axes.static and depends_on_rows:
+                    interloop_values.add(node)
+        return frozenset(interloop_values)
 
     @cached_property
     def has_exchanges(self) -> bool:
@@ -50,25 +55,25 @@ class InterloopValues:
 
     @cached_property
     def long_values(self) -> frozenset[fx.Node]:
-        """The values at least as long as the sequence, and all results of exchanges."""
+        """The values between loops with at least one element per row of the sequence, and all results of exchanges."""
         return frozenset(node for node in self.nodes if is_collective(producer_of(node)) or self._is_long(node))
 
     def storage_bytes(self, node: fx.Node) -> int:
-        """Return the bytes of storage that a long value occupies: dimensions with stride 0 take none."""
+        """Return the bytes that a value occupies in memory: a dimension with stride 0 (expanded) counts as size 1."""
         value = node.meta[VALUE]
         dims = (size for size, stride in zip(shape_of_node(node), value.stride(), strict=True) if stride != 0)
         return numeric(product(dims)) * int(value.element_size())
 
     @cached_property
     def attentions(self) -> frozenset[fx.Node]:
-        """Fused attention outside loops, or with operands that are complete before its loop begins."""
+        """Results of fused attention that reads long values between loops, so that its operands are complete before it begins."""
         return frozenset(node for node in self.facts.joint.forward if self._is_attention(producer_of(node)) and is_tensor(node))
 
     def recomputed_values(self, stages: Sequence[Stage], kept: Sequence[Collection[fx.Node]]) -> frozenset[fx.Node]:
-        """Return the values that the backward graph recomputes if stages keep `kept` and their outputs.
+        """Return the values that the backward graph recomputes, stage by stage, if each stage keeps `kept` and its outputs.
 
-        None are recomputed if one stage has all of them, because all would be alive at once, or if ranks exchange rows and
-        would run different programs (`rank_consensus.py`).
+        An empty set if one stage has all of them, because all would be alive at once, or if ranks exchange rows and would run
+        different programs (`rank_consensus.py`).
         """
         if self.has_exchanges and self.facts.separate_reductions is not None:
             return frozenset()
@@ -76,23 +81,30 @@ class InterloopValues:
         return frozenset(chain(*by_stage)) if sum(map(bool, by_stage)) > 1 else frozenset()
 
     def recomputed_and_read(self, stages: Sequence[Stage], kept: Sequence[Collection[fx.Node]]) -> list[list[fx.Node]]:
-        """Return the recomputed values that backward operators read, by stage; if these are kept, nothing is recomputed."""
+        """Return, for each stage, the recomputed values (not sequence-shaped ones) that backward operators read.
+
+        A stage that also keeps these recomputes no value between loops.
+        """
         recomputed = self.recomputed_values(stages, kept)
         return [[node for node in stage.forward if node in recomputed and self._is_read_by_backward(node)] for stage in stages]
 
     def _is_read_by_backward(self, node: fx.Node) -> bool:
+        """Return whether a backward operator reads a value that is not sequence-shaped."""
         return not self.facts.has_rows(node) and any(user not in self.facts.joint.forward for user in node.users)
 
     def _recomputed_in_stage(self, stage: Stage, kept: Collection[fx.Node]) -> set[fx.Node]:
-        """Return the values that a stage recomputes: long values and tables between loops, if recomputing repeats them.
+        """Return the values that the backward graph of a stage recomputes if the stage keeps `kept` and its outputs.
 
-        Sequence-shaped ancestors, which loops may store for these values, are recomputed as well.
+        These are long values and tables between loops that a second run computes equally, and their sequence-shaped
+        ancestors, which loops would otherwise store for them.
         """
         if stage.gradient_in_forward:  # its backward graph runs in the forward graph
             return set()
-        inside, not_recomputed = set(stage.forward), {*kept, *stage.outputs, *self.facts.joint.outputs}
+        inside = set(stage.forward)
+        not_recomputed = {*kept, *stage.outputs, *self.facts.joint.outputs}
 
         def is_internal(node: fx.Node) -> bool:
+            """Return whether the stage neither keeps nor returns a value, and no other stage's forward graph reads it."""
             return node not in not_recomputed and all(user in inside for user in node.users if user in self.facts.joint.forward)
 
         candidates = (node for node in stage.forward if node in self.long_values or self._is_table(node))
@@ -101,7 +113,7 @@ class InterloopValues:
         return recomputed | {node for node in ancestors if self.facts.has_rows(node) and is_internal(node)}
 
     def _ancestors_in_stage(self, nodes: Collection[fx.Node], inside: Collection[fx.Node]) -> set[fx.Node]:
-        """Return the ancestors, within the stage, of the given values between loops."""
+        """Return the ancestors of those `nodes` that are values between loops; only ancestors in `inside`, the stage's nodes."""
         ancestors: set[fx.Node] = set()
         todo = [node for node in nodes if node in self.nodes]
         while todo:
@@ -112,15 +124,17 @@ class InterloopValues:
         return ancestors
 
     def _is_attention(self, node: fx.Node) -> bool:
+        """Return whether an operator is fused attention (its axis rule has keys) and reads a long value between loops."""
         signature = self.axes.signatures.get(node)
         return signature is not None and bool(signature.keys) and not self.long_values.isdisjoint(node.all_input_nodes)
 
     def _is_table(self, node: fx.Node) -> bool:
-        """Return whether a value between loops depends on positions only, and is longer than the sequence."""
+        """Return whether a value between loops depends on positions only, and has more elements than the sequence has rows."""
         is_static_between_loops = node in self.axes.static and is_tensor(node) and not self.access.is_in_loop(node)
         return is_static_between_loops and numeric(product(shape_of_node(node))) > self.length
 
     def _is_long(self, node: fx.Node) -> bool:
+        """Return whether a value has at least as many elements as the sequence has rows."""
         return numeric(product(shape_of_node(node))) >= self.length
 
 

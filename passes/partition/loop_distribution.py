@@ -13,7 +13,8 @@ Or each value is assigned to the last loop that is early enough for its uses, if
 Values that a later loop reads from an earlier one are stored or recomputed (`rematerialization.py`).
 
 The assignment depends only on a table of numbers (`value_table.py`), so it is computed once for all layers with equal
-tables.
+tables. In such functions a value is an integer, its index in the table. A *region* is all loops of a stage in one direction,
+forward or backward; a *placement* is the assignment, with the values that each loop returns.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from streamfx.ir.facts import StorageClass
 from streamfx.ir.joint import is_size, is_tensor
 from streamfx.node_meta import DRAW
 from streamfx.passes.partition.rematerialization import Rematerialization
-from streamfx.passes.partition.value_table import Bytes, Table, bytes_of, is_loop_value, table_of, tensor_inputs
+from streamfx.passes.partition.value_table import Access, Bytes, Table, bytes_of, is_loop_value, table_of, tensor_inputs
 
 CACHE_SIZE = 256  # distinct regions whose placement is cached
 
@@ -79,14 +80,17 @@ def distribute_over_loops(
     order: dict[fx.Node, int],
     reverse: bool,
 ) -> Region:
-    """Distribute the ancestors of `outputs` over loops; values for which `available` is true exist already."""
+    """Return the loops that compute `outputs`, and the loop of each of their ancestors.
+
+    `available` returns True for values that exist before the loops; `layout` has the rows that each operator reads; `order`
+    has the position of each node in the graph. Loops in `reverse` run from the last chunk to the first.
+    """
     available = functools.cache(available)  # the graph does not change in the meantime
     outputs = list(outputs)
     nodes = _closure(outputs, available, order, layout)
     values = [node for node in nodes if is_tensor(node)]
-    placement = choose_placement(
-        values, table_of(values, available, layout, reverse), _requested_values(outputs, nodes, values, layout), layout
-    )
+    table = table_of(values, available, layout, reverse)
+    placement = choose_placement(values, table, _requested_values(outputs, nodes, values, layout), layout)
     loops = tuple(LoopContent(*({values[i] for i in indices} for indices in content)) for content in placement.loops)
     return Region(tuple(nodes), dict(zip(values, placement.loop_indices, strict=True)), loops, reverse)
 
@@ -94,7 +98,10 @@ def distribute_over_loops(
 def choose_placement(
     values: Sequence[fx.Node], table: Table, requests: tuple[frozenset[int], frozenset[int]], layout: Layout
 ) -> RegionPlacement:
-    """Return the placement that stores the fewest bytes; `requests` is the result of `_requested_values`."""
+    """Return the loop of each value, and the values that each loop returns, so that loops store few bytes for each other.
+
+    `table` describes `values`, in order. `requests`: the indices of the outputs, and of all values that must exist in full.
+    """
     outputs, requested = requests
     early = earliest_loops(table)
     if loop_count(table, early) < 2:
@@ -104,7 +111,10 @@ def choose_placement(
 
 @functools.lru_cache(CACHE_SIZE)
 def cheapest_placement(table: Table, outputs: frozenset[int], requested: frozenset[int], sizes: Bytes) -> RegionPlacement:
-    """Return the placement that stores fewer bytes: all values as early as possible, or as late as possible."""
+    """Return the placement that stores fewer bytes: all values as early as possible, or as late as possible.
+
+    `outputs`, `requested`: the region's outputs, and all values that must exist in full, as table indices. `sizes`: bytes.
+    """
     earliest, latest = earliest_loops(table), latest_loops(table)
     early_placement = choose_stored_values(table, requested, earliest, sizes)
     if latest == earliest:
@@ -116,15 +126,20 @@ def cheapest_placement(table: Table, outputs: frozenset[int], requested: frozens
 
 
 def _stored_bytes(placement: RegionPlacement, outputs: frozenset[int], sizes: Bytes) -> int:
-    """Return the bytes that loops stack for later loops, without the region's outputs."""
-    return sum(sizes.full[i] for i in frozenset[int]().union(*(content.stacked for content in placement.loops)) - outputs)
+    """Return the bytes of the rows that loops store for later loops, without the region's outputs, which are stored anyway."""
+    stacked = frozenset[int]().union(*(content.stacked for content in placement.loops))
+    return sum(sizes.full[value] for value in stacked - outputs)
 
 
 @functools.lru_cache(CACHE_SIZE)
 def choose_stored_values(
     table: Table, requested: frozenset[int], loop_indices: LoopIndices, sizes: Bytes | None
 ) -> RegionPlacement:
-    """Choose the values that each loop stores, given the loop of each value; `sizes` is required if there are several loops."""
+    """Choose the values that each loop stores or returns, given the loop of each value (`loop_indices`).
+
+    `requested` values must exist in full. `sizes`: bytes per value, or None if there is only one loop. With several loops,
+    choose twice: the second time, a product that two loops compute is stored by the earlier one.
+    """
     count = loop_count(table, loop_indices)
     chooser = _StorageChooser(table, loop_indices, requested, sizes)
     chooser.choose_for_all(count)
@@ -135,17 +150,17 @@ def choose_stored_values(
 
 
 def loop_count(table: Table, loop_indices: LoopIndices) -> int:
-    """Return the number of loops of a region."""
+    """Return the number of loops of a region, given the loop of each value; 0 if no value is computed in a loop."""
     return 1 + max((loop_index for loop_index, value in zip(loop_indices, table, strict=True) if value.is_in_loop), default=-1)
 
 
 def _closure(
     outputs: Iterable[fx.Node], available: Callable[[fx.Node], bool], order: dict[fx.Node, int], layout: Layout
 ) -> list[fx.Node]:
-    """Return the values (not sizes) between `available` ones and the outputs, in program order.
+    """Return the outputs and their ancestors, except `available` values and sizes (SymInts), in graph order.
 
-    If a loop draws random numbers, this includes the step's seed. Draws between loops stay as traced, as eager
-    draws them.
+    For random draws in loops, this includes the node of the step's seed (`DRAW` metadata). Draws between loops need no seed:
+    they stay as traced, as eager draws them.
     """
     closure: set[fx.Node] = set()
     todo = list(outputs)
@@ -163,18 +178,24 @@ def _closure(
 def _requested_values(
     outputs: Iterable[fx.Node], nodes: Iterable[fx.Node], values: Sequence[fx.Node], layout: Layout
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the outputs, and the outputs with the values that operators between loops read, as indices of `values`."""
-    index = {node: i for i, node in enumerate(values)}
+    """Return two sets of indices into `values`: the outputs; and all values that must exist in full.
+
+    The latter are the outputs, and values that operators between loops read. `nodes` are the region's nodes.
+    """
+    table_index = {node: index for index, node in enumerate(values)}
     read_between_loops = [
         source for node in nodes if is_tensor(node) and not is_loop_value(node, layout) for source in tensor_inputs(node)
     ]
-    requested_outputs = frozenset(index[node] for node in outputs if node in index)
-    return requested_outputs, requested_outputs.union(index[node] for node in read_between_loops if node in index)
+    requested_outputs = frozenset(table_index[node] for node in outputs if node in table_index)
+    return requested_outputs, requested_outputs.union(table_index[node] for node in read_between_loops if node in table_index)
 
 
 @functools.lru_cache(CACHE_SIZE)
 def earliest_loops(table: Table) -> LoopIndices:
-    """Return, for each value, the first loop in (or before) which all its operands are ready."""
+    """Return, for each value of the table, the index of the first loop in which all its operands are ready.
+
+    A value between loops (not `is_in_loop`) gets the index of the loop before which it is computed.
+    """
     loop_indices: list[int] = []
     for value in table:
         if value.is_in_loop:  # an operator between loops waits for no further loop once its operands exist
@@ -187,21 +208,25 @@ def earliest_loops(table: Table) -> LoopIndices:
 
 @functools.lru_cache(CACHE_SIZE)
 def latest_loops(table: Table) -> LoopIndices:
-    """Return, for each value, the last loop in (or before) which it is early enough for all its uses."""
-    last = max(
+    """Return, for each value of the table, the index of the last loop in which it is early enough for all its uses.
+
+    A value between loops gets the index of the loop before which it is computed. There are as many loops as for
+    `earliest_loops`.
+    """
+    last_loop = max(
         (loop_index for loop_index, value in zip(earliest_loops(table), table, strict=True) if value.is_in_loop), default=0
     )
-    late = [last if value.is_in_loop else last + 1 for value in table]
+    latest = [last_loop if value.is_in_loop else last_loop + 1 for value in table]
     for index in range(len(table) - 1, -1, -1):
         value = table[index]
         for need in value.needs:
-            late[need.operand] = min(late[need.operand], late[index] - (not need.in_same_loop))
+            latest[need.operand] = min(latest[need.operand], latest[index] - (not need.in_same_loop))
         for source in value.sources:
-            late[source] = min(late[source], late[index] - table[source].is_in_loop)
+            latest[source] = min(latest[source], latest[index] - table[source].is_in_loop)
     for index, value in enumerate(table):  # all results of an operator are computed in the same loop
         if value.siblings:
-            late[index] = min(late[sibling] for sibling in value.siblings)
-    return tuple(late)
+            latest[index] = min(latest[sibling] for sibling in value.siblings)
+    return tuple(latest)
 
 
 class _StorageChooser:
@@ -220,7 +245,7 @@ class _StorageChooser:
         sizes: Bytes | None,
         computed_by_loop: Mapping[int, set[int]] | None = None,
     ) -> None:
-        """Request these values in full; `sizes` is required if there are several loops."""
+        """Record that `requested` values must exist in full; `sizes` (bytes) is required if there are several loops."""
         self.table, self.loop_indices, self.sizes, self.computed_by_loop = table, loop_indices, sizes, computed_by_loop or {}
         self.stacked: dict[int, set[int]] = defaultdict(set)
         self.summed: dict[int, set[int]] = defaultdict(set)
@@ -230,11 +255,11 @@ class _StorageChooser:
             self.request_in_full(value)
 
     def content(self, loop_index: int) -> ContentPlacement:
-        """Return the values that a loop returns or accumulates."""
+        """Return the values that a loop returns: stacked rows, sums over chunks, sums per key. Call `choose_for_all` before."""
         return ContentPlacement(*(frozenset(returned[loop_index]) for returned in (self.stacked, self.summed, self.key_sums)))
 
     def choose_for_all(self, count: int) -> None:
-        """Choose for all loops, from the last to the first."""
+        """Choose for all `count` loops, from the last to the first, because a loop requests values from earlier ones."""
         for loop_index in range(count - 1, -1, -1):
             self.choose_for_loop(loop_index)
 
@@ -243,7 +268,7 @@ class _StorageChooser:
         return self.table[value].is_expensive and self.table[value].storage_class is StorageClass.ROWS
 
     def request_in_full(self, value: int) -> None:
-        """Let the loop of a value return it in full. A value that no loop computes needs no loop."""
+        """Record that the loop of a value returns it in full; nothing for a value between loops, which exists in full."""
         if not self.table[value].is_in_loop:
             return
         match self.table[value].storage_class:
@@ -255,7 +280,7 @@ class _StorageChooser:
                 self.stacked[self.loop_indices[value]].add(value)
 
     def choose_for_loop(self, loop_index: int) -> None:
-        """Choose the values that a loop computes, and request the others from earlier loops."""
+        """Choose the values that a loop computes (`self.computed`), and request the others that it reads from earlier loops."""
         outputs = self.stacked[loop_index] | self.summed[loop_index] | self.key_sums[loop_index]
         products = {
             value
@@ -266,10 +291,13 @@ class _StorageChooser:
         rematerialization = Rematerialization(loop_index, self.table, self.loop_indices, self.sizes, products)
         stored = rematerialization.values_to_store(outputs, set().union(*self.stacked.values(), *self.key_sums.values()))
         computed = set(outputs)
-        for _, need in rematerialization.walk(
-            outputs, lambda need: need.operand not in stored and not rematerialization.must_be_stored(need)
-        ):
-            if need.operand not in stored and not rematerialization.must_be_stored(need):
+
+        def is_computed_here(need: Access) -> bool:
+            """Return whether this loop computes the operand itself."""
+            return need.operand not in stored and not rematerialization.must_be_stored(need)
+
+        for _, need in rematerialization.walk(outputs, is_computed_here):
+            if is_computed_here(need):
                 computed.add(need.operand)
             else:
                 self.request_in_full(need.operand)

@@ -11,6 +11,8 @@ known only after the loop. The gradient is scaled in the same way:
 
     d_hidden[b] = f(hidden[b], g[b])   ->   forward: d_1 = f(hidden, 1)    backward: d_hidden[b] = d_1[b] * g[b]
 
+The factor (tangent, g) is the *cotangent scale*, and a gradient that is linear in it is *homogeneous* in it.
+
 A weight's gradient is summed over sequences and not homogeneous in such a number, so a trained head is then computed
 twice. Computing it once always saves work. It keeps the gradient of the last stage's input instead of the input. But if
 the rewrite needs another last stage, one more boundary is kept: if no plan fits into a memory budget, the passes run
@@ -45,7 +47,9 @@ class LossGradient:
     may_cut: bool = True
 
     def apply(self, facts: Facts) -> Facts:
-        """Move the last stage's backward graph to its forward loop, for the first choice of stages that allows it."""
+        """Return the facts with the last stage's backward graph in its forward loop, for the first choice of stages that allows
+        it. Return the same facts if none does.
+        """
         for candidate in _candidate_stages(facts, self.may_cut):
             stage = candidate.stages[-1]
             if not stage.backward or not _saves_work(stage, candidate):
@@ -57,30 +61,35 @@ class LossGradient:
 
 
 def _candidate_stages(facts: Facts, may_cut: bool) -> Iterator[Facts]:
-    """Yield the facts unchanged, and with a separate last stage for the head: first those with a product in the last stage."""
-    stages = facts.stages
-    if stages:
-        with_separate_stage = (
-            separated
-            for trained_heads in (False, True)
-            if may_cut and (separated := with_loss_stage(facts, trained_heads)) is not None
-        )
-        yield from (facts, *with_separate_stage) if any(map(is_product, stages[-1].forward)) else (*with_separate_stage, facts)
+    """Yield the facts with each choice of the last stage: unchanged, and (if `may_cut`) with a separate stage for the head.
+
+    The unchanged facts come first if their last stage has a product (matmul), otherwise last.
+    """
+    if not facts.stages:
+        return
+    with_separate_stage = (
+        separated
+        for trained_heads in (False, True)
+        if may_cut and (separated := with_loss_stage(facts, trained_heads)) is not None
+    )
+    has_product = any(map(is_product, facts.stages[-1].forward))
+    yield from (facts, *with_separate_stage) if has_product else (*with_separate_stage, facts)
 
 
 def _saves_work(stage: Stage, facts: Facts) -> bool:
-    """Return whether the rewrite saves work: the stage has no attention, runs in one loop, and computes a sum."""
-    return all(
-        Role.KEYS not in facts.access.roles.get(node, {}).values()
-        and facts.access.storage_classes[node][0] is not StorageClass.KEYSUM
-        and not (node in stage.backward and facts.axes.is_running(node))  # its loop must run in reverse order
+    """Return whether one loop can compute the loss and its gradient: the stage has no attention, and computes a sum.
+
+    A recurrence in its backward graph is not possible either, because its loop must run in reverse order.
+    """
+    access = facts.access
+    fits_in_one_loop = all(
+        Role.KEYS not in access.roles.get(node, {}).values()
+        and access.storage_classes[node][0] is not StorageClass.KEYSUM
+        and not (node in stage.backward and facts.axes.is_running(node))
         for node in (*stage.forward, *stage.backward)
-        if node in facts.access.storage_classes
-    ) and any(
-        storage_class is StorageClass.SUM
-        for node in stage.forward
-        for storage_class in facts.access.storage_classes.get(node, ())
+        if node in access.storage_classes
     )
+    return fits_in_one_loop and any(StorageClass.SUM in access.storage_classes.get(node, ()) for node in stage.forward)
 
 
 def _have_one_sequence_dim(homogeneous: Sequence[Homogeneous], facts: Facts) -> bool:
@@ -95,46 +104,61 @@ def _have_one_sequence_dim(homogeneous: Sequence[Homogeneous], facts: Facts) -> 
 
 
 def _move_to_forward(facts: Facts, homogeneous: Sequence[Homogeneous]) -> Facts:
-    """Replace the scales of the last stage's backward graph by ones, and scale the gradients that leave it."""
-    inside = set(facts.stages[-1].backward)
+    """Replace the scales of the last stage's backward graph by ones, and multiply the gradients that leave it by them.
+
+    `d = f(hidden, scale)` becomes `d_1 = f(hidden, 1)`, which runs in the forward loop, and `d = d_1 * scale`, which runs in
+    the backward graph. Changes the joint graph in place; returns the new facts. `homogeneous` pairs each gradient that the
+    stage returns with its scale and the operators between them.
+    """
+    in_last_stage = set(facts.stages[-1].backward)
     scaling = Scaling(facts)
     ones: list[fx.Node] = []
     for scale in dict.fromkeys(item.scale for item in homogeneous):
         path = {node for item in homogeneous if item.scale is scale for node in item.operators}
-        first = next(node for node in facts.joint.graph.nodes if node in path and scale in node.all_input_nodes)
-        ones += scaling.ones_like(scale, first)
+        first_user = next(node for node in facts.joint.graph.nodes if node in path and scale in node.all_input_nodes)
+        ones += scaling.ones_like(scale, first_user)
         scale.replace_all_uses_with(ones[-1], delete_user_cb=path.__contains__, propagate_meta=False)
-    scaled: list[list[fx.Node]] = []
+    scaling_operators: list[list[fx.Node]] = []  # per gradient; the last one is the scaled gradient
     for item in homogeneous:
-        product = scaling.product(item.gradient, item.scale, item.row_mask)
-        outside = {user for user in item.gradient.users if user not in inside and user not in product}
-        item.gradient.replace_all_uses_with(product[-1], delete_user_cb=outside.__contains__, propagate_meta=False)
-        scaled.append(product)
+        operators = scaling.product(item.gradient, item.scale, item.row_mask)
+        outside = {user for user in item.gradient.users if user not in in_last_stage and user not in operators}
+        item.gradient.replace_all_uses_with(operators[-1], delete_user_cb=outside.__contains__, propagate_meta=False)
+        scaling_operators.append(operators)
     gradients = outputs_of(facts.joint.graph)[len(facts.joint.outputs) :]
     joint = replace(facts.joint, gradients=gradients)
     facts = replace(facts, joint=joint, found_axes=scaling.axes, found_access=scaling.access)
-    return replace(facts, found_stages=_stages_after(facts, homogeneous, ones, scaled))
+    return replace(facts, found_stages=_stages_after(facts, homogeneous, ones, scaling_operators))
 
 
 def _stages_after(
-    facts: Facts, homogeneous: Sequence[Homogeneous], ones: Sequence[fx.Node], scaled: Sequence[Sequence[fx.Node]]
+    facts: Facts,
+    homogeneous: Sequence[Homogeneous],
+    ones: Sequence[fx.Node],
+    scaling_operators: Sequence[Sequence[fx.Node]],
 ) -> tuple[Stage, ...]:
-    """Return the stages after moving each scaling product to the first backward graph that uses it."""
+    """Return the stages after the rewrite (`_move_to_forward`).
+
+    The last stage keeps the `ones` and the operators that now run in the forward loop. Its other operators, and those that
+    scale each gradient, move to the first backward segment to run that uses them. Each stage's `gradients` are updated.
+    """
     *stages, last = facts.stages
-    moved = {node for item in homogeneous for node in item.operators}
-    remaining = tuple(node for node in last.backward if node not in moved)
-    for group in (remaining, *scaled) if stages else ():
-        users = {user for node in group for user in node.users}
-        stage_index = next((i for i in reversed(range(len(stages))) if not users.isdisjoint(stages[i].backward)), len(stages) - 1)
-        stages[stage_index] = replace(stages[stage_index], backward=(*group, *stages[stage_index].backward))
+    in_forward_loop = {node for item in homogeneous for node in item.operators}
+    remaining = tuple(node for node in last.backward if node not in in_forward_loop)
+    moved = (remaining, *scaling_operators)
+    for operators in moved if stages else ():
+        users = {user for node in operators for user in node.users}
+        using_stages = (index for index in reversed(range(len(stages))) if not users.isdisjoint(stages[index].backward))
+        stage_index = next(using_stages, len(stages) - 1)
+        stages[stage_index] = replace(stages[stage_index], backward=(*operators, *stages[stage_index].backward))
     gradients = {node for node in facts.joint.gradients if isinstance(node, fx.Node)}
     for stage_index, stage in enumerate(stages):
-        inside, new = set(stage.backward), [node for group in (remaining, *scaled) for node in group if node in stage.backward]
-        leaving = [node for node in new if is_tensor(node) and (node in gradients or not inside.issuperset(node.users))]
+        inside = set(stage.backward)
+        new_nodes = [node for operators in moved for node in operators if node in inside]
+        leaving = [node for node in new_nodes if is_tensor(node) and (node in gradients or not inside.issuperset(node.users))]
         stages[stage_index] = replace(stage, gradients=tuple(dict.fromkeys((*leaving, *stage.gradients))))
     last = replace(
         last,
-        backward=(*ones, *(node for node in last.backward if node in moved)),
+        backward=(*ones, *(node for node in last.backward if node in in_forward_loop)),
         gradients=tuple(item.gradient for item in homogeneous),
         gradient_in_forward=True,
     )

@@ -1,9 +1,9 @@
 """Find a last stage whose gradient can be computed together with the loss.
 
-The cut with the fewest live bytes may come after the head, which has one number per token, or before trained layers. Then
-the head shares a stage with attention or trained layers. This module looks for another last stage: it contains the last
-products on the path from trained values to the loss, and all their descendants, but no attention and no trained weight.
-A minimum cut selects which of their ancestors it contains.
+The cut with the fewest live bytes may come after the head (its results have one number per token), or before trained layers.
+Then the head shares a stage with attention or trained layers. This module looks for another last stage: it contains the last
+products (matmuls) on the path from trained values to the loss, called *heads*, and all their descendants, but no attention
+and no trained weight. A minimum cut selects which of their ancestors it contains.
 
     attention, mlp | norm, head, log p [b t] -> sums [b], loss
 """
@@ -26,16 +26,16 @@ from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import is_product, producer_of
 from streamfx.passes.partition.stages import PROHIBITIVE_COST, stages_with_last
 
-EARLIER, LAST = "earlier", "last"
+EARLIER, LAST = "earlier", "last"  # sink and source of the flow network: operators of earlier stages, of the last stage
 
 
 def with_loss_stage(facts: Facts, with_trained_heads: bool = False) -> Facts | None:
-    """Return the facts with a separate last stage for the head; None if that is not possible.
+    """Return the facts with other stages, of which the last has only the head and the loss; None if that is not possible.
 
-    `with_trained_heads` allows trained weights in the last products.
+    `with_trained_heads` allows trained weights in the heads (the last products before the loss).
     """
-    last = _LossSearch(facts, with_trained_heads).operators()
-    return None if not last else replace(facts, found_stages=stages_with_last(last, facts))
+    last_operators = _LossSearch(facts, with_trained_heads).operators()
+    return replace(facts, found_stages=stages_with_last(last_operators, facts)) if last_operators else None
 
 
 class _LossSearch:
@@ -48,7 +48,10 @@ class _LossSearch:
         self.trained = trained_values(facts.joint)
 
     def operators(self) -> frozenset[fx.Node]:
-        """Return the operators of the last stage; an empty set if its products affect attention or use trained weights."""
+        """Return the operators of the last stage, with the cut before them that stores the fewest bytes.
+
+        An empty set if there is no head, if attention or a trained layer depends on a head, or if no cut is possible.
+        """
         heads = self._heads()
         earlier = ancestors(tuple(node for node in self.nodes if self._must_be_earlier(node, heads)))
         if not heads or not heads.isdisjoint(earlier):
@@ -58,14 +61,16 @@ class _LossSearch:
             return frozenset()
         # of all minimum cuts, networkx returns the one closest to the earlier operators
         bytes_at_cut, (last_side, _) = networkx.minimum_cut(network, LAST, EARLIER)
-        return (
-            frozenset(node for node in self.nodes if (node, "in") in last_side)
-            if bytes_at_cut < PROHIBITIVE_COST
-            else frozenset()
-        )
+        if bytes_at_cut >= PROHIBITIVE_COST:
+            return frozenset()
+        return frozenset(node for node in self.nodes if (node, "in") in last_side)
 
     def _network(self, heads: set[fx.Node], earlier: Collection[fx.Node]) -> Any:
-        """Build the flow network: edges lead from a node to its operands, with a value's bytes as capacity."""
+        """Build the flow network of which a minimum cut separates the last stage (`LAST`) from earlier ones (`EARLIER`).
+
+        Each node is two vertices; the edge from "out" to "in" has its bytes as capacity. Edges lead from a node to its
+        operands. `heads` must be in the last stage, `earlier` in earlier stages.
+        """
         network, nodes = networkx.DiGraph(), set(self.nodes)
         for node in heads:
             network.add_edge(LAST, (node, "in"), capacity=math.inf)
@@ -82,31 +87,33 @@ class _LossSearch:
         return network
 
     def _heads(self) -> set[fx.Node]:
-        """Return the last products on rows, except recurrences, on paths from trained values to outputs."""
-        dependent = self.trained & ancestors(self.facts.joint.outputs)
-        operands_of_products: set[fx.Node] = set()
+        """Return the last products on the paths from trained values to outputs: products on rows that no product depends on.
+
+        Recurrences are not heads.
+        """
+        on_paths = self.trained & ancestors(self.facts.joint.outputs)
+        ancestors_of_products: set[fx.Node] = set()
         heads: set[fx.Node] = set()
         for node in reversed(self.nodes):
-            in_loop = is_product(node) and self.facts.access.is_in_loop(node)
-            if (
-                in_loop
-                and node in dependent
-                and node not in operands_of_products
-                and not self.facts.axes.is_running(producer_of(node))
-            ):
+            is_chunked_product = is_product(node) and self.facts.access.is_in_loop(node)
+            is_last = is_chunked_product and node in on_paths and node not in ancestors_of_products
+            if is_last and not self.facts.axes.is_running(producer_of(node)):
                 heads.add(node)
-            if in_loop or node in operands_of_products:
-                operands_of_products.update(node.all_input_nodes)
+            if is_chunked_product or node in ancestors_of_products:
+                ancestors_of_products.update(node.all_input_nodes)
         return heads
 
     def _must_be_earlier(self, node: fx.Node, heads: set[fx.Node]) -> bool:
-        """Return whether an operator must be in an earlier stage: attention, a scan, or a trained layer."""
+        """Return whether an operator must be in an earlier stage: attention, a scan, or one that reads a trained weight.
+
+        Heads may read trained weights if `with_trained_heads`.
+        """
         if node in self.facts.key_spans.spans or self.facts.axes.is_running(node):
             return True
         return self._is_trained(node) and not (self.with_trained_heads and node in heads)
 
     def _is_trained(self, node: fx.Node) -> bool:
-        """Return whether an operator on rows reads a trained weight, or a value computed from one."""
+        """Return whether an operator on rows reads a trained weight, or a value computed from weights outside loops."""
         return self.facts.access.is_in_loop(node) and any(source in self.weights for source in node.all_input_nodes)
 
     @cached_property
@@ -117,11 +124,11 @@ class _LossSearch:
         return descendants(weights, (node for node in forward if node in self.static or not self.facts.access.is_in_loop(node)))
 
     def _bytes(self, node: fx.Node) -> int:
-        """Return the bytes that a cut after a value stores; a prohibitive number for values that cannot cross a cut."""
+        """Return the bytes that a cut after a value stores: 0 for values outside loops and sums, as they exist in any case.
+
+        `PROHIBITIVE_COST` for values that cannot cross a cut: query-by-key values, and tuples.
+        """
         if not self.facts.access.is_in_loop(node) or self.storage_classes[node] == (StorageClass.SUM,):
             return 0
-        return (
-            max(1, bytes_like(node.meta[VALUE]))
-            if self.storage_classes[node] == (StorageClass.ROWS,) and is_tensor(node)
-            else PROHIBITIVE_COST
-        )
+        has_rows = self.storage_classes[node] == (StorageClass.ROWS,) and is_tensor(node)
+        return max(1, bytes_like(node.meta[VALUE])) if has_rows else PROHIBITIVE_COST

@@ -1,10 +1,12 @@
 """Decide which values of earlier loops a loop recomputes, and which are stored.
 
 A value that an earlier loop can compute is either stored there, for the full sequence, or recomputed by this loop. A
-product that both loops need is not computed twice. So the stored values must separate these products from the values of
-this loop: a minimum cut finds the ones with the fewest bytes.
+product (matmul) that both loops need is not computed twice. So the stored values must separate these products from the values
+of this loop: a minimum cut finds the ones with the fewest bytes.
 
     gate, up -> silu(gate) * up -> x + down(...) -> norm        stores x, not gate and up
+
+A *region* is all loops of a stage in one direction. A value is an integer here: its index in the region's table of values.
 """
 
 from __future__ import annotations
@@ -19,31 +21,32 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from streamfx.ir.facts import StorageClass
 from streamfx.passes.partition.value_table import Access, Bytes, Table
 
-EARLIER_LOOPS, THIS_LOOP = "before", "here"
+EARLIER_LOOPS, THIS_LOOP = "before", "here"  # source and sink of the flow network
 PAIR_COST_FACTOR = 1 << 20  # on the bytes of query-by-key values: they are stored only if there is no other minimum cut
 
 
 class Rematerialization:
-    """Selects the values that one loop of a region reads from earlier loops.
+    """Selects the values that one loop of a region (`loop_index`) reads from earlier loops.
 
-    `loop_indices`: the loop that computes each value.
+    `table`: an entry for each value. `loop_indices`: the loop that computes each value.
     `products`: the products that earlier loops compute for their own values.
-    `sizes`: required if there is an earlier loop.
+    `sizes`: the bytes of each value; required if there is an earlier loop.
     """
 
     def __init__(
         self, loop_index: int, table: Table, loop_indices: tuple[int, ...], sizes: Bytes | None, products: Collection[int]
     ) -> None:
-        self.loop_index, self.table, self.loop_indices, self.sizes, self.products = (
-            loop_index,
-            table,
-            loop_indices,
-            sizes,
-            products,
-        )
+        self.loop_index = loop_index
+        self.table = table
+        self.loop_indices = loop_indices
+        self.sizes = sizes
+        self.products = products
 
     def values_to_store(self, outputs: Iterable[int], stored: Collection[int]) -> set[int]:
-        """Return the values that earlier loops must store for a loop with these outputs; those in `stored` cost nothing."""
+        """Return the values that earlier loops must store for this loop, which computes `outputs`: those with the fewest bytes.
+
+        Values in `stored` are stored in any case, so they cost nothing. An empty set if this loop reads no earlier values.
+        """
         if self.loop_index == 0:
             return set()
         network = self._network(outputs, stored)
@@ -56,15 +59,16 @@ class Rematerialization:
         }
 
     def must_be_stored(self, need: Access) -> bool:
-        """Return whether the loop cannot recompute the needed rows for its own chunk."""
+        """Return whether an operand must be stored in full, because this loop cannot recompute the rows that a chunk reads."""
         return need.is_stored or (need.is_stored_before and self.loop_indices[need.operand] != self.loop_index)
 
     def walk(self, outputs: Iterable[int], descends: Callable[[Access], bool]) -> Iterator[tuple[int, Access]]:
-        """Yield each computed value with each of its operands in loops, from the outputs backwards.
+        """Yield (value, operand) for each value that this loop computes, and each operand of it that some loop computes.
 
-        If `descends` returns True for an operand, it is also a computed value.
+        These values are the outputs, and each operand for which `descends` returns True, transitively.
         """
-        todo, seen = list(outputs), set[int]()
+        todo = list(outputs)
+        seen: set[int] = set()
         while todo:
             value = todo.pop()
             if value in seen:
@@ -77,12 +81,16 @@ class Rematerialization:
                         todo.append(need.operand)
 
     def _is_read_from_earlier_loop(self, need: Access) -> bool:
-        """Return whether an earlier loop computes an operand for itself, or must store it."""
+        """Return whether this loop should not recompute an operand: it is a product of an earlier loop, or must be stored."""
         is_computed_before = self.loop_indices[need.operand] != self.loop_index and need.operand in self.products
         return self.must_be_stored(need) or is_computed_before
 
     def _network(self, outputs: Iterable[int], stored: Collection[int]) -> Any:
-        """Build the flow network: capacities are bytes, and edges lead from each operand to its users."""
+        """Build the flow network whose minimum cut, between `EARLIER_LOOPS` and `THIS_LOOP`, is the values to store.
+
+        Edges lead from each operand to its users. Each value of an earlier loop is two vertices; the edge from "in" to "out" has
+        the bytes to store it as capacity.
+        """
         network = networkx.DiGraph()
         network.add_node(THIS_LOOP)
         for value, need in self.walk(outputs, lambda need: not self._is_read_from_earlier_loop(need)):
@@ -113,5 +121,5 @@ class Rematerialization:
         return size * PAIR_COST_FACTOR if storage_class is StorageClass.PAIR else size
 
     def _storable_values(self, network: Any) -> list[int]:
-        """Return the values that the flow network may store."""
-        return [node[0] for node in network if isinstance(node, tuple) and node[1] == "in"]
+        """Return the values of earlier loops in the flow network: vertices are `(value, "in")` and `(value, "out")`."""
+        return [vertex[0] for vertex in network if isinstance(vertex, tuple) and vertex[1] == "in"]

@@ -14,7 +14,7 @@ from streamfx.torch_private.lines import frame_of
 
 
 def module_path(node: fx.Node) -> str:
-    """Return the path of the module in which a node was traced, as `layers.0.mlp`."""
+    """Return the path of the module in which a node was traced, as `layers.0.mlp`; "" if unknown or outside modules."""
     stack = node.meta.get(MODULES) or node.meta.get(FORWARD_MODULES) or {}
     paths = [entry[0] for entry in stack.values()]
     return plain_path(paths[-1]) if paths else ""
@@ -38,7 +38,10 @@ def plain_path(path: str) -> str:
 
 
 def stage_names(stages: Sequence[Sequence[fx.Node]]) -> list[str]:
-    """Return a unique name for each stage."""
+    """Return a unique name for each stage (given by its forward operators): `layers.0`, `layers.0 (2)`, `stage 2`, ...
+
+    The last form is for stages without a module and a function name; stages are numbered from 0.
+    """
     names: list[str] = []
     for stage_index, nodes in enumerate(stages):
         name = stage_name(nodes) or f"stage {stage_index}"
@@ -48,12 +51,15 @@ def stage_names(stages: Sequence[Sequence[fx.Node]]) -> list[str]:
 
 
 def stage_name(nodes: Sequence[fx.Node]) -> str:
-    """Return the deepest module with two thirds of the work (products and attention), or else the function."""
+    """Return the path of the deepest module that has two thirds of a stage's contractions (matmuls, attention).
+
+    Of all its operators if it has no contraction. If no module has two thirds: the most frequent function, or "".
+    """
     work = [node for node in nodes if node.target in CONTRACTIONS] or nodes
     paths = [path.split(".") for node in work if (path := module_path(node))]
-    name: list[str] = []
-    while longer := Counter(path[len(name)] for path in paths if len(path) > len(name) and path[: len(name)] == name):
-        part, count = longer.most_common(1)[0]
+    name: list[str] = []  # the parts of the path so far
+    while next_parts := Counter(path[len(name)] for path in paths if len(path) > len(name) and path[: len(name)] == name):
+        part, count = next_parts.most_common(1)[0]
         if 3 * count < 2 * len(work):
             break
         name.append(part)
@@ -61,5 +67,7 @@ def stage_name(nodes: Sequence[fx.Node]) -> str:
 
 
 def _function_name(nodes: Sequence[fx.Node]) -> str:
-    functions = Counter(frame[2] for node in nodes if (frame := frame_of(node)) and not frame[2].startswith("<"))
+    """Return the name of the user's function in which most of the nodes were traced; "" if none is known."""
+    frames = filter(None, map(frame_of, nodes))
+    functions = Counter(function for _file, _line, function, _code in frames if not function.startswith("<"))
     return functions.most_common(1)[0][0] if functions else ""

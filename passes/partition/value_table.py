@@ -1,7 +1,8 @@
 """Tables of numbers that determine how values are distributed over loops.
 
-Equal layers have equal tables, so each placement is computed once for all of them (`loop_distribution.py`). A placement
-may depend on its table only.
+A table has one entry per value of a *region* (all loops of a stage in one direction), in graph order; operands are indices into
+the table. Equal layers have equal tables, so each *placement* (the loop of each value) is computed once for all of them
+(`loop_distribution.py`). A placement may depend on its table only.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from streamfx.passes.ops.traits import is_expensive, producer_of
 class Access(NamedTuple):
     """An operand that an operator in a loop reads.
 
-    `in_same_loop`: the rows are ready in the iteration that computes the operand's rows.
-    `is_stored`: the operand must be stored, because no loop can recompute the rows for a chunk.
+    `operand`: its index in the table.
+    `in_same_loop`: the rows that are read are ready in the iteration that computes the operand's rows of the same chunk.
+    `is_stored`: the operand must be stored in full, because no loop can recompute the rows that are read.
     `is_stored_before`: it must be stored unless the same loop computes it.
     """
 
@@ -49,6 +51,7 @@ class RegionValue(NamedTuple):
 
     @property
     def is_in_loop(self) -> bool:
+        """Whether a loop computes the value chunk by chunk, or as a sum over chunks."""
         return self.storage_class not in NOT_IN_LOOPS
 
 
@@ -63,13 +66,16 @@ class Bytes(NamedTuple):
 
 
 def table_of(nodes: Sequence[fx.Node], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool) -> Table:
-    """Return the table of these tensors, for loops in this direction."""
+    """Return the table of these tensors, for loops in forward order, or in `reverse`.
+
+    Values for which `available` returns True exist before the loops: they have no entry, and are omitted as operands.
+    """
     index = {node: i for i, node in enumerate(nodes)}
     return tuple(_table_entry(node, index, available, layout, reverse) for node in nodes)
 
 
 def bytes_of(nodes: Sequence[fx.Node], table: Table, layout: Layout) -> Bytes:
-    """Return the bytes of values in loops."""
+    """Return the bytes of each value: as traced, and of all rows (e.g. all keys). 0 for values that no loop computes."""
     sizes = [node.meta[VALUE].element_size() if value.is_in_loop else 0 for node, value in zip(nodes, table, strict=True)]
     traced = (numeric(product(shape_of_node(node))) * size if size else 0 for node, size in zip(nodes, sizes, strict=True))
     full = (numeric(product(layout.full_shape(node))) * size if size else 0 for node, size in zip(nodes, sizes, strict=True))
@@ -77,19 +83,22 @@ def bytes_of(nodes: Sequence[fx.Node], table: Table, layout: Layout) -> Bytes:
 
 
 def is_loop_value(node: fx.Node, layout: Layout) -> bool:
-    """Return whether a value is computed chunk by chunk."""
+    """Return whether a loop computes a value chunk by chunk, or as a sum over chunks."""
     return layout.access.storage_class(node) not in NOT_IN_LOOPS
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """Return the tensor operands of the operator that computes a value."""
+    """Return the tensor operands of the operator that computes a value; for an element of a tuple, those of its producer."""
     return [source for source in producer_of(node).all_input_nodes if is_tensor(source)]
 
 
 def _table_entry(
     node: fx.Node, index: dict[fx.Node, int], available: Callable[[fx.Node], bool], layout: Layout, reverse: bool
 ) -> RegionValue:
-    """Return the table entry of a value: its storage class, operands and siblings."""
+    """Return the table entry of a value; `index` has the position of each value in the table.
+
+    `layout` has the rows that each operator reads; `available` values have no entry.
+    """
     storage_class, producer = layout.access.storage_class(node), producer_of(node)
     if storage_class in NOT_IN_LOOPS:
         return RegionValue(storage_class, (), _table_indices(tensor_inputs(node), index, available), (), is_expensive(node))
@@ -104,13 +113,19 @@ def _table_entry(
 def _table_indices(
     nodes: Iterable[fx.Node], index: dict[fx.Node, int], available: Callable[[fx.Node], bool], keep_missing: bool = False
 ) -> tuple[int, ...]:
-    """Return the table indices of values. Available values have none: they are omitted, or None if `keep_missing`."""
+    """Return the table indices of values. Available values have none: they are omitted, or None if `keep_missing`.
+
+    Raise `KeyError` for another value without an entry.
+    """
     indices = [index.get(node) if node in index or available(node) else index[node] for node in nodes]
     return tuple(indices) if keep_missing else tuple(i for i in indices if i is not None)  # type: ignore[arg-type]
 
 
 def _operand_access(operand: int, need: OperandAccess, layout: Layout, reverse: bool) -> Access:
-    """Return how an operator in a loop reads an operand."""
+    """Return the table entry of a read: `need` has the rows of an operand that an operator in a loop reads.
+
+    `operand` is the operand's table index. Values between loops exist before the loop starts.
+    """
     storage_class = layout.access.storage_class(need.operand)
     if storage_class in NOT_IN_LOOPS:
         return Access(operand, in_same_loop=True, is_stored=False, is_stored_before=False)
@@ -125,7 +140,10 @@ def _operand_access(operand: int, need: OperandAccess, layout: Layout, reverse: 
 
 
 def is_ready_in_same_loop(need: OperandAccess, layout: Layout, reverse: bool) -> bool:
-    """Return whether the needed rows are ready in the iteration that computes the operand's rows."""
+    """Return whether the rows that an operator reads are ready in the loop that computes the operand, for the same chunk.
+
+    The chunk's own rows are; the keys of earlier chunks are in a forward loop; all rows or complete sums are not.
+    """
     storage_class = layout.access.storage_class(need.operand)
     if storage_class is StorageClass.PAIR:
         return Role.WHOLE not in need.roles
@@ -138,5 +156,8 @@ def is_ready_in_same_loop(need: OperandAccess, layout: Layout, reverse: bool) ->
 
 
 def _is_ready(span: Span, reverse: bool) -> bool:
-    """Return whether rows of the span belong to this chunk or to chunks that ran before it."""
+    """Return whether the rows [start + low, end + high) belong to this chunk [start, end) or to chunks that ran before it.
+
+    None for a bound of the span: no limit. In reverse, the last chunk runs first.
+    """
     return (span.low is not None and span.low >= 0) if reverse else (span.high is not None and span.high <= 0)
