@@ -3,6 +3,10 @@
 Candidates that cost no time come first: large chunks, and attention results kept. Then come those that cost some time:
 attention recomputed, and stages between boundaries recomputed. Each candidate is built and simulated, so the simulated
 program is the one that runs.
+
+A *candidate* is a level of values to keep (`save`) and how many stages share one stored boundary (`keep_every`). The *working
+set* is the limit on the bytes of intermediate values of a chunk; an automatic chunk size (`AutoChunk`) has as many rows as fit
+into it. *Held* bytes are the parameters and inputs, which no plan can save. *Lengths* are values of the dynamic sizes.
 """
 
 from __future__ import annotations
@@ -51,18 +55,18 @@ class BudgetSearch:
     rewrite: Callable[[Facts], Facts]
 
     def apply(self, facts: Facts) -> Facts:
-        """Return the facts with the fastest plan that fits, for longer inputs than the call's if possible.
+        """Return the facts with the fastest plan whose peak is within the budget; the same facts without a budget or loops.
 
-        Raise `OverBudgetError` if no plan fits.
+        The plan is for longer inputs than the call's if possible. Raise `OverBudgetError` if no plan fits.
         """
         budget = self.options.memory_budget
         if budget is None or facts.program is None:
             return facts
         current_lengths = Lengths.of_current_call(facts.joint.graph)
         held = held_bytes(facts.program.forward.graph)
-        size = budget_bytes(budget, device_of(facts.joint.graph), held, gradient_bytes(facts.joint.gradients))
+        budget_in_bytes = budget_bytes(budget, device_of(facts.joint.graph), held, gradient_bytes(facts.joint.gradients))
         for lengths in current_lengths.with_headroom() if current_lengths else (current_lengths,):
-            search = _BudgetSearch(facts, self.options, self.rewrite, size, lengths)
+            search = _BudgetSearch(facts, self.options, self.rewrite, budget_in_bytes, lengths)
             try:
                 with lengths.assumed():
                     return search.find_plan()
@@ -76,20 +80,23 @@ class BudgetSearch:
 
 
 def held_bytes(graph: fx.Graph, omitted: Collection[fx.Node] = ()) -> int:
-    """Return the bytes of a graph's inputs, including parameters, except those in `omitted`."""
+    """Return the bytes of a graph's inputs, including parameters, except those in `omitted`; a step holds them in any case."""
     inputs = (node for node in graph.find_nodes(op="placeholder") if node not in omitted)
     return sum(bytes_like(node.meta[VALUE]) for node in inputs if VALUE in node.meta)
 
 
 def kept_bytes(facts: Facts) -> int:
-    """Return the bytes that a plan keeps on the device in addition to stage outputs."""
-    waiting = {node for nodes in facts.plan.offloaded for node in nodes}
-    return sum(bytes_like(node.meta[VALUE]) for nodes in facts.plan.kept for node in nodes if node not in waiting)
+    """Return the bytes of the forward values that a plan keeps on the device for backward, in addition to stage outputs."""
+    offloaded = {node for nodes in facts.plan.offloaded for node in nodes}
+    return sum(bytes_like(node.meta[VALUE]) for nodes in facts.plan.kept for node in nodes if node not in offloaded)
 
 
 @dataclass
 class _BudgetSearch:
-    """Searches for the fastest plan within a budget, for inputs of these lengths; caches plans and costs."""
+    """Searches for the fastest plan within a budget, for inputs of these lengths; caches plans and costs.
+
+    `facts` have the plan and program of the default options; `rewrite` builds the program of another plan. `budget`: bytes.
+    """
 
     facts: Facts
     options: Options
@@ -104,7 +111,7 @@ class _BudgetSearch:
         """Return the facts with the fastest candidate that fits with efficient chunks, or else the first with small chunks.
 
         Each candidate keeps less than the previous one, which leaves memory for larger chunks. So the search continues
-        after the first one that fits, while candidates are faster than the previous one.
+        after the first one that fits, while candidates are faster than the previous one. Raise `OverBudgetError` if none fits.
         """
         fallback: tuple[Candidate, Facts] | None = None
         fastest: tuple[float, Facts, int | None] | None = None
@@ -114,11 +121,11 @@ class _BudgetSearch:
             min_set, efficient_set = self.working_sets(program)
             cost = self.simulate(candidate, program, efficient_set)
             if cost.peak <= self.available_bytes:
-                size = self.largest_working_set(candidate, program, efficient_set, cost)
-                seconds = self.seconds(self.simulate(candidate, program, size))
+                working_set = self.largest_working_set(candidate, program, efficient_set, cost)
+                seconds = self.seconds(self.simulate(candidate, program, working_set))
                 if fastest is not None and seconds >= fastest[0]:
                     break
-                fastest = seconds, facts, size
+                fastest = seconds, facts, working_set
             elif fastest is not None:
                 break
             elif efficient_set != min_set and fallback is None:
@@ -133,44 +140,56 @@ class _BudgetSearch:
         return self.with_chosen_plan(facts, self.largest_below_efficient(candidate, known(facts.program)))
 
     def seconds(self, cost: Cost) -> float:
-        """Estimate the duration of a step with fused element-wise operators."""
+        """Estimate the duration of a step in seconds, from its FLOPs, bytes moved and kernels, if Inductor compiles its loops."""
         work = cost.work.compiled
         return rates_of(device_of(self.facts.joint.graph)).seconds(work.flops, work.moved + work.total_bytes, work.launches)
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield the candidates that the options allow, the fastest first, except those that clearly exceed the budget."""
-        count = len(self.facts.stages)
+        """Yield the candidates that the options allow, the fastest first, except those that clearly exceed the budget.
+
+        First those that keep more values, then one with all stage boundaries stored, then those with fewer boundaries. Their
+        peaks are estimated only when the previous candidates have been simulated.
+        """
+        num_stages = len(self.facts.stages)
         save = self.min_level if self.options.save == "auto" else self.options.save
         if InterloopValues(self.facts).has_exchanges:  # the sizes of one rank must not decide how often ranks exchange rows
             yield Candidate(save, 1 if self.options.keep_every == "auto" else self.options.keep_every)
             return
-        every = [k for k in KEEP_EVERY if k < max(count, 2)] if self.options.keep_every == "auto" else [self.options.keep_every]
+        automatic = [keep_every for keep_every in KEEP_EVERY if keep_every < max(num_stages, 2)]
+        smallest_every, *larger = automatic if self.options.keep_every == "auto" else [self.options.keep_every]
         if self.options.save == "auto":
-            yield from self.candidates_keeping_more(every[0])
-        yield Candidate(save, every[0])
-        several = [Candidate(save, k) for k in every[1:]]
-        peaks = [self.estimate(candidate, count) for candidate in several]
-        for candidate, peak in zip(several, peaks, strict=True):
+            yield from self.candidates_keeping_more(smallest_every)
+        yield Candidate(save, smallest_every)
+        with_fewer_boundaries = [Candidate(save, keep_every) for keep_every in larger]
+        peaks = [self.estimate(candidate, num_stages) for candidate in with_fewer_boundaries]
+        for candidate, peak in zip(with_fewer_boundaries, peaks, strict=True):
             if peak <= self.available_bytes * ESTIMATE_TOLERANCE or peak == min(peaks):
                 yield candidate
 
-    def candidates_keeping_more(self, every: int) -> Iterator[Candidate]:
-        """Yield candidates that keep more values than the options require and may fit, those with the most values first."""
+    def candidates_keeping_more(self, keep_every: int) -> Iterator[Candidate]:
+        """Yield candidates that keep more values than the options require and may fit, those with the most values first.
+
+        Whether one may fit is estimated: the simulated peak at the required level, plus the bytes that it keeps.
+        """
         program = known(self.facts.program)
-        base = self.simulate(Candidate(self.min_level, every), program, self.working_sets(program)[1])
-        by_kept: dict[Any, Candidate] = {}
+        base = self.simulate(Candidate(self.min_level, keep_every), program, self.working_sets(program)[1])
+        by_kept: dict[Any, Candidate] = {}  # the first of several levels that keep the same values
         for level in SAVE_LEVELS[SAVE_LEVELS.index(self.min_level) + 1 :]:
-            candidate = Candidate(level, every)
+            candidate = Candidate(level, keep_every)
             planned = self.facts_with_plan(candidate)
             if base.peak + kept_bytes(planned) <= self.available_bytes * ESTIMATE_TOLERANCE:
                 by_kept.setdefault(planned.plan.kept, candidate)
         yield from [candidate for kept, candidate in by_kept.items() if any(kept)][::-1]
 
-    def estimate(self, candidate: Candidate, count: int) -> int:
-        """Return an estimate of the peak with fewer boundaries, from the smallest simulated peak, with all boundaries."""
+    def estimate(self, candidate: Candidate, num_stages: int) -> int:
+        """Return an estimate of the peak bytes of a candidate that stores one of k boundaries, k = `keep_every`.
+
+        It is the smallest simulated peak, less the share of the stored boundaries that the candidate does not hold at once: it
+        holds 1 / k of all, and k - 1 more while it recomputes k stages.
+        """
         cost, k = self.smallest, candidate.keep_every
-        kept_share = min(1, 1 / k + (k - 1) / max(count, 1))
-        return int(cost.peak - cost.peak_terms.get(STAGE_INPUTS, 0) * (1 - kept_share))
+        held_share = min(1, 1 / k + (k - 1) / max(num_stages, 1))
+        return int(cost.peak - cost.peak_terms.get(STAGE_INPUTS, 0) * (1 - held_share))
 
     @property
     def smallest(self) -> Cost:
@@ -179,35 +198,34 @@ class _BudgetSearch:
 
     @property
     def min_level(self) -> str:
+        """The lowest level of `save` that the option `offload` allows."""
         return min_save_level(self.options.offload)
 
     def with_choices(self, candidate: Candidate) -> Options:
-        """Return the options with the saved values and boundaries of a candidate."""
+        """Return the options with a candidate's `save` and `keep_every`."""
         return replace(self.options, save=candidate.save, keep_every=candidate.keep_every)  # type: ignore[arg-type]
 
     def facts_with_plan(self, candidate: Candidate) -> Facts:
-        """Return the facts with the plan of a candidate, without its program."""
+        """Return the facts with the plan of a candidate, but not its program (cached)."""
         if candidate not in self.plans:
             self.plans[candidate] = ChunkPlan(self.with_choices(candidate), self.chunk_sizes).apply(self.facts)
         return self.plans[candidate]
 
     @cached_property
     def chunk_sizes(self) -> tuple[ChunkSize, ...]:
-        """Chunk sizes before a working set is chosen; the same for all candidates."""
+        """The chunk size of each stage before a working set is chosen; the same for all candidates."""
         return chunk_sizes(self.facts, self.options)
 
     def facts_with_program(self, candidate: Candidate) -> Facts:
-        """Return the facts with the plan and program of a candidate; the given facts if its plan is equal."""
+        """Return the facts with the plan and program of a candidate; `self.facts`, which have both, if its plan is equal."""
         planned = self.facts_with_plan(candidate)
         current_plan, new_plan = self.facts.plan, planned.plan
-        return (
-            self.facts
-            if (current_plan.kept, current_plan.dropped) == (new_plan.kept, new_plan.dropped)
-            else self.rewrite(planned)
-        )
+        is_equal = (current_plan.kept, current_plan.dropped) == (new_plan.kept, new_plan.dropped)
+        return self.facts if is_equal else self.rewrite(planned)
 
     @property
     def held(self) -> int:
+        """The bytes of parameters and inputs."""
         return held_bytes(known(self.facts.program).forward.graph)
 
     @property
@@ -216,33 +234,38 @@ class _BudgetSearch:
         return self.budget - self.held
 
     def working_sets(self, program: Program) -> tuple[int | None, int | None]:
-        """Return the working sets, in bytes, of the smallest and of efficient chunk sizes; None if chunk sizes are fixed."""
+        """Return the working sets (bytes) of the smallest chunks, and of chunks large enough to keep the device busy.
+
+        (None, None) if no loop has an automatic chunk size.
+        """
         automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
         if not automatic:
             return None, None
-        row = max(self.lengths.evaluate(chunk.row_bytes) for chunk in automatic)
-        rows = min(self.length, max(MIN_ROWS, EFFICIENT_TOKENS * self.length // tokens(self.facts)))
-        return row * min(self.length, MIN_ROWS // 4), row * rows
+        row_bytes = max(self.lengths.evaluate(chunk.row_bytes) for chunk in automatic)
+        efficient_rows = min(self.length, max(MIN_ROWS, EFFICIENT_TOKENS * self.length // tokens(self.facts)))
+        return row_bytes * min(self.length, MIN_ROWS // 4), row_bytes * efficient_rows
 
     @property
     def length(self) -> int:
         """The sequence length, at least 1."""
         return sequence_length(self.facts) or 1
 
-    def largest_working_set(self, candidate: Candidate, program: Program, size: int | None, cost: Cost) -> int | None:
-        """Return the largest working set, in bytes, that a few simulations find to fit; None if chunk sizes are fixed.
+    def largest_working_set(self, candidate: Candidate, program: Program, fitting: int | None, cost: Cost) -> int | None:
+        """Return the largest working set (bytes) that a few simulations find to fit into the budget.
 
-        `size` fits, with this `cost`. Trials extrapolate from the memory that is left, or bisect after one has failed.
+        The working set `fitting` fits, with this `cost`. Trials extrapolate from the memory that is left, or bisect after one
+        has failed. None if `fitting` is None, because chunk sizes are fixed.
         """
-        if size is None:
+        if fitting is None:
             return None
         automatic = [loop.spec.chunk_size for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
         max_working_set = max(self.lengths.evaluate(chunk.row_bytes) for chunk in automatic) * self.length
-        low, high, has_failed = size, max_working_set, False
+        low, high, has_failed = fitting, max_working_set, False
         for _ in range(MAX_STEPS):
-            work = max(cost.peak_terms.get(CHUNK, 0) + cost.peak_terms.get(LOSS, 0), low // 8)
-            aim = low + int(MARGIN * (self.available_bytes - cost.peak) * low / work)
-            trial = aim if aim < high else math.isqrt(low * high) if has_failed else high
+            chunk_bytes = max(cost.peak_terms.get(CHUNK, 0) + cost.peak_terms.get(LOSS, 0), low // 8)  # at the peak
+            trial = low + int(MARGIN * (self.available_bytes - cost.peak) * low / chunk_bytes)
+            if trial >= high:
+                trial = math.isqrt(low * high) if has_failed else high
             if trial < low * MIN_GROWTH:
                 break
             larger = self.simulate(candidate, program, trial)
@@ -253,7 +276,10 @@ class _BudgetSearch:
         return low
 
     def largest_below_efficient(self, candidate: Candidate, program: Program) -> int:
-        """Return the largest working set that fits, below the working set of efficient chunks."""
+        """Return the largest working set (bytes, up to a factor of 2) that fits, below that of efficient chunks (bisection).
+
+        That of the smallest chunks must fit.
+        """
         low, high = self.working_sets(program)
         assert low is not None and high is not None
         while high > 2 * low:
@@ -265,9 +291,12 @@ class _BudgetSearch:
         return low
 
     def simulate(self, candidate: Candidate, program: Program, working_set: int | None) -> Cost:
-        """Simulate a step with chunks of this working set, and cache the cost."""
+        """Return the cost of a step with chunks of this working set (cached); it is recorded in `simulated`.
+
+        Sets the working set of the program's loops.
+        """
         set_working_set(program, working_set)
-        cached = next((cost for candidates, cost in self.costs if candidates == (candidate, working_set)), None)
+        cached = next((cost for key, cost in self.costs if key == (candidate, working_set)), None)
         if cached is not None:
             return cached
         cost = self.cost(program)
@@ -281,7 +310,10 @@ class _BudgetSearch:
         return cost_of(program.forward, program.backward, len(self.facts.joint.outputs), loss_values(self.facts))
 
     def with_chosen_plan(self, facts: Facts, working_set: int | None) -> Facts:
-        """Return the facts with the chosen plan, its working set, and the lengths for which it is valid."""
+        """Return the facts (with a plan and program) with this working set, and with the lengths for which the plan is valid.
+
+        Those are the longest dynamic sizes at which the program still fits; chunks get at most the rows that they have there.
+        """
         program, plan, valid_lengths = known(facts.program), facts.plan, facts.lengths
         set_working_set(program, working_set)
         plan = replace(plan, chunk_sizes=tuple(with_working_set(size, working_set) for size in plan.chunk_sizes))
@@ -294,25 +326,26 @@ class _BudgetSearch:
         )
 
     def still_fits(self, program: Program, longer: Lengths) -> bool:
-        """Return whether a program also fits at longer lengths, with at least half as many rows per chunk."""
+        """Return whether a program also fits at longer lengths, with at least half as many rows per chunk.
+
+        Sizes evaluate to `longer` during this call.
+        """
         rows = zip(rows_of_chunks(program, longer), rows_of_chunks(program, self.lengths), strict=True)
-        return (
-            all(2 * longer_rows >= current_rows for longer_rows, current_rows in rows)
-            and self.cost(program).peak <= self.available_bytes
-        )
+        has_enough_rows = all(2 * longer_rows >= current_rows for longer_rows, current_rows in rows)
+        return has_enough_rows and self.cost(program).peak <= self.available_bytes
 
 
 def rows_of_chunks(program: Program, lengths: Lengths) -> list[int]:
-    """Return the rows per chunk of loops with automatic chunk sizes."""
-    chunks = [loop.spec for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
+    """Return the rows per chunk of each loop with an automatic chunk size, if the dynamic sizes have the values `lengths`."""
+    specs = [loop.spec for loop in program.loops if isinstance(loop.spec.chunk_size, AutoChunk)]
     return [
         spec.chunk_size.rows(*map(lengths.evaluate, (spec.length, spec.chunk_size.row_bytes, spec.chunk_size.stream_bytes)))
-        for spec in chunks
+        for spec in specs
     ]
 
 
 def limit_rows(program: Program, lengths: Lengths) -> None:
-    """Limit automatic chunk sizes to the rows with which the program was simulated, at these lengths."""
+    """Limit automatic chunk sizes, in place, to the rows per chunk that the program was simulated with at these lengths."""
     rows = iter(rows_of_chunks(program, lengths))
     for loop in program.loops:
         if isinstance(loop.spec.chunk_size, AutoChunk):
@@ -331,11 +364,14 @@ def set_working_set(program: Program, working_set: int | None) -> None:
 
 
 def over_budget_error(budget: int, held: int, cost: Cost) -> OverBudgetError:
-    """Return the error for a budget below the smallest peak, with the largest parts of the peak and a remedy."""
+    """Return the error for a budget that no plan fits into: its message has the four largest parts of the peak, and a remedy.
+
+    `cost`: the simulation with the smallest peak, which does not include `held`, the bytes of parameters and inputs.
+    """
     terms = {PARAMETERS: held, **cost.peak_terms}
-    sorted_terms = sorted(terms.items(), key=lambda item: -item[1])
-    largest_terms = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted_terms[:4] if size)
-    remedy = REMEDIES.get(sorted_terms[0][0], "a shorter sequence or a smaller batch")
+    largest_first = sorted(terms.items(), key=lambda item: -item[1])
+    largest_terms = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest_first[:4] if size)
+    remedy = REMEDIES.get(largest_first[0][0], "a shorter sequence or a smaller batch")
     error = OverBudgetError(
         f"memory_budget of {format_bytes(budget)} is less than any plan for this step takes",
         found=f"the smallest possible peak is {format_bytes(held + cost.peak)} ({held + cost.peak} bytes): {largest_terms}",

@@ -1,4 +1,8 @@
-"""Choose each stage's chunk size and the forward values that it keeps."""
+"""Choose each stage's chunk size and the forward values that it keeps.
+
+A value is *kept* if the forward graph stores it for backward, which would otherwise recompute it; *offloaded* if it waits in
+host memory meanwhile; *dropped* if it is a stage's output that is not stored. Without options, a stage keeps its inputs.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ class ChunkPlan:
     def apply(self, facts: Facts) -> Facts:
         """Return the facts with the plan: chunk sizes, and values to keep, drop, offload and recompute.
 
-        Also set `lengths`, up to which the choice of kept values holds.
+        Also set `lengths`: the largest dynamic sizes for which the choice of kept values holds.
         """
         interloop = InterloopValues(facts)
         kept = self.choose_kept(facts, interloop)
@@ -51,16 +55,19 @@ class ChunkPlan:
         return replace(facts, found_plan=plan, lengths=lengths or facts.lengths)
 
     def low_precision_sums(self, facts: Facts) -> frozenset[fx.Node]:
-        """Return the sums that accumulate in their own dtype, by the option `accumulate`: gradients only.
+        """Return the nodes that loops add up over chunks in their own dtype, not in float32, if the option `accumulate` says so.
 
-        Forward values are rounded once, as in eager.
+        These are gradients; sums of the forward graph are always rounded once, as in eager.
         """
         if self.options.accumulate == "float32":
             return frozenset()
         return frozenset(facts.joint.nodes) - facts.joint.forward
 
     def lengths(self, kept: Sequence[Sequence[fx.Node]], facts: Facts) -> Lengths | None:
-        """Return the longest lengths for which the kept values are small; None if the choice does not depend on lengths."""
+        """Return the largest dynamic sizes for which the kept values are small compared to the model.
+
+        None if there are no dynamic sizes, or if the choice does not depend on them.
+        """
         current_lengths = Lengths.of_current_call(facts.joint.graph)
         if not current_lengths or not any(kept) or self.options.save != "auto" or self.options.offload == "attention":
             return None
@@ -77,12 +84,18 @@ class ChunkPlan:
         """
         if self.options.save != "auto":
             return self._kept_at(self.options.save, facts, interloop)
-        results, min_level = self._kept_at("attention", facts, interloop), min_save_level(self.options.offload)
-        keeps_results = facts.collectives is None and self.options.memory_budget is None and are_small(results, facts)
-        return results if keeps_results or min_level == "attention" else self._kept_at(min_level, facts, interloop)
+        attention_results = self._kept_at("attention", facts, interloop)
+        min_level = min_save_level(self.options.offload)
+        may_keep_more = facts.collectives is None and self.options.memory_budget is None
+        if min_level == "attention" or (may_keep_more and are_small(attention_results, facts)):
+            return attention_results
+        return self._kept_at(min_level, facts, interloop)
 
     def _kept_at(self, level: str, facts: Facts, interloop: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
-        """Return the values that each stage keeps at a level of `save`."""
+        """Return the values that each stage keeps at a level of the option `save` ("inputs", "attention", ...).
+
+        From "attention" on, they include values computed between loops that backward reads.
+        """
         kept = tuple(kept_values(stage, facts, level) for stage in facts.stages)
         if level == "inputs":
             return kept
@@ -97,17 +110,21 @@ class ChunkPlan:
             return ()
         outputs = set(facts.joint.outputs)
         kept = self._kept_at(self.options.offload, facts, interloop)
-        rows = (
+        rows_at_cuts = (
             tuple(node for node in stage.outputs if facts.access.storage_class(node) is StorageClass.ROWS)
             for stage in facts.stages
         )
         return tuple(
             tuple(node for node in (*stage_rows, *stage_kept) if node not in outputs)
-            for stage_rows, stage_kept in zip(rows, kept, strict=True)
+            for stage_rows, stage_kept in zip(rows_at_cuts, kept, strict=True)
         )
 
     def find_dropped(self, facts: Facts) -> tuple[tuple[fx.Node, ...], ...]:
-        """Return the values at cuts that are not kept: `keep_every` omits the cut, and only the next stage reads them."""
+        """Return, for each stage, the outputs that are not stored, so that backward recomputes them from an earlier cut.
+
+        With `keep_every=3`, every third cut is stored. Outputs that more than the next stage reads are always stored. An empty
+        tuple if all cuts are stored, or if there are no gradients.
+        """
         every = 1 if self.options.keep_every == "auto" else self.options.keep_every
         stages = facts.stages
         if every == 1 or not any(is_tensor(node) for node in facts.joint.gradients if isinstance(node, fx.Node)):
@@ -122,15 +139,20 @@ class ChunkPlan:
 
 
 def are_small(kept: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:
-    """Return whether the values are small compared to the model and its gradients."""
+    """Return whether the values kept by all stages take at most half of the bytes of inputs (the model) and gradients.
+
+    False if there are no gradients, because then nothing should be kept.
+    """
     has_gradients = any(isinstance(node, fx.Node) for node in facts.joint.gradients)
-    return has_gradients and sum(
-        bytes_like(node.meta[VALUE]) for nodes in kept for node in nodes
-    ) <= MAX_KEPT_SHARE * model_bytes(facts)
+    kept_bytes = sum(bytes_like(node.meta[VALUE]) for nodes in kept for node in nodes)
+    return has_gradients and kept_bytes <= MAX_KEPT_SHARE * model_bytes(facts)
 
 
 def _is_read_by_next_stage_only(node: fx.Node, stage_index: int, facts: Facts) -> bool:
-    """Return whether only the stage and the next one, and not the caller, read a sequence-shaped output of the stage."""
+    """Return whether an output of a stage has rows (loops compute it chunk by chunk) and only this stage and the next read it.
+
+    A graph output or a gradient of the graph, which the caller reads, is excluded.
+    """
     stage, following = facts.stages[stage_index : stage_index + 2]
     in_both_stages = {*stage.forward, *stage.backward, *following.forward, *following.backward}
     return (

@@ -3,7 +3,7 @@
 A chunk has a fixed cost: it reads and writes accumulators, reads the keys and values before it, and launches kernels.
 Larger chunks save time until this cost is a small share of the time of the chunk's products. But the intermediate values
 of a chunk take memory: as much as one value at a cut, or, if that saves time, a small share of the bytes that the step
-holds at any chunk size.
+holds at any chunk size. *Rows* are positions along the sequence; a row of a value has all sequences of the batch.
 """
 
 from __future__ import annotations
@@ -37,15 +37,19 @@ BYTES_PER_ACCUMULATION = 8  # bytes moved to add one number to a float32 accumul
 
 
 def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
-    """Return the chunk size of each stage: the requested one, or an `AutoChunk`."""
-    chunk_alignment = known(facts.axes.sequence).chunk_alignment
-    stream_bytes = max((_row_bytes(stage.outputs, facts) for stage in facts.stages), key=numeric)
-    held, num_boundaries = model_bytes(facts), len(facts.stages)
+    """Return the chunk size of each stage, in rows: the one that the options request, or an `AutoChunk`.
+
+    An `AutoChunk` has the bytes per row and other quantities from which the number of rows is computed at run time.
+    """
+    chunk_alignment = known(facts.axes.sequence).chunk_alignment  # each chunk has a multiple of so many rows
+    stream_bytes = max((_row_bytes(stage.outputs, facts) for stage in facts.stages), key=numeric)  # of a row at a cut
+    held = model_bytes(facts)
+    num_boundaries = len(facts.stages)
     rates = rates_of(device_of(facts.joint.graph))
-    efficient_rows = -(-rates.tokens * _length(facts) // tokens(facts))
+    efficient_rows = -(-rates.tokens * _length(facts) // tokens(facts))  # with enough tokens to keep the device busy
 
     def size(stage: Stage, rows: int | str) -> ChunkSize:
-        """Return the requested rows, rounded up to the chunk alignment, or an automatic chunk size."""
+        """Return the requested `rows`, rounded up to the chunk alignment; an automatic chunk size for "auto"."""
         if isinstance(rows, int):
             return -(-rows // chunk_alignment) * chunk_alignment
         row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // VALUES_PER_LIVE_VALUE
@@ -54,7 +58,7 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
         return AutoChunk(row_bytes, stream_bytes, worthwhile, held, num_boundaries, busy, chunk_alignment=chunk_alignment)
 
     def requested(stage: Stage) -> int | str:
-        """Return the chunk size that the options request for a stage."""
+        """Return the rows per chunk that the options request for a stage, or "auto"."""
         return options.loss_chunk_size if is_loss_stage(stage, facts) else options.chunk_size
 
     return tuple(size(stage, requested(stage)) for stage in facts.stages)
@@ -68,7 +72,10 @@ def is_loss_stage(stage: Stage, facts: Facts) -> bool:
 
 
 def tokens(facts: Facts) -> int:
-    """Return the number of tokens in the batch: elements of a value at a cut, without its last dimension."""
+    """Return the number of tokens in the batch: elements of a value at a cut (b, t, d), without its last dimension.
+
+    Without such a value, the length of the sequence.
+    """
     axes = facts.axes
     outputs = [node for stage in facts.stages for node in stage.outputs if axes.sequence_dims(axes.shapes[node])]
     sizes = [node.meta[VALUE].shape for node in outputs]
@@ -76,30 +83,35 @@ def tokens(facts: Facts) -> int:
 
 
 def _length(facts: Facts) -> int:
+    """Return the length of the sequence, at least 1."""
     return sequence_length(facts) or 1
 
 
 def worthwhile_rows(stage: Stage, facts: Facts, rates: Rates) -> int:
-    """Return the chunk size above which larger chunks save little time. The forward graph counts twice: it is recomputed."""
+    """Return the rows per chunk above which larger chunks save little time; 0 if the stage has no products (matmuls).
+
+    There, the fixed cost of a chunk (launches, accumulators, earlier keys) is 1 % of the time of its products. The forward
+    graph counts twice, because backward recomputes it.
+    """
     flops = 2 * _flops(stage.forward) + _flops(stage.backward)
     launches = 2 * sum(map(_launches_kernel, stage.forward)) + sum(map(_launches_kernel, stage.backward))
-    overhead = rates.seconds(moved=_moved_by_a_chunk(stage, facts), launches=launches)
-    row = rates.seconds(flops=flops) / _length(facts)
-    return math.ceil(overhead / (MAX_OVERHEAD * row)) if row else 0
+    seconds_per_chunk = rates.seconds(moved=_moved_by_a_chunk(stage, facts), launches=launches)
+    seconds_per_row = rates.seconds(flops=flops) / _length(facts)
+    return math.ceil(seconds_per_chunk / (MAX_OVERHEAD * seconds_per_row)) if seconds_per_row else 0
 
 
 def min_collective_rows(stage: Stage, facts: Facts) -> int:
-    """Return the smallest chunk size at which no reduction over ranks is latency bound; 0 if there are none."""
-    nodes = [node for node in (*stage.forward, *stage.backward) if is_reduced_over_ranks(node)]
-    rows = [-(-MIN_COLLECTIVE_BYTES * _length(facts) // max(bytes_like(node.meta[VALUE]), 1)) for node in nodes]
-    return max(
-        (
-            rows_needed
-            for node, rows_needed in zip(nodes, rows, strict=True)
-            if facts.access.storage_class(node) is StorageClass.ROWS
-        ),
-        default=0,
-    )
+    """Return the smallest number of rows per chunk at which each all-reduce of a chunk's rows moves at least 1 MiB.
+
+    Below, it is latency bound. 0 if loops of the stage reduce no rows over ranks.
+    """
+    reduced_rows = [
+        node
+        for node in (*stage.forward, *stage.backward)
+        if is_reduced_over_ranks(node) and facts.access.storage_class(node) is StorageClass.ROWS
+    ]
+    rows_needed = (-(-MIN_COLLECTIVE_BYTES * _length(facts) // max(bytes_like(node.meta[VALUE]), 1)) for node in reduced_rows)
+    return max(rows_needed, default=0)
 
 
 def model_bytes(facts: Facts) -> int:
@@ -109,7 +121,7 @@ def model_bytes(facts: Facts) -> int:
 
 
 def gradient_bytes(gradients: Iterable[Any]) -> int:
-    """Return the bytes of the requested gradients."""
+    """Return the bytes of the graph's gradients; an input without gradient (None) has none."""
     return sum(bytes_like(node.meta.get(VALUE)) for node in gradients if isinstance(node, fx.Node))
 
 
@@ -126,32 +138,34 @@ def _launches_kernel(node: fx.Node) -> bool:
 def _moved_by_a_chunk(stage: Stage, facts: Facts) -> int:
     """Return the bytes that a chunk moves beyond its own rows: accumulators, and keys and values of earlier chunks.
 
-    On average, half of the keys come before a chunk.
+    On average, half of the keys come before a chunk, so half of them are read, and half of a sum per key is updated.
     """
-    access, moved = facts.access, 0
+    access, moved_bytes = facts.access, 0
     for node in (*stage.forward, *stage.backward):
         storage_class = access.storage_classes.get(node, (None,))[0]
         if is_tensor(node) and storage_class in (StorageClass.SUM, StorageClass.KEYSUM):
-            moved += math.prod(map(size_hint, node.meta[VALUE].shape)) * (
-                BYTES_PER_ACCUMULATION if storage_class is StorageClass.SUM else BYTES_PER_ACCUMULATION // 2
-            )
-        moved += sum(bytes_like(operand.meta[VALUE]) // 2 for operand in _keys_of(node, facts))
-    return moved
+            bytes_per_element = BYTES_PER_ACCUMULATION if storage_class is StorageClass.SUM else BYTES_PER_ACCUMULATION // 2
+            moved_bytes += math.prod(map(size_hint, node.meta[VALUE].shape)) * bytes_per_element
+        moved_bytes += sum(bytes_like(operand.meta[VALUE]) // 2 for operand in _keys_of(node, facts))
+    return moved_bytes
 
 
 def _keys_of(node: fx.Node, facts: Facts) -> Iterable[fx.Node]:
-    """Return the operands whose key positions an operator reads."""
+    """Return the operands that an operator reads at key positions (K and V of attention); only those with rows."""
     axes, access = facts.axes, facts.access
-    keys = {letter for letter, role in access.roles.get(node, {}).items() if role is Role.KEYS}
-    if not keys or node not in axes.signatures:
+    key_labels = {label for label, role in access.roles.get(node, {}).items() if role is Role.KEYS}
+    if not key_labels or node not in axes.signatures:
         return ()
     operands = zip(tensor_operands(node), axes.signatures[node].operands, strict=False)
-    with_keys = [operand for operand, dims in operands if any(keys & set(dim) for dim in dims)]
+    with_keys = [operand for operand, dim_labels in operands if any(key_labels & set(labels) for labels in dim_labels)]
     return [operand for operand in with_keys if access.storage_classes.get(operand, (None,))[0] is StorageClass.ROWS]
 
 
 def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
-    """Return the bytes per row of the sequence of all chunked values among `nodes`; query-by-key values have all keys."""
+    """Return the bytes per row of the sequence of all values among `nodes` that loops compute chunk by chunk.
+
+    A row of a query-by-key value has all keys. Views take no bytes.
+    """
     access = facts.access
     total: Size = 0
     for node in nodes:
@@ -165,20 +179,24 @@ def _row_bytes(nodes: Iterable[fx.Node], facts: Facts) -> Size:
 
 
 def _with_hints(size: Size, facts: Facts) -> Size:
-    """Return a size with typical values for symbols that are not input sizes, such as loop counts."""
+    """Return a symbolic size with typical values in place of symbols that are no input sizes, such as data-dependent sizes.
+
+    So it can be evaluated from the inputs of a call.
+    """
     runtime_symbols = free_symbols([size]) - input_symbols(facts.joint)
-    return (
-        size
-        if isinstance(size, int) or not runtime_symbols
-        else simplified(size.subs({symbol: numeric(symbol) for symbol in runtime_symbols}))
-    )
+    if isinstance(size, int) or not runtime_symbols:
+        return size
+    return simplified(size.subs({symbol: numeric(symbol) for symbol in runtime_symbols}))
 
 
 def _elements_of_a_row(node: fx.Node, axes: AxisFacts) -> Size:
-    """Return the elements of a value per position of the sequence."""
+    """Return the number of elements of a value per row of the sequence: (b, t, d) -> b * d.
+
+    If a row of the value represents a block of several rows, divide by the block size.
+    """
     table, sequence = axes.table, known(axes.sequence)
-    atoms = [atom for dim in axes.shapes[node] for atom in table.resolve(dim)]
-    rows = next((i for i, atom in enumerate(atoms) if atom in sequence.members), None)
-    elements = product(table.size(atom) for i, atom in enumerate(atoms) if i != rows)
-    block = 1 if rows is None else sequence.block(atoms[rows])
-    return elements if block == 1 else -(-elements // block)
+    factors = [atom for dim in axes.shapes[node] for atom in table.resolve(dim)]
+    sequence_index = next((i for i, atom in enumerate(factors) if atom in sequence.members), None)
+    elements = product(table.size(atom) for i, atom in enumerate(factors) if i != sequence_index)
+    block_size = 1 if sequence_index is None else sequence.block(factors[sequence_index])
+    return elements if block_size == 1 else -(-elements // block_size)

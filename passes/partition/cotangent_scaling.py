@@ -1,6 +1,9 @@
 """Insert the ones that replace a cotangent scale in the forward graph, and the products that scale gradients.
 
-These operators are inserted after the analyses have run, so this module also records their axes and storage classes.
+A *cotangent scale* is the number, or number per sequence of the batch, in which a gradient is linear: the gradient for a scale
+of ones is computed in forward and multiplied by the scale later. The new operators are inserted after the analyses have run,
+so this module also records their axes (an *axis label*, here an integer, for each dimension; none for size 1) and storage
+classes. An *alignment* maps the scale's dimensions to the gradient's, some of which may have to be split: b -> (b t).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ aten = torch.ops.aten
 
 
 class Scaling:
-    """Inserts operators into a joint graph, and records their facts in `axes` and `access`."""
+    """Inserts operators into a joint graph, and records their facts in `axes` and `access` (and `new_nodes`)."""
 
     def __init__(self, facts: Facts) -> None:
         """Copy the facts that this object changes: other loss stages that are tried use the originals."""
@@ -41,101 +44,121 @@ class Scaling:
         self.new_nodes: list[fx.Node] = []
 
     def ones_like(self, scale: fx.Node, before: fx.Node) -> list[fx.Node]:
-        """Insert ones of the scale's shape before `before`; return the new nodes, the ones last. They depend on sizes alone."""
-        self.new_nodes, value = [], scale.meta[VALUE]
+        """Insert ones of the scale's shape and dtype before `before`. Return the new nodes: dynamic sizes, then the ones."""
+        self.new_nodes = []
+        value = scale.meta[VALUE]
         sizes = self._sizes(scale, self.writer.before(before))
         ones = self.writer.call(aten.full.default, sizes, 1.0, dtype=value.dtype, device=value.device)
         self._record_facts(ones, (), self._letters(self.shape(scale)), self.shape(scale))
         return self.new_nodes
 
     def product(self, gradient: fx.Node, scale: fx.Node, row_mask: RowMask | None = None) -> list[fx.Node]:
-        """Multiply a gradient by its scale, in the gradient's dtype; return the new nodes, the product last."""
+        """Emit `gradient * scale` after the gradient, in the gradient's dtype and shape; return the new nodes, the product last.
+
+        The scale is broadcast: for a gradient of shape (b * t, c) and a scale of shape (b, 1), the gradient is reshaped to
+        (b, t, c) and back. `row_mask`: the rows of the scale that contribute to the gradient; others become 0.
+        """
         self.new_nodes = []
         self.writer.before(gradient.next)
-        dtype, alignment = gradient.meta[VALUE].dtype, align(self.shape(scale), self.shape(gradient))
+        dtype = gradient.meta[VALUE].dtype
+        alignment = align(self.shape(scale), self.shape(gradient))
         assert alignment is not None
-        reshaped, letters = self._split(gradient, scale, alignment), self._letters(alignment.shape)
+        reshaped = self._split(gradient, scale, alignment)
+        labels = self._labels(alignment.shape)
         factor = self._factor(scale, alignment, row_mask)
         factor_labels = tuple(
-            label if scale_dim is not None else () for label, scale_dim in zip(letters, alignment.scale_dims, strict=True)
+            label if scale_dim is not None else () for label, scale_dim in zip(labels, alignment.scale_dims, strict=True)
         )
         scaled = self.writer.call(aten.mul.Tensor, reshaped, factor)
-        self._record_facts(scaled, (letters, factor_labels if self.shape(factor) else ()), letters, alignment.shape)
+        self._record_facts(scaled, (labels, factor_labels if self.shape(factor) else ()), labels, alignment.shape)
         if scaled.meta[VALUE].dtype != dtype:
             scaled = self.writer.call(aten._to_copy.default, scaled, dtype=dtype)
-            self._record_facts(scaled, (letters,), letters, alignment.shape)
+            self._record_facts(scaled, (labels,), labels, alignment.shape)
         if alignment.is_split:
             restored = self.writer.call(aten.reshape.default, scaled, self._original_sizes(gradient, alignment))
-            self._record_facts(restored, (letters,), self._grouped(alignment), alignment.shape)
+            self._record_facts(restored, (labels,), self._grouped_labels(alignment), alignment.shape)
         return self.new_nodes
 
     def _split(self, gradient: fx.Node, scale: fx.Node, alignment: Alignment) -> fx.Node:
-        """Reshape the gradient so that the scale's dimensions are separate from all others."""
+        """Reshape the gradient so that the scale's dimensions are separate from all others, as (b * t, c) -> (b, t, c).
+
+        Return the reshaped node; the gradient itself if that is not needed.
+        """
         if not alignment.is_split:
             return gradient
         gradient_sizes, scale_sizes = self._sizes(gradient), self._sizes(scale)
-        groups = group_scale_dims(alignment.scale_dims, alignment.dims)
-        sizes = [
-            scale_sizes[scale_dim] if scale_dim is not None else gradient_sizes[i] if len(scale_dims) == 1 else -1
-            for i, scale_dims in enumerate(groups)
-            for scale_dim in scale_dims
-        ]
+        sizes: list[Any] = []
+        # each dimension of the gradient becomes one or several; of these, at most one is not a dimension of the scale (None)
+        for gradient_dim, scale_dims in enumerate(group_scale_dims(alignment.scale_dims, alignment.dims)):
+            rest = gradient_sizes[gradient_dim] if len(scale_dims) == 1 else -1
+            sizes += [rest if scale_dim is None else scale_sizes[scale_dim] for scale_dim in scale_dims]
         split = self.writer.call(aten.reshape.default, gradient, sizes)
-        return self._record_facts(split, (self._grouped(alignment),), self._letters(alignment.shape), alignment.shape)
+        return self._record_facts(split, (self._grouped_labels(alignment),), self._labels(alignment.shape), alignment.shape)
 
     def _original_sizes(self, gradient: fx.Node, alignment: Alignment) -> list[Any]:
-        """Return the sizes that restore the gradient's shape; -1 for the dimension that was split."""
+        """Return the arguments of the reshape that restores the gradient's shape; -1 for the dimension that was split."""
         return [-1 if len(dims) > 1 else size for size, dims in zip(self._sizes(gradient), alignment.dims, strict=True)]
 
     def _factor(self, scale: fx.Node, alignment: Alignment, row_mask: RowMask | None) -> fx.Node:
-        """Return the scale with the gradient's dimensions, of size one if the scale lacks them; a scalar is not changed."""
+        """Return the scale reshaped to broadcast over the gradient: for a gradient (b, t, c), a scale (b, 1) -> (b, 1, 1).
+
+        Rows of the scale that `row_mask` excludes become 0. A scalar keeps its shape.
+        """
         shape = self.shape(scale)
-        if singles := [i for i, dim in enumerate(shape) if not dim]:
-            reduced = tuple(dim for dim in shape if dim)
-            remaining = iter(self._letters(reduced))
-            operand = tuple(next(remaining) if dim else () for dim in shape)
-            scale = self._record_facts(
-                self.writer.call(aten.squeeze.dims, scale, singles), (operand,), self._letters(reduced), reduced
-            )
-            shape = reduced
+        if dims_of_size_one := [i for i, dim in enumerate(shape) if not dim]:
+            squeezed_shape = tuple(dim for dim in shape if dim)
+            squeezed_labels = self._labels(squeezed_shape)
+            remaining = iter(squeezed_labels)
+            operand_labels = tuple(next(remaining) if dim else () for dim in shape)
+            squeezed = self.writer.call(aten.squeeze.dims, scale, dims_of_size_one)
+            scale = self._record_facts(squeezed, (operand_labels,), squeezed_labels, squeezed_shape)
+            shape = squeezed_shape
         if row_mask is not None:
-            letters = self._letters(shape)
+            labels = self._labels(shape)
             cleared = self.writer.call(aten.masked_fill.Scalar, scale, self._unused_rows_mask(row_mask, shape), 0)
-            scale = self._record_facts(cleared, (letters, letters), letters, shape)
+            scale = self._record_facts(cleared, (labels, labels), labels, shape)
         for i, scale_dim in enumerate(alignment.scale_dims) if shape else ():
             if scale_dim is None:
-                wide = (*shape[:i], (), *shape[i:])
-                letters = self._letters(wide)
-                operand = (*letters[:i], *letters[i + 1 :])
-                scale = self._record_facts(self.writer.call(aten.unsqueeze.default, scale, i), (operand,), letters, wide)
-                shape = wide
+                wide_shape = (*shape[:i], (), *shape[i:])
+                labels = self._labels(wide_shape)
+                operand_labels = (*labels[:i], *labels[i + 1 :])
+                wide = self.writer.call(aten.unsqueeze.default, scale, i)
+                scale = self._record_facts(wide, (operand_labels,), labels, wide_shape)
+                shape = wide_shape
         return scale
 
     def _unused_rows_mask(self, row_mask: RowMask, scale_shape: Shape) -> fx.Node:
-        """Return the mask of the scale's rows that contribute to no gradient."""
-        condition, shape = row_mask.condition, self.shape(row_mask.condition)
+        """Emit a mask of the scale's shape: True for rows (e.g. sequences of the batch) that contribute to no gradient.
+
+        A row contributes if the condition equals `row_mask.when` at any of its positions. So reduce the condition over the
+        dimensions that the scale lacks, by `any` if `when` is True (then negate the result), else by `all`.
+        """
+        condition = row_mask.condition
+        shape = self.shape(condition)
         other_dims = [i for i, dim in enumerate(shape) if dim not in scale_shape]
-        letters = self._letters(shape)
-        kept = tuple(letter for letter, dim in zip(letters, shape, strict=True) if dim in scale_shape)
+        labels = self._labels(shape)
+        kept_labels = tuple(label for label, dim in zip(labels, shape, strict=True) if dim in scale_shape)
         reduce = aten.any.dims if row_mask.when else aten.all.dims
         mask = condition
         if other_dims:
-            mask = self._record_facts(self.writer.call(reduce, condition, other_dims), (letters,), kept, shape)
+            mask = self._record_facts(self.writer.call(reduce, condition, other_dims), (labels,), kept_labels, shape)
             self.access.roles[mask] = dict.fromkeys(self.access.roles[mask], Role.WHOLE)  # type: ignore[index]
             self.access.storage_classes[mask] = (StorageClass.OUTSIDE,)  # type: ignore[index]
         if row_mask.when:
-            scale_letters = self._letters(scale_shape)
-            mask = self._record_facts(
-                self.writer.call(aten.logical_not.default, mask), (scale_letters,), scale_letters, scale_shape
-            )
+            scale_labels = self._labels(scale_shape)
+            negated = self.writer.call(aten.logical_not.default, mask)
+            mask = self._record_facts(negated, (scale_labels,), scale_labels, scale_shape)
         return mask
 
     def shape(self, node: fx.Node) -> Shape:
-        """Return the resolved axes of each dimension of a value."""
+        """Return the axes whose product is each dimension of a value; `()` for a dimension of size 1."""
         return tuple(self.axes.table.resolve(dim) for dim in self.axes.shapes[node])
 
     def _sizes(self, node: fx.Node, writer: GraphWriter | None = None) -> list[Any]:
-        """Return the sizes of a value as arguments."""
+        """Return the sizes of a value as arguments of an operator: integers, or nodes (with facts) for dynamic sizes.
+
+        Nodes are inserted where `writer` (this object's by default) inserts.
+        """
         sizes = size_arguments(node, writer or self.writer)
         for size in sizes:
             if isinstance(size, fx.Node):
@@ -143,22 +166,28 @@ class Scaling:
                 self.new_nodes.append(size)
         return sizes
 
-    def _letters(self, shape: Shape) -> LetterShape:
-        """Assign a label to each dimension whose size is not one."""
+    def _labels(self, shape: Shape) -> LetterShape:
+        """Return the axis labels of each dimension: its index, or `()` if its size is 1, as ((0,), (), (2,))."""
         return tuple((i,) if dim else () for i, dim in enumerate(shape))
 
-    def _grouped(self, alignment: Alignment) -> LetterShape:
-        """Return the labels of the aligned dimensions, grouped by the gradient's original dimensions."""
-        letters = iter(self._letters(alignment.shape))
-        return tuple(tuple(letter for _ in dims for letter in next(letters)) for dims in alignment.dims)
+    def _grouped_labels(self, alignment: Alignment) -> LetterShape:
+        """Return the labels of the split dimensions, by the gradient's original dimensions: ((0, 1), (2,)) for (b t) c."""
+        labels = iter(self._labels(alignment.shape))
+        return tuple(tuple(label for _ in dims for label in next(labels)) for dims in alignment.dims)
 
-    def _record_facts(self, node: fx.Node, operands: Sequence[LetterShape], result: LetterShape, letters: Shape) -> fx.Node:
-        """Record the facts of a new node: its axis labels, and that it is chunked along the sequence."""
-        shape = tuple(tuple(atom for letter in dim for atom in letters[letter]) for dim in result)
+    def _record_facts(
+        self, node: fx.Node, operand_labels: Sequence[LetterShape], result_labels: LetterShape, axes_of_label: Shape
+    ) -> fx.Node:
+        """Record the facts of a new node, add it to `new_nodes`, and return it.
+
+        The labels of its operands and result become its axis rule; `axes_of_label[i]` has the axes of label i. It is computed
+        chunk by chunk if one of them is the sequence, otherwise once outside loops.
+        """
+        shape = tuple(tuple(atom for label in dim for atom in axes_of_label[label]) for dim in result_labels)
         self.axes.shapes[node], self.axes.results[node] = shape, (shape,)  # type: ignore[index]
-        self.axes.signatures[node] = Signature(tuple(operands), (result,))  # type: ignore[index]
-        self.axes.letters[node] = dict(enumerate(letters))  # type: ignore[index]
-        rows = [letter for letter, dim in enumerate(letters) if self.axes.sequence_atom(dim) is not None]
+        self.axes.signatures[node] = Signature(tuple(operand_labels), (result_labels,))  # type: ignore[index]
+        self.axes.letters[node] = dict(enumerate(axes_of_label))  # type: ignore[index]
+        rows = [label for label, dim in enumerate(axes_of_label) if self.axes.sequence_atom(dim) is not None]
         self.access.roles[node] = dict.fromkeys(rows, Role.ROWS)  # type: ignore[index]
         self.access.storage_classes[node] = (StorageClass.ROWS if rows else StorageClass.OUTSIDE,)  # type: ignore[index]
         self.new_nodes.append(node)

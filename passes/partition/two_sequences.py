@@ -4,7 +4,8 @@
 
 Only one axis of a graph is chunked. If large values have another axis instead, and come before or after those with the
 chunked axis, then two graphs with one axis each take less memory. Any split is exact: the second graph reads values of the
-first, and autograd passes gradients back. So only bytes decide where the graph is split.
+first, and autograd passes gradients back. So only bytes decide where the graph is split. *Dynamo's graph* is split; axes are
+known for the operators of the joint graph, whose metadata names the nodes of Dynamo's graph that they come from.
 """
 
 from __future__ import annotations
@@ -47,30 +48,35 @@ def find_split(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx.Nod
     if facts.found_axes is None or facts.axes.sequence is None:
         return None
     nodes = list(graph.nodes)
-    computed = list(_forward_results(facts, {node.name: i for i, node in enumerate(nodes)}))
-    main = frozenset(i for i, item in enumerate(computed) if not item.atoms.isdisjoint(facts.axes.sequence.members))
-    others = _other_axes(computed, main)
-    if not others:
+    results = list(_forward_results(facts, {node.name: i for i, node in enumerate(nodes)}))
+    with_main_axis = frozenset(i for i, item in enumerate(results) if not item.atoms.isdisjoint(facts.axes.sequence.members))
+    other_axes = _other_axes(results, with_main_axis)
+    if not other_axes:
         return None
     passed_bytes_at, min_bytes = bytes_at_split_points(nodes), MIN_SHARE * peak()
-    splits: list[tuple[int, int]] = []
-    for other in (other for other in others if sum(computed[i].size for i in other - main) >= min_bytes):
-        splits += _split_costs(
-            passed_bytes_at, [_bytes_by_index(computed, other - main), _bytes_by_index(computed, main - other)], len(nodes)
-        )
+    splits: list[tuple[int, int]] = []  # (cost, index in Dynamo's graph)
+    for with_other_axis in other_axes:
+        only_other, only_main = with_other_axis - with_main_axis, with_main_axis - with_other_axis
+        if sum(results[i].size for i in only_other) >= min_bytes:
+            bytes_of_axes = [_bytes_by_index(results, only_other), _bytes_by_index(results, only_main)]
+            splits += _split_costs(passed_bytes_at, bytes_of_axes, len(nodes))
     return nodes[min(splits)[1]] if splits else None
 
 
-def _bytes_by_index(computed: Sequence[ForwardOperator], chosen: Iterable[int]) -> Counter[int]:
-    """Return the bytes of the chosen results, summed by index in Dynamo's graph."""
+def _bytes_by_index(results: Sequence[ForwardOperator], chosen: Iterable[int]) -> Counter[int]:
+    """Return the bytes that each node of Dynamo's graph computes, by node index; only of the results at indices `chosen`."""
     sizes = Counter[int]()
     for i in chosen:
-        sizes[computed[i].node_index] += computed[i].size
+        sizes[results[i].node_index] += results[i].size
     return sizes
 
 
 def _forward_results(facts: Facts, order: dict[str, int]) -> Iterable[ForwardOperator]:
-    """Yield the forward results. A result without a node in Dynamo's graph gets the index of the one before it."""
+    """Yield the results of forward operators, except views (and other moves of elements) and values of positions only.
+
+    `order` maps the names of nodes in Dynamo's graph to their index. A result without such a node gets the index of the result
+    before it.
+    """
     axes, node_index = facts.axes, 0
     for node in facts.joint.nodes:
         if node not in facts.joint.forward:
@@ -83,27 +89,31 @@ def _forward_results(facts: Facts, order: dict[str, int]) -> Iterable[ForwardOpe
                 )
 
 
-def _other_axes(computed: Sequence[ForwardOperator], main: frozenset[int]) -> list[frozenset[int]]:
-    """Return, for each possible second sequence, the values with this axis; `main` are those with the chunked axis.
+def _other_axes(results: Sequence[ForwardOperator], main: frozenset[int]) -> list[frozenset[int]]:
+    """Return, for each axis that may be a second sequence, the indices of the results that have it.
 
-    Many values must have this axis only, and many the chunked axis only, which excludes the batch. An axis is omitted if
-    another axis has all of its values, as rows have those of heads.
+    `main`: the indices of the results with the chunked axis. Many results must have the other axis only, and many the chunked
+    axis only, which excludes the batch. An axis is omitted if another axis has all of its results, as rows have those of heads.
     """
-    results_of_axis: dict[Atom, set[int]] = {}
-    for i, item in enumerate(computed):
+    indices_of_axis: dict[Atom, set[int]] = {}
+    for i, item in enumerate(results):
         for atom in item.atoms:
-            results_of_axis.setdefault(atom, set()).add(i)
+            indices_of_axis.setdefault(atom, set()).add(i)
     axes = [
-        results
-        for results in dict.fromkeys(map(frozenset, results_of_axis.values()))
-        if min(len(main - results), len(results - main)) >= MIN_VALUES_SHARE * len(main)
+        indices
+        for indices in dict.fromkeys(map(frozenset, indices_of_axis.values()))
+        if min(len(main - indices), len(indices - main)) >= MIN_VALUES_SHARE * len(main)
     ]
-    return [results for results in axes if not any(results - main < larger - main for larger in axes)]
+    return [indices for indices in axes if not any(indices - main < larger - main for larger in axes)]
 
 
 def bytes_at_split_points(nodes: list[fx.Node]) -> dict[int, int]:
-    """Return the bytes that the first graph passes to the second, for each index at which the graph may be split."""
+    """Return the bytes that the first graph passes to the second, for each index at which the graph may be split.
+
+    Index i splits before `nodes[i]`. Indices are omitted if a value that cannot be a graph input would have to be passed.
+    """
     index = {node: i for i, node in enumerate(nodes)}
+    # by index: values that are passed from this split point on, until that one
     bytes_begin, bytes_end = Counter[int](), Counter[int]()
     unpassable_begin, unpassable_end = Counter[int](), Counter[int]()
     for node in nodes:
@@ -116,19 +126,29 @@ def bytes_at_split_points(nodes: list[fx.Node]) -> dict[int, int]:
         if not can_be_input(node):
             unpassable_begin[index[node] + 1] += 1
             unpassable_end[max(readers) + 1] += 1
-    count = range(len(nodes))
-    passed_bytes = list(accumulate(bytes_begin[i] - bytes_end[i] for i in count))
-    unpassable = list(accumulate(unpassable_begin[i] - unpassable_end[i] for i in count))
+    indices = range(len(nodes))
+    passed_bytes = list(accumulate(bytes_begin[i] - bytes_end[i] for i in indices))
+    num_unpassable = list(accumulate(unpassable_begin[i] - unpassable_end[i] for i in indices))
     candidates = (index[node] for node in split_points(nodes[0].graph))
-    return {node_index: passed_bytes[node_index] for node_index in candidates if not unpassable[node_index]}
+    return {node_index: passed_bytes[node_index] for node_index in candidates if not num_unpassable[node_index]}
 
 
-def _split_costs(passed_bytes_at: dict[int, int], bytes_of: Sequence[Counter[int]], count: int) -> Iterable[tuple[int, int]]:
-    """Yield (cost, index) of each split that roughly separates both axes: bytes in the wrong graph, and bytes passed."""
-    totals = [sum(sizes.values()) for sizes in bytes_of]
-    before = [[0, *accumulate(sizes[i] for i in range(count))] for sizes in bytes_of]
+def _split_costs(
+    passed_bytes_at: dict[int, int], bytes_of_axes: Sequence[Counter[int]], num_nodes: int
+) -> Iterable[tuple[int, int]]:
+    """Yield (cost, index) for each split of Dynamo's graph that roughly separates two axes.
+
+    The cost is the bytes computed in the wrong graph, plus the bytes passed from one graph to the other. `bytes_of_axes`: for
+    each of two axes, the bytes of the values that have only this axis, by node index. Either axis may be in the first graph.
+    """
+    totals = [sum(sizes.values()) for sizes in bytes_of_axes]
+    bytes_before = [[0, *accumulate(sizes[i] for i in range(num_nodes))] for sizes in bytes_of_axes]
     for node_index, passed_bytes in passed_bytes_at.items():
-        for first in (0, 1):
-            misplaced = {first: totals[first] - before[first][node_index], 1 - first: before[1 - first][node_index]}
-            if all(misplaced[i] <= MAX_MISPLACED_SHARE * totals[i] for i in misplaced):
+        for first_axis in (0, 1):
+            second_axis = 1 - first_axis
+            misplaced = {
+                first_axis: totals[first_axis] - bytes_before[first_axis][node_index],
+                second_axis: bytes_before[second_axis][node_index],
+            }
+            if all(misplaced[axis] <= MAX_MISPLACED_SHARE * totals[axis] for axis in misplaced):
                 yield sum(misplaced.values()) + passed_bytes, node_index

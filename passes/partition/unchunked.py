@@ -1,7 +1,8 @@
 """Estimate the memory of a graph that runs unchunked.
 
 AOTAutograd's partitioners build the forward and backward graphs that would run without this backend. If these fit
-into the memory budget, or take less memory than the loops, they run instead.
+into the memory budget, or take less memory than the loops, they run instead. An *unchunked variant* is one such pair of graphs;
+*held* bytes are alive between forward and backward, and in inputs; the *peak* is the largest number of live bytes in a step.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ UNRESTRICTED_OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class UnchunkedGraph:
-    """Forward and backward graphs without loops, the cost of a step, and the lengths for which they take less memory."""
+    """Forward and backward graphs without loops, the cost of a step, and the lengths for which they take less memory.
+
+    `lengths`: the largest values of the dynamic sizes for which that holds; None before they are known.
+    """
 
     graphs: GraphPair
     cost: Cost
@@ -62,77 +66,81 @@ def may_fit_unchunked(joint: JointGraph, budget: int | float | str) -> bool:
 
 
 def _saved_values_fit(joint: JointGraph, budget: int | float | str) -> bool:
-    """See `may_fit_unchunked`."""
+    """Return whether the forward values that backward operators read fit into the budget, each memory counted once.
+
+    `memories` returns the nodes whose memory a value may be a view of. With several, it is not certain which one is kept. True
+    if the user's code requests recomputation.
+    """
     if any(RECOMPUTE in node.meta for node in joint.graph.nodes):
         return True
     input_bytes = held_bytes(joint.graph, joint.tangents)
     available = budget_bytes(budget, device_of(joint.graph), input_bytes, gradient_bytes(joint.gradients)) - input_bytes
-    saved_memories = (
-        memories(node) for node in joint.forward if node.op == "call_function" and not joint.forward.issuperset(node.users)
-    )
-    return (
-        bytes_of_values(node for memory in saved_memories if len(memory) == 1 for node in memory if node.op == "call_function")
-        <= available
-    )
+    saved_values = (node for node in joint.forward if node.op == "call_function" and not joint.forward.issuperset(node.users))
+    certain_memories = (memory for memory in map(memories, saved_values) if len(memory) == 1)
+    saved_bytes = bytes_of_values(node for memory in certain_memories for node in memory if node.op == "call_function")
+    return saved_bytes <= available
 
 
 def fits_unchunked(
-    forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, budget: int | float | str, others: int = 0
+    forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, budget: int | float | str, other_bytes: int = 0
 ) -> bool:
-    """Return whether AOTAutograd's forward and backward graphs fit into the budget without chunks.
+    """Return whether AOTAutograd's forward and backward graphs fit into the budget without chunks; False if not known.
 
-    They keep all values that the backward graph reads, which is more than Inductor keeps for the same graph.
-    `others` is the bytes of outputs that the graphs do not compute.
+    They keep all values that the backward graph reads, which is more than Inductor keeps for the same graph. `num_outputs`:
+    the first results of `forward` are the outputs, the others are saved. `other_bytes`: of outputs that the graphs do not
+    compute.
     """
-    held, gradients = held_bytes(forward.graph), outputs_of(backward.graph)
-    left = budget_bytes(budget, device_of(forward.graph), held, gradient_bytes(gradients)) - held - others
+    input_bytes, gradients = held_bytes(forward.graph), outputs_of(backward.graph)
+    budget_in_bytes = budget_bytes(budget, device_of(forward.graph), input_bytes, gradient_bytes(gradients))
     try:
-        return cost_of(forward, backward, num_outputs).peak <= left
+        return cost_of(forward, backward, num_outputs).peak <= budget_in_bytes - input_bytes - other_bytes
     except Exception as error:  # an operator that only a tracer can run
         log.info("not known whether the graph fits unchunked: %s", error)
         return False
 
 
 def may_run_unchunked(facts: Facts, options: Options) -> bool:
-    """Return whether the graph may run unchunked if that takes less memory.
+    """Return whether the graph may run unchunked if that takes less memory than its loops.
 
-    No option may request loops, no other rank may have to agree, and the values must be large enough for a comparison.
+    False if an option requests loops, if the graph has collectives (all ranks would have to decide alike), or if its values
+    are too small for a comparison (1 MiB).
     """
     requests_loops = any(getattr(options, name) != value for name, value in UNRESTRICTED_OPTIONS.items())
-    return (
-        not requests_loops and not has_collectives(facts.joint.graph) and bytes_of_values(facts.joint.nodes) >= MIN_COMPARED_BYTES
-    )
+    if requests_loops or has_collectives(facts.joint.graph):
+        return False
+    return bytes_of_values(facts.joint.nodes) >= MIN_COMPARED_BYTES
 
 
 def is_worth_comparing(peak: int) -> bool:
-    """Return whether a step is so large that alternatives are compared."""
+    """Return whether the peak bytes of a step are so large (1 MiB) that alternatives are compared."""
     return peak >= MIN_COMPARED_BYTES
 
 
 def find_smaller_unchunked(
-    ours: Cost | None, facts: Facts, traced: JointGraph, builders: Iterable[Callable[[], GraphPair]]
+    loop_cost: Cost | None, facts: Facts, traced: JointGraph, builders: Iterable[Callable[[], GraphPair]]
 ) -> UnchunkedGraph | None:
     """Return the smallest of several unchunked variants of a `traced` graph if it takes less memory than the loops.
 
-    `ours` is the cost of the loops; if there are none, variants are compared with the first one. Return None if no variant
-    is smaller, or not for longer inputs.
+    `loop_cost` is the cost of the loops; if None, there are no loops, and the first variant takes their place. `builders`
+    each build a variant. Return None if no variant is smaller, or if that does not hold for longer inputs.
     """
     num_outputs, program = len(facts.joint.outputs), facts.program
-    if ours is not None and (not is_worth_comparing(ours.peak) or min_live_bytes(traced) >= ours.peak):
+    if loop_cost is not None and (not is_worth_comparing(loop_cost.peak) or min_live_bytes(traced) >= loop_cost.peak):
         return None
-    variants = [variant for make in builders if (variant := _with_cost(make, num_outputs)) is not None]
-    min_peak = min((variant.cost.peak for variant in variants), default=0)
+    variants = [variant for build in builders if (variant := _with_cost(build, num_outputs)) is not None]
+    if not variants:
+        return None
+    min_peak = min(variant.cost.peak for variant in variants)
     smallest = [variant for variant in variants if variant.cost.peak <= TOLERANCE * min_peak]
-    by_held_bytes = sorted(smallest, key=lambda variant: variant.cost.held)
-    if not variants or not _is_less(min_peak, by_held_bytes[0].cost, variants[0].cost if ours is None else ours):
+    variant = min(smallest, key=lambda variant: variant.cost.held)
+    if not _is_less(min_peak, variant.cost, variants[0].cost if loop_cost is None else loop_cost):
         return None
-    variant = by_held_bytes[0]
-    other_graphs = variants[0].graphs if program is None else (program.forward, program.backward)
+    baseline_graphs = variants[0].graphs if program is None else (program.forward, program.backward)
     results: list[bool] = []
 
     def is_smaller(lengths: Lengths) -> bool:
-        """Record and return whether the unchunked variant is smaller for these lengths, at which sizes are evaluated."""
-        results.append(cost_of(*variant.graphs, num_outputs).peak <= TOLERANCE * cost_of(*other_graphs, num_outputs).peak)
+        """Record and return whether the unchunked variant is smaller; sizes evaluate to `lengths` during this call."""
+        results.append(cost_of(*variant.graphs, num_outputs).peak <= TOLERANCE * cost_of(*baseline_graphs, num_outputs).peak)
         return results[-1]
 
     lengths = Lengths.of_current_call(facts.joint.graph).longest_if_longer(is_smaller, LENGTH_PRECISION)
@@ -142,20 +150,20 @@ def find_smaller_unchunked(
 
 
 def _is_less(min_peak: int, candidate: Cost, baseline: Cost) -> bool:
-    """Return whether the candidate takes less memory than the baseline.
+    """Return whether a candidate takes less memory than the baseline: loops, or another unchunked variant.
 
-    Either its peak, about `min_peak`, is lower by more than the tolerance. Or its peak is not higher, and it holds less
-    between forward and backward, while other graphs of the step run.
+    Either the smallest peak of all variants, `min_peak`, is lower by more than the tolerance; the candidate's is about equal.
+    Or its peak is not higher, and it holds less between forward and backward, while other graphs of the step run.
     """
     return min_peak * TOLERANCE < baseline.peak or (
         candidate.peak <= baseline.peak and candidate.held * TOLERANCE < baseline.held
     )
 
 
-def _with_cost(make: Callable[[], GraphPair], num_outputs: int) -> UnchunkedGraph | None:
-    """Return an unchunked variant with its cost; None if it cannot be traced."""
+def _with_cost(build: Callable[[], GraphPair], num_outputs: int) -> UnchunkedGraph | None:
+    """Build an unchunked variant, simulate a step, and return the variant with its cost; None (logged) if that fails."""
     try:
-        graphs = make()
+        graphs = build()
         return UnchunkedGraph(graphs, cost_of(*graphs, num_outputs))
     except Exception as error:  # an operator that only a tracer can run
         log.info("the memory of the unchunked graph is not known: %s", describe_error(error))
@@ -163,11 +171,11 @@ def _with_cost(make: Callable[[], GraphPair], num_outputs: int) -> UnchunkedGrap
 
 
 def min_live_bytes(joint: JointGraph) -> int:
-    """Return a lower bound on the peak without chunks, for any fusion and recomputation.
+    """Return a lower bound on the peak bytes without chunks, for any fusion and recomputation.
 
-    A product reads its operands from memory and writes its result to memory. No partitioner recomputes a product unless
-    the user's code requests it, so results that a backward operator reads are kept until their last use. Gradients live
-    until the end.
+    A product (matmul) reads its operands from memory and writes its result to memory. No partitioner recomputes a product
+    unless the user's code requests it, so results that a backward operator reads are kept until their last use. Gradients
+    live until the end.
     """
     nodes = joint.nodes
     products = (node for node in nodes if is_expensive(node))
@@ -176,15 +184,16 @@ def min_live_bytes(joint: JointGraph) -> int:
 
 
 def _alive_in_backward(joint: JointGraph, nodes: list[fx.Node]) -> Iterator[int]:
-    """Yield the bytes of kept products and of gradients, after each backward operator."""
+    """Yield the bytes alive before the first backward operator, and at each: kept forward products, and gradients so far."""
     dependent = descendants(joint.tangents, nodes)
     backward = [node for node in nodes if node in dependent]  # others, as the mask of `clamp`, may run in the forward graph
-    last_use = {
+    last_user = {
         source: node for node in backward for source in computed_memories(node.all_input_nodes) if source in joint.forward
     }
-    last_use = {source: node for source, node in last_use.items() if is_expensive(source) and RECOMPUTE not in source.meta}
-    freed_after, alive = Counter[fx.Node](), bytes_of_values(last_use)
-    for source, node in last_use.items():
+    last_user = {source: node for source, node in last_user.items() if is_expensive(source) and RECOMPUTE not in source.meta}
+    freed_after = Counter[fx.Node]()
+    alive = bytes_of_values(last_user)
+    for source, node in last_user.items():
         freed_after[node] += bytes_of_values((source,))
     gradients = computed_memories(node for node in joint.gradients if isinstance(node, fx.Node)) - joint.forward
     yield alive
