@@ -6,6 +6,10 @@ other keys, and operators propagate that choice between values (a union-find wit
 keys: a softmax runs over keys, and a product in the forward graph contracts keys. All other labels are rows.
 
     scores [b h t t] = q [b h t d] @ k [b h d t]    ->    q: rows, k: keys, scores: rows x keys
+
+A `Signature` names the dimensions of an operator's operands and results by axis labels (`Letter`, an integer); a label stands
+for one or more axis factors (`atoms`). Storage classes: ROWS are computed chunk by chunk, PAIR is query by key positions, SUM
+and KEYSUM are sums over chunks; WHOLE has the sequence but is computed at once, between loops, and OUTSIDE lacks the sequence.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from streamfx.ir.sizes import numeric, product
 from streamfx.node_meta import MATERIALIZED
 from streamfx.passes.analysis.derived_axes import keeps_row_positions
 from streamfx.passes.analysis.diagnostics import fallback_reason, too_many_dims_reason
+from streamfx.passes.analysis.parity_union_find import ParityUnionFind
 from streamfx.passes.ops.collectives import is_reduced_over_ranks, is_wait
 from streamfx.passes.ops.constants import FILLERS
 from streamfx.passes.ops.opaque import is_nested_result
@@ -40,6 +45,8 @@ MIXES_BLOCKS = "{target} mixes blocks of rows of the sequence"
 
 @dataclass(frozen=True)
 class AccessRoles:
+    """The pass that finds roles of axis labels and storage classes of values."""
+
     name: ClassVar[str] = "access_roles"
 
     def apply(self, facts: Facts) -> Facts:
@@ -48,47 +55,21 @@ class AccessRoles:
 
 
 def is_unanimous(facts: Facts) -> bool:
-    """Return whether no evidence on rows and keys contradicts other evidence, so that more layers would not change the roles."""
+    """Return whether each axis label with evidence that it is keys has that role: more layers would not change the roles."""
     analysis = _Analysis(facts.joint, facts.axes, facts.fallbacks, facts.separate_reductions)
     roles = analysis._orientation()
     evidence = {(node, letter) for node in {node for node, _ in roles} for letter, _ in analysis._key_labels(node)}
     return all(roles[item] is Role.KEYS for item in evidence)
 
 
-class _ParityUnionFind:
-    """A union-find whose elements are equal or opposite."""
-
-    def __init__(self) -> None:
-        self._parent: dict[Hashable, tuple[Hashable, int]] = {}
-        self.broken: set[Hashable] = set()
-
-    def find(self, element: Hashable) -> tuple[Hashable, int]:
-        """Return an element's root, and 1 if the element is its opposite, else 0; compress the path."""
-        path, parity = [], 0
-        while (parent_and_parity := self._parent.get(element, (element, 0)))[0] != element:
-            path.append((element, parity))
-            parity ^= parent_and_parity[1]
-            element = parent_and_parity[0]
-        for visited, parity_to_parent in path:
-            self._parent[visited] = (element, parity ^ parity_to_parent)
-        return element, parity
-
-    def relate(self, left: Hashable, right: Hashable, opposite: bool) -> None:
-        """Merge two sets of elements; mark a set as broken if its relations contradict each other."""
-        (a, parity_a), (b, parity_b) = self.find(left), self.find(right)
-        if a == b:
-            if parity_a ^ parity_b != opposite:
-                self.broken.add(a)
-            return
-        self._parent[a] = (b, parity_a ^ parity_b ^ opposite)
-        if a in self.broken:
-            self.broken.add(b)
-
-
 class _Analysis:
     """Assigns roles to axis labels, and storage classes to results, in program order."""
 
     def __init__(self, joint: JointGraph, axes: AxisFacts, fallbacks: Mapping[str, str], separate_reductions: str | None) -> None:
+        """Start without results. `fallbacks`: why operators run unchunked, by name.
+
+        `separate_reductions`: why reductions over ranks cannot run in loops; None if they can.
+        """
         self.joint, self.axes = joint, axes
         self.fallbacks, self.separate_reductions = fallbacks, separate_reductions
         self.roles: dict[fx.Node, dict[Letter, Role]] = {}
@@ -97,7 +78,7 @@ class _Analysis:
         self._sequence_dims: dict[fx.Node, tuple[int, ...]] = {}
 
     def run(self) -> AccessFacts:
-        """Return the roles, the storage classes, and the reasons for operators that are not chunked."""
+        """Visit the graph in program order; return roles, storage classes, and why operators are not chunked."""
         for node in self.joint.sources:
             if is_tensor(node):
                 self.storage_classes[node] = (StorageClass.WHOLE if self._dims(node) else StorageClass.OUTSIDE,)
@@ -114,10 +95,7 @@ class _Analysis:
         return AccessFacts(self.roles, self.storage_classes, self.reasons)
 
     def _unchunk_cheap_neighbors(self) -> None:
-        """Run operators between unchunked operators unchunked as well, unless their results are larger than their operands.
-
-        The gradients of a recurrence that was traced row by row are summed row by row: each sum would be a separate loop.
-        """
+        """Change cheap operators with unchunked operands and users, such as sums of a few gradients, from ROWS to WHOLE."""
         candidates = set[fx.Node]()
         for node in reversed(self.joint.nodes):
             if any(user in candidates or user in self.reasons for user in node.users) and self._is_cheap_unchunked(node):
@@ -130,7 +108,7 @@ class _Analysis:
                 self.storage_classes[node] = (StorageClass.WHOLE,)
 
     def _is_cheap_unchunked(self, node: fx.Node) -> bool:
-        """Return whether an operator is cheap and its result takes no more memory than its largest operand."""
+        """Return whether an operator is cheap, and its result (ROWS so far) has no more elements than its largest operand."""
         if not is_tensor(node) or self.storage_classes[node] != (StorageClass.ROWS,) or is_expensive(node) or is_random(node):
             return False
         operands = tensor_operands(node)
@@ -140,16 +118,18 @@ class _Analysis:
         return numeric(product(shape_of_node(node)))
 
     def _dims(self, node: fx.Node) -> tuple[int, ...]:
+        """Return the dimensions of a value that contain the sequence."""
         if node not in self._sequence_dims:
             self._sequence_dims[node] = self.axes.sequence_dims(self.axes.shapes[node])
         return self._sequence_dims[node]
 
     def _sequence_letters(self, node: fx.Node) -> list[Letter]:
+        """Return the axis labels of an operator that range over the sequence, or over an axis derived from it."""
         letters = self.axes.letters.get(node, {})
         return [letter for letter, dim in letters.items() if self.axes.sequence_atom(dim) is not None]
 
     def _sequence_dim_count(self, signature: Signature, letters: list[Letter]) -> int:
-        """Return the number of sequence dimensions of an operator; shifted, tiled or concatenated axes count once."""
+        """Return how many of an operator's sequence labels are unrelated: a label and its slices, or blocks, count once."""
         related = [(letter, index.source) for letter, index in signature.index.items() if isinstance(index, (Window, Tile))]
         if signature.concat is not None:
             letter, concat = signature.concat
@@ -157,6 +137,7 @@ class _Analysis:
         return len(letters) - sum(letter in letters and other in letters for letter, other in related)
 
     def _has_blocks(self, node: fx.Node, letters: list[Letter]) -> bool:
+        """Return whether one of an operator's labels is an axis of blocks of sequence rows."""
         sequence = self.axes.sequence
         atoms = (self.axes.sequence_atom(self.axes.letters[node][letter]) for letter in letters)
         return sequence is not None and any(atom in sequence.blocks for atom in atoms)
@@ -164,11 +145,12 @@ class _Analysis:
     # -- rows or keys
 
     def _orientation(self) -> dict[tuple[fx.Node, Letter], Role]:
-        """Assign rows and keys to the labels of operators with two sequence dimensions.
+        """Return a role for each (operator, label) of operators with two sequence dimensions: ROWS or KEYS.
 
-        How a mask is computed (row by row, in a loop) is evidence only if no computed value provides any.
+        Related labels form a set of equals and opposites, which votes; static values, such as masks, decide only if no
+        computed value does. A set whose relations contradict each other gets WHOLE.
         """
-        parity, votes = _ParityUnionFind(), dict[Hashable, tuple[int, int]]()
+        parity, votes = ParityUnionFind(), dict[Hashable, tuple[int, int]]()  # by set: votes of computed and static values
         pairs = [node for node in self.axes.signatures if self._is_pair(node)]
         for node in pairs:
             self._relate(node, parity)
@@ -190,11 +172,12 @@ class _Analysis:
         return roles
 
     def _is_pair(self, node: fx.Node) -> bool:
+        """Return whether an operator has two sequence dimensions, rows and keys, and neither is an axis of blocks."""
         letters = self._sequence_letters(node)
         return self._sequence_dim_count(self.axes.signatures[node], letters) == 2 and not self._has_blocks(node, letters)
 
-    def _relate(self, node: fx.Node, parity: _ParityUnionFind) -> None:
-        """Relate the labels of an operator to each other and to the dimensions of its operands and results."""
+    def _relate(self, node: fx.Node, parity: ParityUnionFind) -> None:
+        """Record in `parity`: an operator's two sequence labels are opposite; each equals the dimensions that it labels."""
         signature, letters = self.axes.signatures[node], self._sequence_letters(node)
         shifted = [letter for letter in letters if letter in signature.windows and signature.windows[letter].source in letters]
         for letter in shifted:
@@ -213,14 +196,17 @@ class _Analysis:
                             parity.relate((value, ("dim", dim)), (node, letter), opposite=False)
 
     def _results(self, node: fx.Node, signature: Signature) -> list[tuple[fx.Node, LetterShape]]:
-        """Return the tensor results of an operator (itself, or elements of its tuple) with their labels."""
+        """Return (node, labels of its dimensions) for each tensor result of an operator: itself, or the items of its tuple."""
         if is_tensor(node):
             return [(node, signature.results[0])]
         users = [user for user in node.users if user.target is operator.getitem and is_tensor(user)]
         return [(user, signature.results[user.args[1]]) for user in users]  # type: ignore[index]
 
     def _key_labels(self, node: fx.Node) -> list[tuple[Letter, int]]:
-        """Return the labels for which there is evidence that they are keys, with its weight."""
+        """Return (label, weight) for each sequence label of an operator for which there is evidence that it is keys.
+
+        Attention declares its keys (1000); a softmax needs keys in full (100); a product in the forward contracts keys (1).
+        """
         signature, letters = self.axes.signatures[node], self._sequence_letters(node)
         if signature.keys:
             return [(letter, 1000) for letter in signature.keys if letter in letters]
@@ -232,7 +218,10 @@ class _Analysis:
     # -- storage classes
 
     def _storage_classes(self, node: fx.Node, orientation: dict[tuple[fx.Node, Letter], Role]) -> tuple[StorageClass, ...]:
-        """Return the storage class of each result. Record the operator's roles, or the reason if it falls back."""
+        """Return the storage class of each result; `orientation`: roles of operators with two sequence dimensions.
+
+        Also record the roles of a chunked operator's labels; for one that falls back, record the reason instead.
+        """
         result_dims = self.axes.results[node]
         outside = tuple(StorageClass.WHOLE if self.axes.sequence_dims(shape) else StorageClass.OUTSIDE for shape in result_dims)
         operands = tensor_operands(node)
@@ -276,14 +265,14 @@ class _Analysis:
         return tuple(self._storage_class(letter_shape, roles) for letter_shape in signature.results)
 
     def _is_computed_once(self, node: fx.Node, result_dims: tuple[Shape, ...]) -> bool:
-        """Return whether a static value and its operands are narrow: a sum of a mask must not compute the full mask."""
+        """Return whether a static value, such as a table of positions, is computed in full: it and its operands are narrow."""
         if node not in self.axes.static or not all(self._is_narrow(shape) for shape in result_dims):
             return False
         storage_classes = [self.storage_classes[operand][0] for operand in tensor_operands(node)]
         return not {StorageClass.ROWS, StorageClass.PAIR}.intersection(storage_classes) and not self._is_filled_later(node)
 
     def _is_narrow(self, shape: Shape) -> bool:
-        """Return whether a static value is small enough to compute in full: one sequence axis, and a limited width."""
+        """Return whether a static value is small enough to compute in full: one sequence dimension, and a limited width."""
         dims, table = self.axes.sequence_dims(shape), self.axes.table
         others = product(table.size_of_dim(dim) for i, dim in enumerate(shape) if i not in dims)
         inner = product(table.size(atom) for i in dims for atom in table.resolve(shape[i]) if not self._is_sequence_axis(atom))
@@ -293,25 +282,25 @@ class _Analysis:
 
     @cached_property
     def _materialized_atoms(self) -> frozenset[int]:
-        """The materialized axes: all their rows exist at once, as keys do."""
+        """The axis factors whose rows all exist at once (`MATERIALIZED` in a view's metadata), as keys do."""
         views = [(node, dim) for node in self.joint.nodes for dim in node.meta.get(MATERIALIZED, ())]
         return frozenset(atom for node, dim in views for atom in self.axes.table.resolve(self.axes.shapes[node][dim]))
 
     def _is_filled_later(self, node: fx.Node) -> bool:
-        """Return whether only computed values use a constant: then each chunk creates its rows."""
+        """Return whether a node is a constant fill that only computed values use: then each chunk creates its own rows."""
         return node.target in FILLERS and not any(user in self.axes.static for user in node.users)
 
     def _is_sequence_axis(self, atom: int) -> bool:
         return self.axes.sequence is not None and atom in self.axes.sequence.members
 
     def _reads_loop_values(self, node: fx.Node, signature: Signature) -> bool:
-        """Return whether an unchunked operator reads values that loops compute. A slice of a table, or its gradient, does not."""
+        """Return whether an unchunked operator reads values that loops compute: it is not static, nor a slice of a table."""
         windows = signature.windows.items()
         is_from_table = any(self._is_sliced_from_table(node, letter, window.source) for letter, window in windows)
         return node not in self.axes.static and not is_from_table
 
     def _is_sliced_from_table(self, node: fx.Node, letter: Letter, source: Letter) -> bool:
-        """Return whether a window label is the sequence while its source axis is not."""
+        """Return whether the axis `letter` is the sequence, and the axis `source` of which it is a slice is not."""
         letters = self.axes.letters[node]
         return self.axes.sequence_atom(letters[letter]) is not None and self.axes.sequence_atom(letters[source]) is None
 
@@ -325,7 +314,11 @@ class _Analysis:
     def _roles(
         self, node: fx.Node, signature: Signature, letters: list[Letter], orientation: dict[tuple[fx.Node, Letter], Role]
     ) -> dict[Letter, Role]:
-        """Return the role of each sequence label of an operator: rows, keys, or whole."""
+        """Return the role of each sequence label of an operator: ROWS, KEYS, or WHOLE (all rows are needed at once).
+
+        A label that the operator needs in full is WHOLE, unless a loop can carry its state or select its row. Slices, blocks
+        and concatenations are ROWS if a chunk of the result needs the same rows of the operands.
+        """
         roles: dict[Letter, Role] = {}
         for letter in letters:
             role = orientation.get((node, letter), Role.ROWS)
@@ -347,7 +340,10 @@ class _Analysis:
         return roles
 
     def _are_aligned_blocks(self, node: fx.Node, letter: Letter, rows: Letter) -> bool:
-        """Return whether an operator splits rows into blocks so that each chunk has whole blocks, of its own rows."""
+        """Return whether an operator splits the axis `rows` into blocks (the axis `letter`) that chunks contain completely.
+
+        The blocks must start at the axis's first row and cover all of its rows.
+        """
         sequence, table = self.axes.sequence, self.axes.table
         outer, inner = (table.resolve(self.axes.letters[node][item]) for item in (letter, rows))
         if sequence is None or not len(outer) == len(inner) == 1:
@@ -358,20 +354,20 @@ class _Analysis:
         return have_same_offset and product((table.size(outer[0]), sequence.block(outer[0]))) == table.size(inner[0])
 
     def _can_run_in_row_order(self, node: fx.Node, signature: Signature, letter: Letter, letters: list[Letter]) -> bool:
-        """Return whether an operator accesses a single row, or scans rows in the direction of the loops of its graph."""
+        """Return whether an operator selects one row, or scans rows in its loop's direction (in backward: reverse)."""
         is_backward = node not in self.joint.forward
         index = signature.index[letter]
         is_in_order = isinstance(index, SingleRow) or index == RunningSum(reverse=is_backward)
         return len(letters) == 1 and self._is_single_axis(node, letter) and is_in_order
 
     def _is_single_axis(self, node: fx.Node, letter: Letter) -> bool:
-        """Return whether a dimension has no other axis than the sequence, so that an index along it is a row index."""
+        """Return whether a label stands for one axis factor, so that an index along it is a row index."""
         return len(self.axes.table.resolve(self.axes.letters[node][letter])) == 1
 
     def _is_row_shift(self, node: fx.Node, letter: Letter, source: Letter, roles: dict[Letter, Role]) -> bool:
-        """Return whether a window reads shifted rows of a single axis.
+        """Return whether rows of the label `letter` are rows of the label `source` at a fixed distance, so that loops can run.
 
-        If keys are present, the rows must not be shifted: query-by-key values of other chunks are not stored.
+        If the operator has keys, rows must not be shifted: query-by-key values of other chunks are not stored.
         """
         sequence, table = self.axes.sequence, self.axes.table
         result, operand = (table.resolve(self.axes.letters[node][item]) for item in (letter, source))
@@ -385,14 +381,14 @@ class _Analysis:
         return bool(start + sequence.members[operand[0]].offset == sequence.members[result[0]].offset)
 
     def _must_run_unchunked(self, signature: Signature, roles: dict[Letter, Role]) -> bool:
-        """Return whether there are no query positions to loop over, or a result is needed in full."""
+        """Return whether an operator cannot run in a loop: no label is ROWS, or a result's label is WHOLE."""
         if Role.ROWS not in roles.values():
             return True
         result_letters = {letter for shape in signature.results for dim in shape for letter in dim}
         return any(roles.get(letter) is Role.WHOLE for letter in result_letters)
 
     def _storage_class(self, shape: LetterShape, roles: dict[Letter, Role]) -> StorageClass:
-        """Return the storage class of a result by the roles of its labels; reduced rows give a sum."""
+        """Return the storage class of a result from its labels' roles; without ROWS, the result is a sum over chunks."""
         present = {roles[letter] for dim in shape for letter in dim if letter in roles}
         if Role.ROWS in present:
             return StorageClass.PAIR if Role.KEYS in present else StorageClass.ROWS

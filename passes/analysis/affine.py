@@ -1,4 +1,9 @@
-"""Index arithmetic: find the integer vectors that equal factor * index + offset exactly in their dtype."""
+"""Index arithmetic: find integer values with the *affine form* factor * i + offset, exact in their dtype.
+
+`i` is the index along one dimension; the value is constant along all others: `2 * arange(n)[:, None] + 1` has factor 2,
+offset 1 and dimension 0. Masks are comparisons of such values. Each rule below derives the form of one operator's result from
+the forms of its operands, which `Positions` has recorded; None if the result has none.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +35,22 @@ class Affine:
 
 
 class Positions:
-    """Affine vectors of a graph, found in program order."""
+    """The affine forms of a graph's values, found in program order: operands before their users."""
 
     def __init__(self, values: ValueRanges) -> None:
+        """Start without forms; `values` knows the range of each value, and gets those that this class finds."""
         self._values = values
         self._affine_of: dict[fx.Node, Affine | None] = {}
 
     def of(self, node: Any) -> Affine | None:
-        """Return the affine form of a value that varies along one dimension, if known."""
+        """Return the recorded affine form of a value that varies along one dimension; None for constants and all others."""
         return self._affine_of.get(node) if isinstance(node, fx.Node) else None
 
     def find(self, node: fx.Node) -> Affine | None:
-        """Find and record the affine form of a value; None if it has none, or if its dtype wraps or rounds a number."""
+        """Find the affine form of a value from those of its operands; record it, and the range of the value's elements.
+
+        None if it has none, if it is a constant (then only the range is recorded), or if its dtype wraps or rounds a number.
+        """
         rule = _RULES.get(node.target)
         affine = rule(node, self) if rule is not None else None
         self._affine_of[node] = None
@@ -54,12 +63,15 @@ class Positions:
         return self._affine_of[node]
 
     def is_exact(self, affine: Affine, node: fx.Node, dtype: torch.dtype) -> bool:
-        """Return whether a dtype represents all numbers of an affine vector with the node's shape exactly."""
+        """Return whether a dtype represents all numbers of an affine form, for indices within the node's shape, exactly."""
         value_range = extent(affine, shape_of_node(node))
         return is_exact_in(dtype, value_range.low, value_range.high)
 
     def operand(self, value: Any, dtype: torch.dtype) -> Affine | None:
-        """Return the affine form of an operand, or an integer constant, if `dtype`, in which the operator computes, is exact."""
+        """Return the affine form of an operand (node or number); an integer constant has factor 0 and no dimension.
+
+        `dtype`: in which the operator computes. None if it does not represent all numbers exactly, or there is no form.
+        """
         affine = self.of(value)
         if affine is not None:
             return affine if self.is_exact(affine, value, dtype) else None
@@ -67,7 +79,7 @@ class Positions:
         return None if constant is None or not is_exact_in(dtype, constant, constant) else Affine(0, constant, None)
 
     def integer(self, value: Any) -> int | None:
-        """Return the integer that all elements of a value equal; None if there is none."""
+        """Return the integer that all elements of a value (node or number) equal; None if they provably do not, or may not."""
         common_value = range_of_argument(value, self._values.of).constant if _is_numeric(value) else None
         return (
             int(common_value)
@@ -77,7 +89,7 @@ class Positions:
 
 
 def extent(affine: Affine, shape: tuple[Size, ...]) -> Range:
-    """Return the range of an affine vector."""
+    """Return the range of the elements of a value with this affine form and shape: from its first to its last index."""
     last = 0 if affine.dim is None else affine.factor * max(max_size(shape[affine.dim]) - 1, 0)
     return Range(affine.offset + min(last, 0), affine.offset + max(last, 0))
 
@@ -92,7 +104,7 @@ def _affine_or_constant(factor: int, offset: int, dim: int | None) -> Affine:
 
 
 def _arange(node: fx.Node, positions: Positions) -> Affine | None:
-    """Return step * i + start."""
+    """Return the affine form of `arange(start, end, step)`: step * i + start."""
     arguments = bound_arguments(node)
     start, step = positions.integer(arguments.get("start", 0)), positions.integer(arguments.get("step", 1))
     return None if start is None or step is None else _affine_or_constant(step, start, 0)
@@ -109,7 +121,10 @@ COEFFICIENTS: dict[Any, Callable[[int], tuple[int, int]]] = {  # of `self` and `
 
 
 def linear_combination(node: fx.Node) -> tuple[tuple[int, Any], tuple[int, Any]] | None:
-    """Return ((a, x), (b, y)) if an operator computes a * x + b * y with integers a and b."""
+    """Return ((a, x), (b, y)) if a node computes a * x + b * y with integers a and b, else None.
+
+    For x - 2 * y: ((1, x), (-2, y)). x and y are nodes or numbers.
+    """
     coefficients = COEFFICIENTS.get(node.target)
     arguments = named_arguments(node, frozenset({"self", "other", "alpha"})) if coefficients is not None else None
     if coefficients is None or arguments is None or type(arguments["alpha"]) is not int:
@@ -119,19 +134,21 @@ def linear_combination(node: fx.Node) -> tuple[tuple[int, Any], tuple[int, Any]]
 
 
 def _sum(node: fx.Node, positions: Positions) -> Affine | None:
-    """Return the affine form of a * x + b * y if x and y vary along at most one common dimension."""
+    """Return the affine form of a * x + b * y; None unless x and y vary along at most one, common dimension."""
     combined, dtype = linear_combination(node), node.meta[VALUE].dtype
     if combined is None:
         return None
     (a, x), (b, y) = combined
-    left, right = positions.operand(x, dtype), positions.operand(y, dtype)
-    if left is None or right is None or not is_exact_in(dtype, min(a, b), max(a, b)):
+    x_form, y_form = positions.operand(x, dtype), positions.operand(y, dtype)
+    if x_form is None or y_form is None or not is_exact_in(dtype, min(a, b), max(a, b)):
         return None
-    varying_dims = {dim for item, fact in ((x, left), (y, right)) if (dim := _result_dim(node, item, fact)) is not None}
+    varying_dims = {dim for item, form in ((x, x_form), (y, y_form)) if (dim := _result_dim(node, item, form)) is not None}
     if len(varying_dims) > 1:
         return None
     return _affine_or_constant(
-        a * left.factor + b * right.factor, a * left.offset + b * right.offset, varying_dims.pop() if varying_dims else None
+        factor=a * x_form.factor + b * y_form.factor,
+        offset=a * x_form.offset + b * y_form.offset,
+        dim=varying_dims.pop() if varying_dims else None,
     )
 
 
@@ -142,30 +159,31 @@ def _neg(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _product(node: fx.Node, positions: Positions) -> Affine | None:
-    """Return the affine form of a product of an affine vector and an integer constant."""
+    """Return the affine form of a product of a value with an affine form and an integer constant, in either order."""
     arguments, dtype = named_arguments(node, frozenset({"self", "other"})), node.meta[VALUE].dtype
     if arguments is None:
         return None
     x, y = arguments["self"], arguments["other"]
-    left, right = positions.operand(x, dtype), positions.operand(y, dtype)
-    if left is None or right is None or (left.dim is None) == (right.dim is None):
+    x_form, y_form = positions.operand(x, dtype), positions.operand(y, dtype)
+    if x_form is None or y_form is None or (x_form.dim is None) == (y_form.dim is None):
         return None
-    varying, fixed, item = (left, right, x) if left.dim is not None else (right, left, y)
-    return _affine_or_constant(varying.factor * fixed.offset, varying.offset * fixed.offset, _result_dim(node, item, varying))
+    varying, constant, operand = (x_form, y_form, x) if x_form.dim is not None else (y_form, x_form, y)
+    number = constant.offset
+    return _affine_or_constant(varying.factor * number, varying.offset * number, _result_dim(node, operand, varying))
 
 
 def _result_dim(node: fx.Node, operand: Any, affine: Affine) -> int | None:
-    """Return the dimension of the result along which a broadcast operand varies."""
+    """Return the dimension of `node`'s result along which a broadcast operand with this affine form varies; None for none."""
     return None if affine.dim is None else affine.dim + len(shape_of_node(node)) - len(shape_of_node(operand))
 
 
 def _same_as_operand(node: fx.Node, positions: Positions) -> Affine | None:
-    """Return the operand's affine form: copies and casts keep it."""
+    """Return the first operand's affine form: copies and casts keep it."""
     return positions.of(node_argument(node))
 
 
 def _unsqueeze(node: fx.Node, positions: Positions) -> Affine | None:
-    """Return the affine form; its dimension shifts by one if a dimension is inserted before it."""
+    """Return the affine form of `x.unsqueeze(dim)`: its dimension shifts by one if the new one is inserted before it."""
     source = positions.of(node_argument(node))
     if source is None or source.dim is None:
         return None
@@ -174,7 +192,7 @@ def _unsqueeze(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _expand(node: fx.Node, positions: Positions) -> Affine | None:
-    """Return the affine form of an expanded operand; dimensions may be added in front."""
+    """Return the affine form of an expanded operand: its dimension shifts by the number of new leading dimensions."""
     source = positions.of(node_argument(node))
     if source is None or source.dim is None:
         return None
@@ -187,15 +205,15 @@ def _view(node: fx.Node, positions: Positions) -> Affine | None:
     if source is None or source.dim is None:
         return None
     before, after = shape_of_node(node_argument(node)), shape_of_node(node)
-    wide_before = [i for i, size in enumerate(before) if size != 1]
-    wide_after = [i for i, size in enumerate(after) if size != 1]
-    if [before[i] for i in wide_before] != [after[i] for i in wide_after] or source.dim not in wide_before:
+    dims_before = [i for i, size in enumerate(before) if size != 1]
+    dims_after = [i for i, size in enumerate(after) if size != 1]
+    if [before[i] for i in dims_before] != [after[i] for i in dims_after] or source.dim not in dims_before:
         return None
-    return replace(source, dim=wide_after[wide_before.index(source.dim)])
+    return replace(source, dim=dims_after[dims_before.index(source.dim)])
 
 
 def _permute(node: fx.Node, positions: Positions) -> Affine | None:
-    """Return the affine form with its dimension at its new position."""
+    """Return the affine form after `permute`, `transpose` or `t`: its dimension is at its new place."""
     source = positions.of(node_argument(node))
     if source is None or source.dim is None:
         return None
@@ -211,7 +229,10 @@ def _permute(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _slice(node: fx.Node, positions: Positions) -> Affine | None:
-    """Return factor * (step * i + start) + offset for a slice along the varying dimension."""
+    """Return the affine form of a slice: factor * (step * i + start) + offset if it is along the varying dimension.
+
+    A slice along another dimension keeps the form. None if the start or step is unknown.
+    """
     source = positions.of(node_argument(node))
     arguments = bound_arguments(node)
     rank = len(shape_of_node(node))
@@ -227,38 +248,41 @@ def _slice(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _select(node: fx.Node, positions: Positions) -> Affine | None:
-    """Return the selected number as a constant; if another dimension is selected, the affine form without it."""
+    """Return the affine form of `x.select(dim, index)`: a constant if x varies along `dim`; else x's, without that dimension."""
     source = positions.of(node_argument(node))
-    dim, position = int_argument(node, 1) % (len(shape_of_node(node)) + 1), positions.integer(node.args[2])
+    dim, index = int_argument(node, 1) % (len(shape_of_node(node)) + 1), positions.integer(node.args[2])
     if source is None or source.dim is None:
         return None
     if source.dim != dim:
         return replace(source, dim=source.dim - (dim < source.dim))
     length = shape_of_node(node_argument(node))[dim]
-    if position is not None and position < 0:
-        position = position + length if isinstance(length, int) else None
-    return None if position is None else _affine_or_constant(0, source.offset + source.factor * position, None)
+    if index is not None and index < 0:
+        index = index + length if isinstance(length, int) else None
+    return None if index is None else _affine_or_constant(0, source.offset + source.factor * index, None)
 
 
 def _cat(node: fx.Node, positions: Positions) -> Affine | None:
-    """Return the affine form of concatenated vectors if each continues the one before it; else None."""
+    """Return the affine form of a concatenation if each operand continues the one before it; else None.
+
+    [0 1 2] and [3 4] along their dimension: factor 1, offset 0.
+    """
     arguments, rank = bound_arguments(node), len(shape_of_node(node))
     operands, dim = arguments["tensors"], arguments["dim"] % rank
-    operand_forms = [positions.operand(item, node.meta[VALUE].dtype) for item in operands]
-    facts = [fact for fact in operand_forms if fact is not None]
-    if len(facts) < len(operands) or any(len(shape_of_node(operand)) != rank for operand in operands):
+    forms_or_none = [positions.operand(item, node.meta[VALUE].dtype) for item in operands]
+    forms = [form for form in forms_or_none if form is not None]
+    if len(forms) < len(operands) or any(len(shape_of_node(operand)) != rank for operand in operands):
         return None
     lengths: list[Size] = [shape_of_node(operand)[dim] for operand in operands]
-    factors = {fact.factor for fact, n in zip(facts, lengths, strict=True) if n != 1 or fact.dim == dim}
-    if len(factors) > 1 or any(fact.dim not in (dim, None) for fact in facts):
+    factors = {form.factor for form, length in zip(forms, lengths, strict=True) if length != 1 or form.dim == dim}
+    if len(factors) > 1 or any(form.dim not in (dim, None) for form in forms):
         return None
     factor = factors.pop() if factors else 0
-    offset, position = facts[0].offset, 0
-    for fact, length in zip(facts[:-1], lengths, strict=False):
-        if fact.offset != offset + factor * position or not isinstance(length, int):
+    offset, rows_before = forms[0].offset, 0
+    for form, length in zip(forms[:-1], lengths, strict=False):
+        if form.offset != offset + factor * rows_before or not isinstance(length, int):
             return None
-        position += length
-    if facts[-1].offset != offset + factor * position:
+        rows_before += length
+    if forms[-1].offset != offset + factor * rows_before:
         return None
     return _affine_or_constant(factor, offset, dim)
 
@@ -272,7 +296,10 @@ def _cumsum(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 def _index(node: fx.Node, positions: Positions) -> Affine | None:
-    """Return the affine form of an affine vector that is indexed by affine indices."""
+    """Return the affine form of `x[indices]`: x's form, applied to the form of the index along x's varying dimension.
+
+    None if that index may be negative, which counts from the end, if an index is a mask, or if a dimension has no index.
+    """
     source, indices = positions.of(node_argument(node)), bound_arguments(node)["indices"]
     if source is None or source.dim is None:
         return None
@@ -283,7 +310,7 @@ def _index(node: fx.Node, positions: Positions) -> Affine | None:
         return None
     tensor = indices[source.dim]
     index = positions.operand(tensor, torch.int64)
-    if index is None or index.factor < 0 or index.offset < 0:  # negative indices count from the end
+    if index is None or index.factor < 0 or index.offset < 0:
         return None
     dim = None if index.dim is None else index.dim + len(shape_of_node(node)) - len(shape_of_node(tensor))
     return _affine_or_constant(source.factor * index.factor, source.offset + source.factor * index.offset, dim)

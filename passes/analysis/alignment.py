@@ -1,4 +1,9 @@
-"""Align the dimensions of a gradient with those of its cotangent scale."""
+"""Align the dimensions of a gradient with those of its *cotangent scale*.
+
+A backward pass may run before the gradient of the loss is known: it computes gradients for a gradient of ones, and multiplies
+them by the true one, the scale, later. The scale is a number, or has a number per sequence. Dimensions are tuples of axis
+factors (b, t, ...), as in `[(b t) d]`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,8 @@ from streamfx.ir.facts import Shape
 class Alignment:
     """A gradient reshaped so that each dimension of its scale is a separate dimension: [(b t) d] and [b] give [b t d].
 
-    `dims` lists all dimensions in order, grouped by the gradient's dimensions. `scale_dims` has the index of the scale's
-    dimension for each, or None.
+    `dims`: all dimensions in order, grouped by the gradient's dimensions: ((b, t), (d)). `scale_dims`: for each, the
+    index of the equal dimension of the scale, or None: (0, None, None).
     """
 
     dims: tuple[tuple[Dim, ...], ...]
@@ -22,25 +27,28 @@ class Alignment:
 
     @property
     def shape(self) -> Shape:
+        """All dimensions of the reshaped gradient, in order."""
         return tuple(dim for dims in self.dims for dim in dims)
 
     @property
     def is_split(self) -> bool:
+        """Whether the gradient must be reshaped: one of its dimensions becomes several."""
         return any(len(dims) > 1 for dims in self.dims)
 
 
 def align(scale: Shape, gradient: Shape) -> Alignment | None:
-    """Align a gradient with its cotangent scale, whose dimensions must occur once and in order; None if they do not.
+    """Find how to reshape a gradient so that each dimension of its cotangent scale is one of its dimensions.
 
-    Dimensions must be resolved; dimensions of size one have no axes.
+    Both are given by their dimensions, tuples of axis factors, `()` of size one: align([b], [(b t) d]) is [b t d] with scale
+    dimensions (0, None, None). None unless the scale's dimensions occur once and in order, and a view can split the gradient.
     """
     dims_by_atom = {dim[0]: (i, dim) for i, dim in enumerate(scale) if dim}
     scale_atoms = {atom for dim in scale for atom in dim}
     dims: list[tuple[Dim, ...]] = []
     scale_dims: list[int | None] = []
     for dim_atoms in gradient:
-        factors: list[tuple[int | None, Dim]] = []
-        position = 0
+        factors: list[tuple[int | None, Dim]] = []  # (dimension of the scale or None, its axis factors)
+        position = 0  # of the next axis factor in `dim_atoms`
         while position < len(dim_atoms):
             scale_dim, dim = dims_by_atom.get(dim_atoms[position], (None, dim_atoms[position : position + 1]))
             if dim_atoms[position : position + len(dim)] != dim or (scale_dim is None and not scale_atoms.isdisjoint(dim)):
@@ -64,6 +72,6 @@ def align(scale: Shape, gradient: Shape) -> Alignment | None:
 
 
 def group_scale_dims(scale_dims: Sequence[int | None], dims: Sequence[Sequence[Dim]]) -> list[list[int | None]]:
-    """Group the scale's dimensions by the gradient's dimension."""
+    """Group a flat list with one item per dimension as `dims` groups them: (0, None, None), [[b t] [d]] -> [[0 None] [None]]."""
     remaining = iter(scale_dims)
     return [[next(remaining) for _ in group] for group in dims]

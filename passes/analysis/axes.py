@@ -6,6 +6,10 @@ the one that attention runs along; else an axis of the inputs whose rows are ord
 the one along which the most bytes can be chunked. Sizes are never compared to find an axis.
 
     q [2 37 4 8], k [2 37 2 8]   ->   q [b t h d], k [b t g d]
+
+A dimension (`Dim`) is a tuple of axis factors (`Atom`, an integer): (b, t) for `[(b t)]`, `()` for size one. The `AxisTable`
+(`table`) unifies factors; `resolve` returns a dimension in its present factors. A rule describes an operator by a `Signature`
+of axis labels (`Letter`, local to the operator); `letters[node]` maps its labels to dimensions.
 """
 
 from __future__ import annotations
@@ -22,11 +26,19 @@ from torch import fx
 from streamfx.ir.axis_table import Atom, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
 from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, results_of, shape_of_node, tensor_operands
-from streamfx.ir.signature import ConcatAxes, FullAxis, Letter, RunningSum, Signature, Tile
+from streamfx.ir.signature import ConcatAxes, FullAxis, Letter, Signature, Tile
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.node_meta import FALLBACK_REASON, VALUE
+from streamfx.passes.analysis.axis_kinds import (
+    atoms_of,
+    find_feature_axes,
+    find_innermost_axes,
+    find_input_axes,
+    find_ordered_axes,
+    static_nodes,
+    weight_nodes,
+)
 from streamfx.passes.analysis.derived_axes import find_derived_axes, find_slice_links, reordered_axes, sequence_of
-from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.opaque import describe_opaque, is_opaque, match_operand_dims
 from streamfx.passes.ops.rules.registry import RuleCall, evaluate_rule, rule_for
 from streamfx.passes.ops.traits import is_random, only_moves_elements, producer_of
@@ -36,29 +48,11 @@ aten = torch.ops.aten
 
 DIFFERENT_ORDERS = "{target} combines operands whose rows are in different orders, or split in different ways"
 
-# Operators that distinguish rows along a dimension by position.
-BY_POSITION = frozenset(
-    {
-        aten.select.int,
-        aten.select_backward.default,
-        aten.select_scatter.default,
-        aten.slice_scatter.default,
-        aten.unbind.int,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.cat.default,
-        aten.flip.default,
-        aten.roll.default,
-        aten.cumsum.default,
-        aten.cumprod.default,
-        aten.cummax.default,
-        aten.logcumsumexp.default,
-    }
-)
-
 
 @dataclass(frozen=True)
 class Axes:
+    """The pass that finds the axes of every dimension, and the sequence."""
+
     name: ClassVar[str] = "axes"
 
     def apply(self, facts: Facts) -> Facts:
@@ -67,7 +61,11 @@ class Axes:
 
 
 def sequence_axes(joint: JointGraph) -> AxisFacts:
-    """Return the axes of every dimension, and the sequence among them."""
+    """Return the axes of every dimension, and the sequence among them.
+
+    If a view splits an input dimension into blocks, its axis would be two factors, and no factor would be the sequence. Then
+    analyze again with that dimension as one factor, and use the result if it has a sequence.
+    """
     axes = axes_of(joint)
     sequence = sequence_axis(joint, axes)
     if split := _split_axes(joint, axes, sequence):
@@ -87,14 +85,16 @@ def sequence_axes(joint: JointGraph) -> AxisFacts:
 
 
 def _contains_sequence(sequence: SequenceAxis | None, axes: AxisFacts, dim: Dim) -> bool:
+    """Return whether the sequence is a factor of a dimension; False without a sequence."""
     return sequence is not None and sequence.main in axes.table.resolve(dim)
 
 
 def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | None) -> frozenset[tuple[fx.Node, int]]:
-    """Return the input dimensions that a view splits into blocks: if one is the sequence, its axis must not be factored.
+    """Return (input, dimension) for each input dimension that a view splits into blocks.
 
-    The sequence is also returned if a view splits an axis sliced from it, or padded around it. An input with the rows of
-    all sequences, [(b t)], is not returned if another input has its factors as dimensions, [b t d].
+    If one is the sequence, its axis must not be factored. The sequence is also returned if a view splits an axis sliced from
+    it, or padded around it. An input with the rows of all sequences, [(b t)], is not returned if another input has its
+    factors as dimensions, [b t d].
     """
     table = axes.table
     candidates = {
@@ -114,7 +114,7 @@ def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | Non
 def _has_split_derived_axis(axes: AxisFacts, sequence: SequenceAxis) -> bool:
     """Return whether an axis sliced from the sequence, or padded around it, is factored into several axes."""
     for node, signature in axes.signatures.items():
-        for letter, window in signature.windows.items():
+        for letter, window in signature.windows.items():  # axis labels of slices and paddings
             operand, result = (axes.table.resolve(axes.letters[node][item]) for item in (window.source, letter))
             if len(operand) == 1 < len(result) and operand[0] in sequence.members:
                 return True
@@ -122,9 +122,9 @@ def _has_split_derived_axis(axes: AxisFacts, sequence: SequenceAxis) -> bool:
 
 
 def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> AxisFacts:
-    """Return the axes of every dimension, without a choice of the sequence.
+    """Visit the graph in program order; return the axes of every dimension, without a choice of the sequence.
 
-    The input dimensions in `kept` are not factored, nor are axes sliced from them or padded around them.
+    `kept`: (input, dimension) pairs that are not factored, nor are axes sliced from them or padded around them.
     """
     table = AxisTable()
     shapes: dict[fx.Node, Shape] = {}
@@ -158,7 +158,10 @@ def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> Ax
 def _unify_concat_parts(
     table: AxisTable, signatures: Mapping[fx.Node, Signature], letters: Mapping[fx.Node, Mapping[Letter, Dim]]
 ) -> None:
-    """Unify the axes of operands at the same position of one concatenated axis, as keys and their mask."""
+    """Unify the axes of operands of different concatenations along one axis that cover the same rows of it.
+
+    For example cat([keys, new keys]) and cat([their mask, its new part]), whose results have one axis.
+    """
     first_by_position: dict[tuple[Dim, Size, Size], Dim] = {}
     for node, signature in signatures.items():
         if signature.concat is not None:
@@ -171,7 +174,10 @@ def _unify_concat_parts(
 
 
 def _unknown_dims(value: torch.Tensor | None, producer: fx.Node, table: AxisTable, shapes: Mapping[fx.Node, Shape]) -> Shape:
-    """Return the dimensions of a result without a signature: new axes, or for an opaque operator the axes of an equal operand."""
+    """Return the axes of a result (a fake tensor) of an operator without a signature; `()` if it is not a tensor.
+
+    New axes; for an opaque operator, which falls back, the axes of an operand's dimensions of equal index and size.
+    """
     if value is None:
         return ()
     input_dims = match_operand_dims(value, producer) if is_opaque(producer) else [None] * value.dim()
@@ -182,7 +188,11 @@ def _unknown_dims(value: torch.Tensor | None, producer: fx.Node, table: AxisTabl
 def _apply_rule(
     node: fx.Node, table: AxisTable, shapes: dict[fx.Node, Shape]
 ) -> tuple[Signature, dict[Letter, Dim], tuple[Shape, ...]] | str:
-    """Return the node's signature, the dimensions of its labels and of its results, or the reason why it has no signature."""
+    """Apply an operator's axis rule, and unify the axes of operand dimensions that share a label.
+
+    Return (signature, dimension of each label, dimensions of each result), or a text for the user that says why it has no
+    signature. `shapes`: the dimensions of all values before it.
+    """
     rule = rule_for(node)
     if rule is None:
         return str(node.meta.get(FALLBACK_REASON) or describe_opaque(node))
@@ -192,7 +202,7 @@ def _apply_rule(
     signature = evaluate_rule(rule, call)
     if isinstance(signature, str):
         return signature
-    bound = dict(signature.atoms)
+    bound = dict(signature.atoms)  # the dimension of each label
     for operand, letter_shape in zip(call.operands, signature.operands, strict=True):
         for dim, letter_dim in zip(shapes[operand], letter_shape, strict=True):
             if len(letter_dim) != 1 or letter_dim[0] in signature.atoms:
@@ -211,35 +221,18 @@ def _apply_rule(
 
 
 def _keep_derived_axes(signature: Signature, bound: dict[Letter, Dim], table: AxisTable) -> None:
-    """Mark axes as indivisible that are sliced from an indivisible axis, or padded around it."""
+    """Mark axes of one operator as indivisible that are sliced from an indivisible axis, or padded around it.
+
+    `bound`: the dimension of each axis label.
+    """
     for letter, window in signature.windows.items():
         result, operand = table.resolve(bound[letter]), table.resolve(bound[window.source])
         if len(result) == len(operand) == 1 and table.is_kept(operand[0]):
             table.keep(result[0])
 
 
-def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
-    """Return the values that depend only on integers, booleans, vectors and constants: masks, rotary tables, labels.
-
-    They do not depend on parameters, and are cheap to compute in full if they have one sequence axis.
-    """
-    static = {node for node in joint.sources if node not in joint.tangents and (not is_tensor(node) or _is_static_input(node))}
-    for node in joint.nodes:
-        if is_random(node) or is_collective(node):  # values of other ranks depend on more than this rank's integers
-            continue
-        if all(source in static for source in node.all_input_nodes):
-            static.add(node)
-    return frozenset(static)
-
-
-def _is_static_input(node: fx.Node) -> bool:
-    value: torch.Tensor = node.meta[VALUE]
-    is_vector = sum(not isinstance(size, int) or size != 1 for size in value.shape) <= 1
-    return not (value.is_floating_point() or value.is_complex()) or is_vector
-
-
 def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
-    """Return the sequence: the axis of attention, else the axis with the most chunkable bytes; None without axes."""
+    """Return the sequence: the axis of attention, else the axis along which the most bytes can be chunked; None without axes."""
     main = _attention_axis(joint, axes)
     if main is None:
         main = _widest_axis(joint, axes)
@@ -247,7 +240,7 @@ def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
 
 
 def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
-    """Return the axis that both operands of query-key products have; None if there is none, or another axis is longer.
+    """Return the axis that both queries and keys of attention have; None if there is none, or an axis of inputs is longer.
 
     Fused attention declares it; else it is the axis that occurs twice in scores, masks and probabilities. A square
     weight and its gradient have an axis twice as well, so only values computed in the forward graph count.
@@ -263,20 +256,20 @@ def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
             for shape in axes.results.get(node, ()):
                 counts = Counter(atom for dim in shape for atom in axes.table.resolve(dim))
                 votes.update(atom for atom, times in counts.items() if times == 2)
-    input_axes = _input_axes(joint, axes)
+    input_axes = find_input_axes(joint, axes)
     ranked = sorted(votes, key=lambda atom: (atom not in input_axes, -votes[atom], atom))
     if not ranked or ranked[0] in input_axes or not input_axes:
         return ranked[0] if ranked else None
-    if ranked[0] in _feature_axes(joint, axes):  # the state of a linear attention has the same width twice
+    if ranked[0] in find_feature_axes(joint, axes):  # the state of a linear attention has the same width twice
         return None
-    sequences = input_axes & _ordered_axes(axes)  # scores within blocks have the block's axis twice
+    sequences = input_axes & find_ordered_axes(axes)  # scores within blocks have the block's axis twice
     longest = max((numeric(axes.table.size(atom)) for atom in sequences), default=0)
     is_long = 2 * numeric(axes.table.size(ranked[0])) >= longest  # rows left over after blocks are few
     return ranked[0] if not sequences or (is_long and ranked[0] in _derived_or_source_axes(sequences, axes)) else None
 
 
 def _derived_or_source_axes(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
-    """Return the atoms, and all atoms related to them by slices, paddings or concatenations, in either direction."""
+    """Return axis factors, and all axis factors related to them by slices, paddings or concatenations, in either direction."""
     links = [(source, target) for source, target, _, _ in find_slice_links(axes)]
     for node, signature in axes.signatures.items():
         if node.target is aten.cat.default:
@@ -291,72 +284,18 @@ def _derived_or_source_axes(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
     return reached
 
 
-def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
-    """Return values computed from parameters alone, or by moving the elements of one floating-point input."""
-    inputs = {node for node in joint.primals if is_tensor(node) and node.meta[VALUE].is_floating_point()}
-    weights, parameters = set(inputs), {node for node in inputs if is_parameter(node)}
-    for node in joint.nodes:
-        sources = [source for source in node.all_input_nodes if is_tensor(source)]
-        if sources and all(source in parameters for source in sources):
-            parameters.add(node)
-        if node in parameters or (only_moves_elements(node) and sources[0] in weights):
-            weights.add(node)
-    return frozenset(weights)
-
-
-def _input_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
-    """Return axes of inputs that no weight mixes: batch and sequence, if inputs and parameters are distinguished."""
-    inputs = (node for node in joint.inputs if is_tensor(node) and not is_parameter(node))
-    return {atom for node in inputs for atom in _atoms(node, axes)} - _feature_axes(joint, axes)
-
-
 def widths(joint: JointGraph) -> Callable[[fx.Node, int], bool]:
-    """Return a predicate: whether a dimension of a value contains a feature axis, which products with weights contract."""
+    """Return a predicate on (value, dimension): whether it contains a feature axis, which products with weights contract."""
     axes = axes_of(joint)
-    feature_axes = _feature_axes(joint, axes)
+    feature_axes = find_feature_axes(joint, axes)
     return lambda node, dim: not feature_axes.isdisjoint(axes.table.resolve(axes.shapes[node][dim]))
-
-
-def _feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
-    """Return the axes of weights that products contract: widths. Axes along which a weight is expanded are excluded.
-
-    A softmax sink, for example, is expanded along rows.
-    """
-    parameters = {node for node in joint.primals if is_tensor(node) and is_parameter(node)}
-    features: set[Atom] = set()
-    expanded: set[Atom] = set()
-    for node in (node for node in joint.nodes if node in joint.forward):
-        operands = tensor_operands(node)
-        if operands and all(operand in parameters for operand in operands):
-            parameters.add(node)
-            expanded |= _atoms(node, axes) - _atoms(operands[0], axes) if node.target is aten.expand.default else set()
-        elif (signature := axes.signatures.get(node)) is not None and signature.results[0]:
-            contracted = signature.contracted_letters()
-            for operand, shape in zip(operands, signature.operands, strict=True):
-                if operand in parameters and any(letter in contracted for dim in shape for letter in dim):
-                    features |= _atoms(operand, axes) - expanded
-    return features
-
-
-def _atoms(node: fx.Node, axes: AxisFacts) -> set[Atom]:
-    return {atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim)}
-
-
-def _ordered_axes(axes: AxisFacts) -> set[Atom]:
-    """Return the axes whose rows have an order, because an operator depends on their positions: sequences, not batches."""
-    ordered: set[Atom] = set()
-    for node, signature in axes.signatures.items():
-        letters = {item for letter, window in signature.windows.items() for item in (letter, window.source)}
-        letters |= {letter for letter, index in signature.index.items() if isinstance(index, RunningSum)}
-        letters |= signature.full_letters if node.target in BY_POSITION else set()
-        ordered |= {atom for letter in letters for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
-    return ordered
 
 
 def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     """Return the axis along which the most bytes can be chunked; None if there is none.
 
-    Views and results do not count, because chunks do not save their bytes; values along derived axes do. The preference:
+    Views and results do not count, because chunks do not save their bytes; values along axes derived from it (slices, blocks)
+    do. The preference:
     - ordered axes of the inputs, even if an operator needs all their rows. Features are excluded: they are contiguous in
       memory, and their slices are concatenated in another order, as in rotary embeddings;
     - axes that no parameter has and that no operator needs in full;
@@ -364,7 +303,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     """
     chunked_elements: dict[Atom, int] = defaultdict(int)
     unsuitable: set[Atom] = set()
-    input_axes, ordered = _input_axes(joint, axes), _ordered_axes(axes)
+    input_axes, ordered = find_input_axes(joint, axes), find_ordered_axes(axes)
     returned = {*joint.outputs, *joint.gradients}
     for node, signature in axes.signatures.items():
         for letter in (letter for letter, index in signature.index.items() if isinstance(index, (FullAxis, Tile, ConcatAxes))):
@@ -377,24 +316,13 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
                     chunked_elements[atom] += numel
     for node in joint.primals:
         if is_tensor(node) and node.meta[VALUE].is_floating_point() and is_parameter(node):
-            unsuitable |= _atoms(node, axes)
-    inner = _innermost_axes(joint, axes)
+            unsuitable |= atoms_of(node, axes)
+    inner = find_innermost_axes(joint, axes)
     sequences = (input_axes & ordered & chunked_elements.keys()) - (inner & reordered_axes(axes))
     candidates = sequences or (chunked_elements.keys() - unsuitable)
-    drawn = {atom for node in joint.nodes if is_random(node) and not tensor_operands(node) for atom in _atoms(node, axes)}
+    drawn = {atom for node in joint.nodes if is_random(node) and not tensor_operands(node) for atom in atoms_of(node, axes)}
     total = {atom: sum(chunked_elements.get(member, 0) for member in find_derived_axes(atom, axes)[0]) for atom in candidates}
     ranked = sorted(
         candidates, key=lambda a: (a in unsuitable, a in drawn, -total[a], a in inner, -numeric(axes.table.size(a)), -a)
     )
     return ranked[0] if ranked else None
-
-
-def _innermost_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
-    """Return the axes that are innermost in inputs, and nowhere else: their slices would not be contiguous in memory."""
-    inputs = [node for node in joint.primals if is_tensor(node) and node.meta[VALUE].is_floating_point()]
-    shapes = [axes.shapes[node] for node in inputs if len(axes.shapes[node]) > 1]
-    last, others = (
-        {atom for dim in dims for atom in axes.table.resolve(dim)}
-        for dims in ([shape[-1] for shape in shapes], [dim for shape in shapes for dim in shape[:-1]])
-    )
-    return last - others

@@ -1,4 +1,9 @@
-"""Find the derived axes of the sequence: axes sliced from it, padded around it, or formed by blocks of its rows."""
+"""Find the derived axes of the sequence: axes sliced from it, padded around it, or formed by blocks of its rows.
+
+An axis is identified by an `Atom` (an axis factor, an integer). Row i of a derived axis is row i + offset of the sequence; of
+an axis of blocks, the `block_size` rows from i * block_size + offset on. `axes` holds what the axis analysis found:
+`letters[node]` has the axis factors of each axis label of an operator's `Signature`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ class SliceLink(NamedTuple):
 
 
 def sequence_of(main: Atom, axes: AxisFacts) -> SequenceAxis:
-    """Return the sequence with this main axis, its derived axes and block sizes."""
+    """Return the sequence whose axis is `main`, with all axes derived from it (slices, paddings, blocks), and block sizes."""
     tilings = _tilings(axes, axes.table.size(main))
     members, blocks = find_derived_axes(main, axes, tilings)
     disjoint_tilings = [tiling for tiling in tilings if not any(atom in members for atom in tiling.inner_axes)]
@@ -38,7 +43,7 @@ def sequence_of(main: Atom, axes: AxisFacts) -> SequenceAxis:
 
 
 def _recurrence_block_sizes(members: Container[Atom], axes: AxisFacts) -> frozenset[int]:
-    """Return the block sizes of recurrences along these axes: a chunk must hold full blocks."""
+    """Return how many rows recurrences along the axes `members` process at once: a chunk must hold a multiple of each."""
     runs = [(run, axes.letters[node][run.axes.rows]) for node in axes.signatures if isinstance(run := node.target, Recurrence)]
     return frozenset(run.block for run, dim in runs if any(atom in members for atom in axes.table.resolve(dim)))
 
@@ -46,7 +51,7 @@ def _recurrence_block_sizes(members: Container[Atom], axes: AxisFacts) -> frozen
 def find_derived_axes(
     main: Atom, axes: AxisFacts, tilings: Sequence[TiledAxis] = ()
 ) -> tuple[dict[Atom, DerivedRows], dict[Atom, int]]:
-    """Return the offset and length of each derived axis, including `main`, and the block size of each axis of blocks.
+    """Return, by axis, the offset and length of each axis derived from `main` (and itself), and block sizes of block axes.
 
     Slices, paddings, blocks and concatenations of derived axes are derived axes, so the search runs until it finds no
     more. If a slice [a:] is added to a slice [:-a], the new axis has two possible offsets. The larger one is chosen: then
@@ -54,7 +59,8 @@ def find_derived_axes(
     """
     members = {main: DerivedRows(0, axes.table.size(main))}
     blocks: dict[Atom, int] = {}
-    links, concats = _drop_axes_sliced_often(find_slice_links(axes), axes), _concat_axes(axes)
+    links = _drop_axes_sliced_often(find_slice_links(axes), axes)
+    concats = _concat_axes(axes)
     changed = True
     while changed:
         changed = False
@@ -68,16 +74,16 @@ def find_derived_axes(
             if concat.axis not in members and (offset := concat.offset(members, blocks)) is not None:
                 members[concat.axis] = DerivedRows(offset, axes.table.size(concat.axis))
                 changed = True
-        candidates: dict[Atom, list[tuple[bool, Size]]] = defaultdict(list)
-        sizes: dict[Atom, int] = {}
+        candidates: dict[Atom, list[tuple[bool, Size]]] = defaultdict(list)  # (is the slice of a computed value, offset)
+        block_sizes: dict[Atom, int] = {}
         for source, target, start, is_static in links:
             if source in members and target not in members:
                 candidates[target].append((not is_static, members[source].offset + start * blocks.get(source, 1)))
-                sizes[target] = blocks.get(source, 1)
+                block_sizes[target] = blocks.get(source, 1)
         for atom, offsets_found in candidates.items():
             preferred = [offset for computed, offset in offsets_found if computed] or [offset for _, offset in offsets_found]
             members[atom] = DerivedRows(max(preferred, key=numeric), axes.table.size(atom))
-            blocks |= {atom: sizes[atom]} if sizes[atom] != 1 else {}
+            blocks |= {atom: block_sizes[atom]} if block_sizes[atom] != 1 else {}
             changed = True
     return members, blocks
 
@@ -106,9 +112,10 @@ class TiledAxis(NamedTuple):
 
 
 def _tilings(axes: AxisFacts, length: Size) -> list[TiledAxis]:
-    """Return the tilings of axes, except tilings whose chunks would need more than half of the sequence.
+    """Return the axes that views split into blocks, for chunks of a sequence of `length` rows.
 
-    A chunk must hold full blocks of all tilings, so a common multiple of their sizes counts.
+    A chunk must hold full blocks of all of them. Block sizes are accepted from the smallest on, as long as their common
+    multiple is at most half of the sequence.
     """
     tilings = [
         TiledAxis(axis, outer[0], inner, size)
@@ -130,7 +137,10 @@ class ConcatAxis:
     parts: tuple[tuple[Atom, Size], ...]
 
     def offset(self, members: Mapping[Atom, DerivedRows], blocks: Container[Atom]) -> Size | None:
-        """Return the sequence row of the first row; None unless all rows are adjacent rows of the sequence, in order."""
+        """Return which row of the sequence row 0 of the concatenation is; `members`, `blocks`: the derived axes so far.
+
+        None unless all parts are derived axes, not of blocks, and their rows are adjacent rows of the sequence, in order.
+        """
         if any(part not in members or part in blocks for part, _ in self.parts):
             return None
         offsets = {simplified(members[part].offset - rows_before) for part, rows_before in self.parts}
@@ -143,7 +153,10 @@ def _concat_axes(axes: AxisFacts) -> list[ConcatAxis]:
 
 
 def find_concat_axis(node: fx.Node, axes: AxisFacts) -> ConcatAxis | None:
-    """Return the concatenated axis of a node; None if it concatenates nothing, or if an operand has several axes there."""
+    """Return the concatenated axis of a node, with its operands' axes; None if the node is not a concatenation.
+
+    Also None if the concatenated dimension of an operand or of the result is a product of several axes, or has size one.
+    """
     concat = axes.signatures[node].concat
     if concat is None:
         return None
@@ -158,7 +171,10 @@ def find_concat_axis(node: fx.Node, axes: AxisFacts) -> ConcatAxis | None:
 
 
 def keeps_row_positions(node: fx.Node, axes: AxisFacts) -> bool:
-    """Return whether a concatenation keeps rows of the sequence at their positions, so that it can run chunk by chunk."""
+    """Return whether each row of a concatenation is the same row of the sequence as in its operand.
+
+    Then the concatenation can run chunk by chunk.
+    """
     sequence, concat = axes.sequence, find_concat_axis(node, axes)
     if sequence is None or concat is None or concat.axis not in sequence.members or concat.axis in sequence.blocks:
         return False
@@ -166,7 +182,7 @@ def keeps_row_positions(node: fx.Node, axes: AxisFacts) -> bool:
 
 
 def reordered_axes(axes: AxisFacts) -> set[Atom]:
-    """Return the axes whose slices are concatenated at other positions than those from which they were sliced."""
+    """Return the axes whose slices are concatenated in another order than they were sliced: cat([x[n:], x[:n]])."""
     starts: dict[tuple[Atom, Atom], set[Size]] = defaultdict(set)
     for source, target, start, _ in find_slice_links(axes):
         starts[source, target].add(start)
@@ -178,7 +194,7 @@ def reordered_axes(axes: AxisFacts) -> set[Atom]:
 
 
 def find_slice_links(axes: AxisFacts) -> list[SliceLink]:
-    """Return a link for each slice or padding of a dimension with exactly one axis."""
+    """Return a link for each slice or padding (or window: of its last row) of a dimension with exactly one axis."""
     links = []
     for node, signature in axes.signatures.items():
         for letter, window in signature.windows.items():

@@ -1,4 +1,4 @@
-"""The reasons, in the user's terms, why operators on rows of the sequence fall back.
+"""The reasons, in the user's terms, why operators on rows of the sequence fall back: run on the full sequence, not in a loop.
 
 x.split(counts)         splits the sequence into slices of different lengths
 x[order]                gathers rows by index, from anywhere in the sequence
@@ -65,7 +65,10 @@ _FAMILIES = {
 
 
 def fallback_reason(node: fx.Node, signature: Signature, axes: AxisFacts) -> str:
-    """Return the reason for an operator that has no query positions, or whose results are needed in full."""
+    """Return why an operator falls back whose axis labels give it no rows to loop over, or results that need all rows.
+
+    `signature`: the operator's axis labels; `axes`: the axis of each label. The text names what it does with the rows.
+    """
     step = bound_arguments(node)["step"] if node.target is aten.slice.Tensor else 1
     if step != 1:
         return f"{node.target} reads every {ordinal(step)} row of the sequence"
@@ -75,8 +78,8 @@ def fallback_reason(node: fx.Node, signature: Signature, axes: AxisFacts) -> str
         )
     if signature.tiles:
         letter, tile = next(iter(signature.tiles.items()))
-        length, outer = (axes.table.size_of_dim(axes.letters[node][item]) for item in (tile.source, letter))
-        return SPLITS_BLOCKS.format(target=node.target, size=quotient(length, outer))
+        num_rows, num_blocks = (axes.table.size_of_dim(axes.letters[node][item]) for item in (tile.source, letter))
+        return SPLITS_BLOCKS.format(target=node.target, size=quotient(num_rows, num_blocks))
     if node.target in (ATTENTION, ATTENTION_BACKWARD) and axes.sequence_atom(axes.letters[node][M]) is None:
         return FOREIGN_QUERIES.format(target=node.target)
     return (
@@ -85,7 +88,7 @@ def fallback_reason(node: fx.Node, signature: Signature, axes: AxisFacts) -> str
 
 
 def mixes_rows_and_blocks(node: fx.Node, signature: Signature, axes: AxisFacts) -> bool:
-    """Return whether a slice or a concatenation relates rows of the sequence to blocks of its rows."""
+    """Return whether a slice or padding relates an axis of sequence rows to an axis of blocks of such rows."""
     pairs = [(letter, window.source) for letter, window in signature.windows.items()]
     sides = [[axes.sequence_atom(axes.letters[node][item]) for item in pair] for pair in pairs]
     blocks = {} if axes.sequence is None else axes.sequence.blocks
@@ -93,12 +96,15 @@ def mixes_rows_and_blocks(node: fx.Node, signature: Signature, axes: AxisFacts) 
 
 
 def too_many_dims_reason(node: fx.Node, signature: Signature, axes: AxisFacts, letters: Sequence[Letter]) -> str:
-    """Return the reason for an operator that has the sequence in more dimensions than query positions and key positions."""
+    """Return why an operator falls back that has the sequence in more than two dimensions (those labeled by `letters`)."""
     return (_family_reason(node, signature, axes) or MANY_DIMENSIONS).format(target=node.target, count=len(letters))
 
 
 def _family_reason(node: fx.Node, signature: Signature, axes: AxisFacts) -> str | None:
-    """Return the reason for the operator's family; None if there is none, or if no dimension it needs in full is the sequence."""
+    """Return the text, with `{target}`, for a family of operators such as look-ups by index, if it explains the fallback.
+
+    None if the operator is in no family, or if no dimension that it needs in full is the sequence.
+    """
     if all(axes.sequence_atom(axes.letters[node].get(letter, ())) is None for letter in signature.full_letters):
         return None
     return next((text for operators, text in _FAMILIES.items() if node.target in operators), None)

@@ -1,4 +1,4 @@
-"""Bounds on the scores of fused attention, before the mask is added."""
+"""Bounds on the scores of fused attention, before the mask is added: `Range` is an interval [low, high] for all elements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from streamfx.passes.ops.ranges.transfer import max_size
 
 
 def scores_of(node: fx.Node, values: ValueRanges) -> Range:
-    """Return the range of scaled products of queries and keys; the default scale is less than one."""
+    """Return the range of the scores scale * (query @ key.T) of a fused attention `node`, given the ranges of its operands.
+
+    The default scale, 1 / sqrt(width), is at most one, so the unscaled range holds. A scale known only at run time: any.
+    """
     arguments = bound_arguments(node)
     query, key, scale = (arguments[name] for name in ("query", "key", "scale"))
     dtype = query.meta[VALUE].dtype
@@ -26,6 +29,6 @@ def scores_of(node: fx.Node, values: ValueRanges) -> Range:
 
 
 def finite_hides(node: fx.Node, values: ValueRanges) -> bool:
-    """Return whether scores are small compared with the finite numbers that hide keys."""
+    """Return whether a fused attention's scores are so small that a mask's finite fill, such as -1e30, hides a key."""
     is_float16 = bound_arguments(node)["query"].meta[VALUE].dtype == torch.float16
     return scores_of(node, values).magnitude <= (ACTIVATION_HALF if is_float16 else MAX_ORDINARY)

@@ -1,4 +1,6 @@
-"""Find the scalar (or per-sequence scalar) in which each gradient is homogeneous.
+"""Find the scalar (or per-sequence scalar) in which each gradient is *homogeneous*: scaling the scalar scales the gradient.
+
+Such a gradient can be computed with a scalar of ones before the backward pass, and multiplied by the true one later.
 
     loss = f(sums)    sums [b]: one per sequence    g = df/dsums [b]    d_hidden[b, t] = g[b] * (d sums[b] / d hidden[b, t])
 
@@ -59,9 +61,9 @@ class Homogeneous:
 def homogeneous_gradients(stage: Stage, facts: Facts) -> tuple[Homogeneous, ...]:
     """Pair each gradient that the stage's loops compute with the first cotangent scale in which it is homogeneous.
 
-    Return `()` if a gradient has no such scale (for example, because it depends on a sum over rows that is complete only
-    after the forward loop), or if a scale, or a gradient outside loops, depends on values that are
-    computed with a scale of ones.
+    A scale is a tangent, or a value without rows that depends on tangents. Return `()` if a gradient has no such scale (for
+    example, because it depends on a sum over rows that is complete only after the forward loop), or if a scale, or a
+    gradient outside loops, depends on values that are computed with a scale of ones.
     """
     finder = _HomogeneityFinder(stage, facts)
     homogeneous: list[Homogeneous] = []
@@ -79,7 +81,7 @@ class _HomogeneityFinder:
     """Finds, for one stage, the cotangent scales and the gradients that are homogeneous in them."""
 
     def __init__(self, stage: Stage, facts: Facts) -> None:
-        """Collect the candidate scales of a stage, and the sums that are complete only after its forward loop."""
+        """Collect the candidate scales of a stage (a segment of the graph), and sums that its forward loop completes last."""
         self.stage, self.axes, self.storage_classes = stage, facts.axes, facts.access.storage_classes
         self.tangents = set(facts.joint.tangents)
         self.backward_nodes = set(stage.backward)
@@ -88,9 +90,9 @@ class _HomogeneityFinder:
         self.scales = tuple(self._scales())
 
     def _late_sums(self) -> set[fx.Node]:
-        """Return the sums of trained values that the forward loop computes, and values that depend on them.
+        """Return the sums of trained values that the forward loop adds up chunk by chunk, and values that depend on them.
 
-        They are complete only after the loop.
+        They are complete only after the loop; trained values depend on parameters.
         """
         late_sums: set[fx.Node] = set()
         for node in self.stage.forward:
@@ -100,7 +102,7 @@ class _HomogeneityFinder:
         return late_sums
 
     def _scales(self) -> Iterator[fx.Node]:
-        """Yield the tangents, and values outside loops that depend on them, in program order."""
+        """Yield the candidate scales, in program order: tangents, and floating-point values outside loops that depend on them."""
         scaled: set[fx.Node] = set()
         sources = dict.fromkeys(source for node in self.stage.backward for source in node.all_input_nodes)
         for node in (*(source for source in sources if source in self.tangents), *self.stage.backward):
@@ -110,17 +112,20 @@ class _HomogeneityFinder:
                     yield node
 
     def is_outside(self, node: fx.Node) -> bool:
-        """Return whether a value has no rows, and depends only on values that exist before the backward loops."""
+        """Return whether a backward value can be computed before the backward loops: neither it nor its operators have rows.
+
+        All inputs of these operators must exist before those loops.
+        """
         operators = self._operators_between(node, None)
         inputs = {source for item in operators for source in item.all_input_nodes if source not in operators}
         return self._is_scalar(node) and all(map(self._is_scalar, operators)) and all(map(self._is_available, inputs))
 
     def _is_scalar(self, node: fx.Node) -> bool:
-        """Return whether no result of an operator has sequence rows."""
+        """Return whether no result of an operator has sequence rows or is a sum over chunks: loops do not compute it."""
         return all(storage_class is StorageClass.OUTSIDE for storage_class in self.storage_classes.get(node, ()))
 
     def _is_available(self, node: fx.Node) -> bool:
-        """Return whether a value exists before the backward loops: an input, a static value, a scalar or a sum."""
+        """Return whether a value exists before the backward loops: an input, index arithmetic, a scalar or a forward sum."""
         return (
             node.op != "call_function"
             or node in self.axes.static
@@ -129,7 +134,7 @@ class _HomogeneityFinder:
         )
 
     def _operators_between(self, node: fx.Node, scale: fx.Node | None) -> set[fx.Node]:
-        """Return the operators of the stage's backward graph that compute a value, starting from `scale` if given."""
+        """Return the backward operators of the stage that compute `node`; the search backwards stops at `scale`, if given."""
         operators: set[fx.Node] = set()
         todo = [node]
         while todo:
@@ -140,7 +145,10 @@ class _HomogeneityFinder:
         return operators
 
     def find_homogeneous(self, gradient: fx.Node, scale: fx.Node) -> Homogeneous | None:
-        """Return the gradient with its scale; None unless it is provably homogeneous in this scale."""
+        """Return the gradient with its scale and the operators between them; None unless it is provably homogeneous in it.
+
+        The gradient must depend on tangents through `scale` alone, linearly, and each row of the scale must stay separate.
+        """
         operators = self._operators_between(gradient, scale)
         sources = {source for node in operators for source in node.all_input_nodes if source not in operators}
         if scale not in sources or any(source in self.late_sums for source in sources):
@@ -161,12 +169,15 @@ class _HomogeneityFinder:
             return None
         return Homogeneous(gradient, scale, frozenset(operators), next(iter(path.row_masks.values()), None))
 
-    def _is_bottleneck(self, selecting: fx.Node, gradient: fx.Node, scale: fx.Node) -> bool:
-        """Return whether every path from the scale to the gradient passes through `selecting`."""
-        return all(scale not in node.all_input_nodes for node in self._operators_between(gradient, selecting))
+    def _is_bottleneck(self, row_mask_node: fx.Node, gradient: fx.Node, scale: fx.Node) -> bool:
+        """Return whether every path from the scale to the gradient passes through `row_mask_node`."""
+        return all(scale not in node.all_input_nodes for node in self._operators_between(gradient, row_mask_node))
 
     def _waits_for_sums(self, nodes: Iterable[fx.Node]) -> bool:
-        """Return whether a value with rows depends on a sum over rows that these operators compute."""
+        """Return whether one of these operators (in program order) computes rows from a sum over rows that they compute.
+
+        Then one loop would have to end before the next starts.
+        """
         finished: set[fx.Node] = set()
         for node in nodes:
             waits = any(source in finished for source in node.all_input_nodes)
@@ -177,7 +188,10 @@ class _HomogeneityFinder:
         return False
 
     def are_independent(self, homogeneous: Iterable[Homogeneous]) -> bool:
-        """Return whether no scale, and no gradient outside loops, depends on values computed with a scale of ones."""
+        """Return whether no scale, and no gradient outside loops, depends on a value between a scale and its gradient.
+
+        Those values are computed with a scale of ones, so they are not the true ones.
+        """
         outside_gradients = [node for node in self.stage.gradients if is_tensor(node) and self.is_outside(node)]
         unscaled = {
             node
@@ -188,7 +202,7 @@ class _HomogeneityFinder:
 
 
 def _scaled_values(homogeneous: Homogeneous) -> set[fx.Node]:
-    """Return the values between a scale and its gradient that depend on the scale, except the scale itself."""
+    """Return the values that depend on a scale and that its gradient is computed from, except the scale itself."""
     scaled: set[fx.Node] = {homogeneous.scale}
     todo = [homogeneous.scale]
     while todo:
@@ -199,7 +213,11 @@ def _scaled_values(homogeneous: Homogeneous) -> set[fx.Node]:
 
 
 class _LinearPath:
-    """Follows a scale through linear operators that keep its axes; `scaled` are the values that depend on it."""
+    """Follows a scale through linear operators that keep its axes.
+
+    `scaled`: the values that depend on the scale; `atoms`: the scale's axis factors; `dtypes`: of scale and gradient.
+    `row_masks`: operators such as `where` that select rows of the scale.
+    """
 
     def __init__(
         self, scale: fx.Node, gradient: fx.Node, axes: AxisFacts, storage_classes: Mapping[fx.Node, tuple[StorageClass, ...]]
@@ -214,7 +232,10 @@ class _LinearPath:
             self.scaled.clear()
 
     def follow(self, node: fx.Node) -> bool:
-        """Return whether an operator depends on the scale only linearly and row by row, or not at all; add it to `scaled`."""
+        """Return whether an operator depends on the scale only linearly and row by row, or not at all.
+
+        If it depends on the scale, add it to `scaled`. Operators must be followed in program order.
+        """
         if not any(source in self.scaled for source in node.all_input_nodes):
             return True
         if not all_preserve_scale(node, *self.dtypes):
@@ -227,8 +248,11 @@ class _LinearPath:
         self.scaled.add(node)
         return not is_tensor(node) or all(self._keeps_rows(node, atom, 0) for atom in self.atoms)
 
-    def _keeps_rows(self, node: fx.Node, atom: Atom, result: int) -> bool:
-        """Return whether rows of a result along an axis depend only on the same rows of the scaled operands."""
+    def _keeps_rows(self, node: fx.Node, atom: Atom, result_index: int) -> bool:
+        """Return whether row i along the axis `atom` of result `result_index` depends only on row i of the scaled operands.
+
+        The operator's signature proves it: one label has this axis, once per tensor, and the operator treats all its rows alike.
+        """
         signature = self.axes.signatures.get(node)
         if signature is None:
             return False
@@ -239,7 +263,7 @@ class _LinearPath:
         operands = zip(tensor_operands(node), signature.operands, strict=True)
         shapes = [shape for operand, shape in operands if operand in self.scaled]
         return not signature.is_special(letter) and all(
-            _count(letter, shape) == 1 for shape in (*shapes, signature.results[result])
+            _count(letter, shape) == 1 for shape in (*shapes, signature.results[result_index])
         )
 
     def _resolved(self, dim: Dim) -> Dim:
@@ -259,7 +283,11 @@ class _LinearPath:
         return True
 
     def _record_row_mask(self, node: fx.Node, row_mask: RowMask) -> bool:
-        """Record a row mask. Return False if it is not known before the loop, or is a second one."""
+        """Record that `node` selects rows of the scale by a mask. Return False if that is not supported.
+
+        The mask must have the scale's dimensions, be known before the loop, and be the only one. A mask that is the same for
+        all rows of the scale needs no record.
+        """
         condition = row_mask.condition
         shape = tuple(map(self._resolved, self.axes.shapes[condition]))
         if {atom for dim in shape for atom in dim}.isdisjoint(self.atoms):  # the same for all rows of the scale
@@ -277,18 +305,18 @@ class _LinearPath:
 
 
 def _count(letter: Letter, shape: LetterShape) -> int:
-    """Return how often a label occurs in the dimensions of a value."""
+    """Return how often an axis label occurs in the dimensions of a value."""
     return sum(item == letter for dim in shape for item in dim)
 
 
 def _row_mask_of_where(arguments: dict[str, Any], scaled: Collection[fx.Node]) -> tuple[fx.Node, bool | None]:
-    """Return the condition of a `where`, and its value for the scaled operand; None if both operands are scaled."""
+    """Return (condition, its value for which a `where` selects the scaled operand); None for the value if both are scaled."""
     is_self_scaled, is_other_scaled = arguments["self"] in scaled, arguments["other"] in scaled
     return arguments["condition"], None if is_self_scaled and is_other_scaled else is_self_scaled
 
 
 def _row_mask_of_fill(arguments: dict[str, Any], scaled: Collection[fx.Node]) -> tuple[fx.Node, bool | None]:
-    """Return the mask of a `masked_fill`, and False: the scaled operand is selected if the mask is False."""
+    """Return (mask, False) of a `masked_fill`: the scaled operand is selected if the mask is False."""
     return arguments["mask"], False
 
 

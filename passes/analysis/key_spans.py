@@ -7,6 +7,9 @@ outside it are the identity of the reduction (minus infinity before a softmax, z
 attention share one span, the smallest that is valid for all of them.
 
     where(col <= row, scores, -inf)   ->   -inf for delta > 0   ->   probabilities 0 there   ->   keys [0, e)
+
+A `Span` (low, high) is the keys [s + low, e + high) of the chunk [s, e); None is unbounded. A *fact* is a `Range` of numbers,
+or a `Slope` of delta; `Pieces` has a fact per interval of delta. `Masks.of(value)` returns a value's pieces.
 """
 
 from __future__ import annotations
@@ -34,10 +37,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class KeySpans:
+    """The pass that finds which keys the query positions of a chunk can see."""
+
     name: ClassVar[str] = "key_spans"
 
     def apply(self, facts: Facts) -> Facts:
-        """Return the facts with key spans; masks that are equal to their span are dropped."""
+        """Return the facts with key spans. Masks of fused attention that hide exactly the keys outside their span are dropped."""
         key_spans = _find_spans(facts.joint, facts.axes, facts.access)
         signatures = dict(facts.axes.signatures)
         for node in key_spans.exact_masks:
@@ -46,7 +51,10 @@ class KeySpans:
 
 
 def _find_spans(joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> SpanFacts:
-    """Return the key span of each operator on query-by-key values; connected operators share one span."""
+    """Return the key span of each operator on query-by-key values that runs in loops; connected operators share one span.
+
+    Also return which masks equal their span, and which scores are so small that a mask's finite fill hides a key.
+    """
     masks = Masks(joint, axes, access)
     pairs = [node for node in joint.nodes if Role.KEYS in access.roles.get(node, {}).values() and access.is_in_loop(node)]
     recomputed_per_consumer = _recomputed_per_consumer(pairs, axes, access)
@@ -73,7 +81,7 @@ def _find_spans(joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> Span
 
 
 def _without_mask(node: fx.Node, signature: Signature) -> Signature:
-    """Remove a mask that equals its span from a call, in place, and from its signature; return the signature."""
+    """Remove the mask of a fused attention from the call, in place; return the signature without the mask, its last operand."""
     if bound_arguments(node).get("attn_mask") is None:
         return signature
     node.update_kwarg("attn_mask", None)
@@ -81,14 +89,14 @@ def _without_mask(node: fx.Node, signature: Signature) -> Signature:
 
 
 def span_kind(span: Span) -> str:
-    """Return the kind of a span, as reports print it."""
+    """Return the kind of a span, as reports print it: "causal", "window(8)", "masked" (all keys) or "band(...)"."""
     if span.high == 0:
         return "causal" if span.low is None else f"window({1 - span.low})"
     return "masked" if span.low is None and span.high is None else f"band({span})"
 
 
 def _leaves_loops(node: fx.Node, joint: JointGraph, access: AccessFacts) -> bool:
-    """Return whether a query-by-key value leaves the loop: as a result, or as an operand of an operator outside loops."""
+    """Return whether a query-by-key result of an operator leaves its loop: the graph returns it, or it is read outside loops."""
     if StorageClass.PAIR not in access.storage_classes[node]:
         return False
     values = [node] if is_tensor(node) else [user for user in node.users if producer_of(user) is node]
@@ -98,10 +106,10 @@ def _leaves_loops(node: fx.Node, joint: JointGraph, access: AccessFacts) -> bool
 
 
 def _recomputed_per_consumer(pairs: list[fx.Node], axes: AxisFacts, access: AccessFacts) -> frozenset[fx.Node]:
-    """Return the static operators whose result for each key depends on that key alone: masks, biases, decays.
+    """Return those of `pairs` (operators with keys) that need no span: static ones, whose result at a key needs that key alone.
 
-    They are cheap and have the same result for any span, so each consumer recomputes them for its keys. A softmax or a
-    prefix sum of positions needs a span, and so do its consumers.
+    Masks, biases and decays are cheap and have the same result for any span, so each consumer recomputes them for its keys.
+    A softmax or a prefix sum of positions needs a span, and so do its consumers.
     """
     recomputed_per_consumer: set[fx.Node] = set()
     others: set[fx.Node] = set()
@@ -115,16 +123,16 @@ def _recomputed_per_consumer(pairs: list[fx.Node], axes: AxisFacts, access: Acce
 
 
 def _is_per_key(node: fx.Node, axes: AxisFacts, access: AccessFacts) -> bool:
-    """Return whether the result at each key depends on that key alone."""
+    """Return whether an operator's result at each key depends on that key alone: keys are not summed, scanned or shifted."""
     signature, roles = axes.signatures[node], access.roles[node]
-    keys = {letter for letter, role in roles.items() if role is Role.KEYS}
-    other_access = {letter for letter, index in signature.index.items() if not (isinstance(index, Window) and index.reach == 0)}
-    mixed = signature.keys.union(other_access, *map(signature.contracted_letters, range(len(signature.results))))
+    keys = {letter for letter, role in roles.items() if role is Role.KEYS}  # axis labels
+    not_sliced = {letter for letter, index in signature.index.items() if not (isinstance(index, Window) and index.reach == 0)}
+    mixed = signature.keys.union(not_sliced, *map(signature.contracted_letters, range(len(signature.results))))
     return keys.isdisjoint(mixed)
 
 
 def _groups(pairs: list[fx.Node], axes: AxisFacts) -> list[list[fx.Node]]:
-    """Return the connected components of operators that pass values with rows and keys to each other."""
+    """Return the connected components of `pairs`, operators that pass values with rows and keys to each other."""
     members = set(pairs)
     edges = ((producer_of(source), node) for node in pairs for source in node.all_input_nodes if _carries_pair(source, axes))
     return connected_components(pairs, (link for link in edges if link[0] in members))
@@ -136,9 +144,9 @@ def _carries_pair(value: fx.Node, axes: AxisFacts) -> bool:
 
 
 def _smallest_span(intervals: list[DeltaInterval]) -> Span:
-    """Return the smallest span that contains all intervals, and delta = 0, so that each chunk has keys.
+    """Return the smallest span that contains all intervals of delta = key - query position, and delta = 0.
 
-    Without intervals, the span is all keys.
+    delta = 0 gives each chunk keys. Without intervals, the span is all keys.
     """
     lows, highs = [item.low for item in intervals], [item.high for item in intervals]
     low = None if not lows or None in lows else min(0, *lows)  # type: ignore[type-var]
@@ -147,7 +155,10 @@ def _smallest_span(intervals: list[DeltaInterval]) -> Span:
 
 
 def _needed_interval(node: fx.Node, masks: Masks, axes: AxisFacts, access: AccessFacts) -> DeltaInterval | None:
-    """Return the interval of delta that a reduction needs; None if the operator does not reduce query-by-key values."""
+    """Return the interval of delta that a reduction over keys (or queries) needs: outside it, all operands are its identity.
+
+    `DeltaInterval(None, None)` is all keys. None if the operator does not reduce query-by-key values.
+    """
     signature, roles = axes.signatures[node], access.roles[node]
     if signature.keys:
         return _needed_by_fused_attention(node, masks)
@@ -168,7 +179,7 @@ def _needed_interval(node: fx.Node, masks: Masks, axes: AxisFacts, access: Acces
 
 
 def _finite_ends(interval: DeltaInterval) -> tuple[bool, bool]:
-    """Return a sort key: intervals with a finite high end come last, then those with a finite low end."""
+    """Return a sort key: intervals of delta with a finite high end come last, and of these, ones with a finite low end."""
     return interval.high is not None, interval.low is not None
 
 
@@ -178,9 +189,9 @@ def _is_zero(fact: Fact) -> bool:
 
 
 def _needed_by_softmax(node: fx.Node, masks: Masks) -> DeltaInterval:
-    """Return the interval in which the result of a softmax is nonzero; for its backward, the forward's interval.
+    """Return the interval of delta in which the result of a softmax is nonzero; for its backward, the forward's interval.
 
-    For `logsumexp` and `amax`, return the interval of scores that are not hidden.
+    For `logsumexp` and `amax`, the interval of scores that are not hidden (such as -inf); for other operators, all keys.
     """
     if node.target in (aten._softmax.default, aten._safe_softmax.default):
         return masks.of(node).support(_is_zero)
@@ -193,7 +204,7 @@ def _needed_by_softmax(node: fx.Node, masks: Masks) -> DeltaInterval:
 
 
 def _needed_by_fused_attention(node: fx.Node, masks: Masks) -> DeltaInterval:
-    """Return the interval of delta that a fused attention needs, from its mask and causal flag."""
+    """Return the interval of delta in which a fused attention's mask and causal flag hide no keys; all keys if unknown."""
     bias = masks.fused_bias(node)
     if bias is None:
         return DeltaInterval(None, None)
@@ -201,7 +212,10 @@ def _needed_by_fused_attention(node: fx.Node, masks: Masks) -> DeltaInterval:
 
 
 def _mask_equals_span(node: fx.Node, masks: Masks, span: Span) -> bool:
-    """Return whether a fused mask hides exactly the keys outside the span, so that a kernel's causal flag or window suffices."""
+    """Return whether a fused attention's mask hides exactly the keys outside the span, and adds 0 inside it.
+
+    Then the mask can be dropped: a kernel's causal flag or window suffices.
+    """
     bias = masks.fused_bias(node)
     if bias is None or masks.index_axes(node) is None:
         return False
@@ -211,7 +225,7 @@ def _mask_equals_span(node: fx.Node, masks: Masks, span: Span) -> bool:
 
 
 def _is_contiguous(bias: Pieces, hidden: Callable[[Fact], bool]) -> bool:
-    """Return whether no interval of delta between two visible intervals is hidden."""
+    """Return whether the visible intervals of delta in `bias` are contiguous: none between two of them is hidden."""
     visible = [not hidden(fact) for fact in bias.facts]
     first = visible.index(True) if True in visible else 0
     last = len(visible) - 1 - visible[::-1].index(True) if True in visible else 0

@@ -1,7 +1,9 @@
 """Evaluate one operator on one interval of delta, given one fact about each operand.
 
-Ranges follow the table of transfer functions (`passes/ops/ranges/`). They cannot express how an integer that grows
-with delta compares with a constant; such a comparison splits the interval.
+delta = key position - query position. A fact about a value with rows and keys is the `Range` [low, high] of its elements, or
+a `Slope`: factor * delta + offset. Ranges follow the table of transfer functions (`passes/ops/ranges/`). They cannot express
+how an integer that grows with delta compares with a constant; such a comparison splits the interval: its result is `Pieces`,
+a fact per interval of delta.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import AxisFacts
-from streamfx.ir.joint import bound_arguments, is_tensor
+from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
 from streamfx.ir.piecewise import Fact, Pieces, Slope, absolute_value, compare_slope, constant_pieces
 from streamfx.ir.ranges import MAX_ROWS, Range, cast_range, is_exact_in
 from streamfx.node_meta import VALUE
@@ -45,9 +47,9 @@ class Intervals:
         return fact.range_within(self._reach) if isinstance(fact, Slope) else fact
 
     def evaluate(self, node: fx.Node, facts: Mapping[fx.Node, Fact], result: int = 0) -> Pieces:
-        """Return the facts about a result of an operator that is elementwise, or that reduces neither rows nor keys.
+        """Return the facts about result number `result` of an operator that is elementwise, or reduces neither rows nor keys.
 
-        `facts` has facts about some of its operands.
+        `facts` has a fact about some operands, which holds on one interval of delta; for others, `reader` has the range.
         """
         if any(isinstance(fact, Slope) for fact in facts.values()):
             pieces = self._evaluate_slopes(node, facts)
@@ -59,7 +61,10 @@ class Intervals:
         )
 
     def compare(self, node: fx.Node, slope: Slope, value: Range, relation: str) -> Pieces | None:
-        """Return the result of comparing a slope with a number; None if the dtype of the comparison rounds the slope."""
+        """Return where `slope <relation> value` holds, as truth values per interval of delta; `relation` is "lt", "le" ...
+
+        None if the value is not one number, or if the dtype of the comparison rounds the slope.
+        """
         dtype = computation_dtype(node, bound_arguments(node))
         number = None if dtype is None else cast_range(value, dtype).constant
         if number is None or dtype is None or not self.is_exact(slope, dtype):
@@ -67,12 +72,12 @@ class Intervals:
         return compare_slope(relation, slope, number)
 
     def is_exact(self, slope: Slope, dtype: torch.dtype) -> bool:
-        """Return whether a dtype represents all numbers of a slope exactly."""
+        """Return whether a dtype represents all numbers of a slope, for delta in [-reach, reach], exactly."""
         slope_range = slope.range_within(self._reach)
         return is_exact_in(dtype, slope_range.low, slope_range.high)
 
     def if_exact(self, slope: Slope, node: fx.Node) -> Pieces | None:
-        """Return a slope as facts about a node's result; None if its dtype does not represent the slope exactly."""
+        """Return a slope as the fact about a node's result for every delta; None if the result's dtype would round it."""
         return constant_pieces(slope) if self.is_exact(slope, node.meta[VALUE].dtype) else None
 
     def _evaluate_slopes(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
@@ -93,7 +98,7 @@ class Intervals:
         return self._linear_combination(node, facts)
 
     def _compare_operands(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
-        """Compare a slope with a number, in either order; None if both operands or none are slopes."""
+        """Evaluate a comparison of a slope with a number, in either order; None if both operands are slopes, or neither is."""
         left, right = (self._fact(item, facts) for item in node.args[:2])
         if isinstance(left, Slope) and not isinstance(right, Slope):
             return self.compare(node, left, right, COMPARISONS[node.target])
@@ -102,7 +107,7 @@ class Intervals:
         return None
 
     def _linear_combination(self, node: fx.Node, facts: Mapping[fx.Node, Fact]) -> Pieces | None:
-        """Evaluate a * x + b * y, with slopes or constant integers x and y."""
+        """Evaluate a * x + b * y for slopes or constant integers x and y; None for other operators, or if a dtype rounds."""
         terms, dtype = linear_combination(node), node.meta[VALUE].dtype
         if terms is None:
             return None
@@ -129,7 +134,7 @@ def _constant_slope(value_range: Range) -> Slope | None:
 
 
 def reach_of(axes: AxisFacts) -> int:
-    """Return the maximum distance between a key position and a query position."""
+    """Return the maximum distance between a key position and a query position, with paddings; 2^31 - 1 if dynamic."""
     if axes.sequence is None:
         return MAX_ROWS
     ends = [(offset, offset + length) for offset, length in axes.sequence.members.values()]
@@ -137,3 +142,19 @@ def reach_of(axes: AxisFacts) -> int:
     if not all(isinstance(bound, int) for bound in bounds):
         return MAX_ROWS
     return max(bounds) - min(bounds)
+
+
+def keeps_last_two_dims(node: fx.Node, source: fx.Node) -> bool:
+    """Return whether `node` is a view or copy of `source` with each row and column of the last two dimensions at its index."""
+    rank, source_rank = len(shape_of_node(node)), len(shape_of_node(source))
+    arguments = bound_arguments(node)
+    if node.target is aten.slice.Tensor:
+        from_first = arguments["start"] in (None, 0) and arguments["step"] == 1
+        return from_first or arguments["dim"] % rank < rank - 2
+    if node.target is aten.select.int:
+        return bool(arguments["dim"] % source_rank < source_rank - 2)
+    if node.target is aten.unsqueeze.default:
+        return bool(arguments["dim"] % rank < rank - 2)
+    if node.target is aten.expand.default:  # a single row or column may be broadcast
+        return shape_of_node(node)[-2:] == shape_of_node(source)[-2:]
+    return node.target in (aten.clone.default, aten.alias.default, aten.detach.default)

@@ -1,4 +1,9 @@
-"""Facts about masks: index arithmetic, evaluated over intervals of delta (key position - query position)."""
+"""Facts about masks: index arithmetic, evaluated over intervals of delta = key position - query position.
+
+A fact is the `Range` [low, high] of a value's elements, or a `Slope` (factor * delta + offset); `Pieces` has one per interval
+of delta: a causal mask is -inf for delta > 0, and 0 elsewhere. `rows` are query positions. A *pattern* is the same for a
+constant buffer, by column - row. Score facts decide which keys a softmax ignores (*hidden* keys).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +41,7 @@ from streamfx.ir.ranges import (
 from streamfx.node_meta import PATTERN, VALUE
 from streamfx.passes.analysis.affine import COEFFICIENTS, Positions, linear_combination
 from streamfx.passes.analysis.fused_scores import scores_of
-from streamfx.passes.analysis.mask_eval import COMPARISONS, Intervals, reach_of
+from streamfx.passes.analysis.mask_eval import COMPARISONS, Intervals, keeps_last_two_dims, reach_of
 from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
 from streamfx.passes.ops.ranges.arithmetic import plus
 from streamfx.passes.ops.ranges.transfer import computation_dtype
@@ -56,6 +61,7 @@ class Masks:
     """Facts about every value with rows and keys, collected in program order."""
 
     def __init__(self, joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> None:
+        """Visit all values of the graph, and record their facts; `access` says which dimensions are rows and which keys."""
         self._axes = axes
         self._access = access
         self._pieces: dict[fx.Node, Pieces] = {}
@@ -83,11 +89,11 @@ class Masks:
             self._record_maximum(node)
 
     def of(self, node: fx.Node) -> Pieces:
-        """Return the facts about a value with rows and keys."""
+        """Return the facts about a value with rows and keys, per interval of delta; of other values, their range."""
         return self._pieces.get(node, constant_pieces(self.values.of(node)))
 
     def fused_bias(self, node: fx.Node) -> Pieces | None:
-        """Return the facts about the bias of a fused attention, including its causal flag."""
+        """Return the facts about what a fused attention adds to its scores, per interval of delta: mask and causal flag."""
         arguments = bound_arguments(node)
         mask = arguments.get("attn_mask")
         bias = constant_pieces(constant(0)) if mask is None else self._operand_facts(mask, node)
@@ -100,7 +106,7 @@ class Masks:
         return bias
 
     def _index_distance(self, node: fx.Node) -> int | None:
-        """Return the sequence distance from query i to key i of a fused attention; `is_causal` compares indices."""
+        """Return delta between key i and query i of a fused attention (`is_causal` compares indices i); None if unknown."""
         sequence, atoms = self._axes.sequence, self.index_axes(node)
         if sequence is None or atoms is None:
             return None
@@ -108,7 +114,7 @@ class Masks:
         return key - query if isinstance(key - query, int) else None
 
     def index_axes(self, node: fx.Node) -> tuple[Atom, Atom] | None:
-        """Return the axes of keys and queries of a fused attention; None unless indices along both are row indices."""
+        """Return the axes of (keys, queries) of a fused attention; None unless indices along both are row indices."""
         keys, queries = (self._axes.row_axis(self._axes.letters[node][letter]) for letter in (N, M))
         return None if keys is None or queries is None else (keys, queries)
 
@@ -119,7 +125,7 @@ class Masks:
         return len(self._axes.sequence_dims(self._axes.shapes[node])) == 2
 
     def _facts_by_interval(self, node: fx.Node) -> Pieces:
-        """Evaluate a node by interval if that is more precise than its range over all rows and keys."""
+        """Return the facts about a value with rows and keys: by interval of delta if a rule exists, else its range."""
         target = node.target
         rule = _RULES.get(target)
         if rule is not None:
@@ -133,7 +139,7 @@ class Masks:
         return self._range_of_all(node)
 
     def _range_of_all(self, node: fx.Node) -> Pieces:
-        """Return the range of all elements, at any position."""
+        """Return the range of a value's elements as one fact for every delta."""
         return constant_pieces(self.values.of(node))
 
     def _is_elementwise(self, node: fx.Node) -> bool:
@@ -142,7 +148,7 @@ class Masks:
         return row is not None and row.elementwise and rule_for(node) is broadcast and not is_random(node)
 
     def _evaluate(self, node: fx.Node, result: int = 0) -> Pieces:
-        """Evaluate an operator on each interval."""
+        """Evaluate an operator on each interval of delta on which its operands have one fact; `result`: which result."""
         relative = self._compare_positions(node)
         if relative is not None:
             return relative
@@ -153,19 +159,19 @@ class Masks:
         )
 
     def _dropout_result(self, node: fx.Node) -> Pieces:
-        """Return the facts about a result of dropout, which scales or drops each element."""
+        """Return the facts about an item of a tuple: a result of dropout by interval; of other operators, the range."""
         producer = node_argument(node)
         if producer.target is aten.native_dropout.default and isinstance(node.args[1], int):
             return self._evaluate(producer, node.args[1])
         return self._range_of_all(node)
 
     def _one_tap_convolution(self, node: fx.Node) -> Pieces:
-        """Return the facts about a convolution over rows and keys that only mixes heads."""
+        """Return the facts about a convolution: by interval if its kernel has one tap, so that it only mixes heads."""
         taps = shape_of_node(node_argument(node, 1))[2:]
         return self._evaluate(node) if all(size == 1 for size in taps) else self._range_of_all(node)
 
     def _padded_facts(self, node: fx.Node) -> Pieces:
-        """Return the facts about a padded value, unless its rows or keys are padded, which would shift delta."""
+        """Return the facts about a padded value: by interval unless rows or keys are padded, which would shift delta."""
         source, signature = node_argument(node), self._axes.signatures.get(node)
         is_shifted = signature is None or any(letter in signature.windows for letter in self._access.roles.get(node, {}))
         return self._range_of_all(node) if is_shifted or not self._is_pair(source) else self._evaluate(node)
@@ -173,35 +179,20 @@ class Masks:
     # -- buffers that hold a mask, as patterns of column - row in their last two dimensions
 
     def _propagate_pattern(self, node: fx.Node) -> None:
-        """Propagate a buffer's pattern through slices that start at the first row and through elementwise operators."""
+        """Record the pattern of a node with one operand, which has a pattern: same for a view, evaluated if elementwise."""
         sources = [source for source in tensor_operands(node) if source in self._patterns]
         if len(sources) != 1 or len(tensor_operands(node)) != 1:
             return
         (source,) = sources
-        if self._keeps_positions(node, source):
+        if keeps_last_two_dims(node, source):
             self._patterns[node] = self._patterns[source]
         elif (row := TRANSFERS.get(node.target)) is not None and row.elementwise:
             self._patterns[node] = combine_pieces(
                 lambda fact: self._intervals.evaluate(node, {source: fact}), self._patterns[source]
             )
 
-    def _keeps_positions(self, node: fx.Node, source: fx.Node) -> bool:
-        """Return whether a view keeps each row and column of the last two dimensions at its index."""
-        rank, before = len(shape_of_node(node)), len(shape_of_node(source))
-        arguments = bound_arguments(node)
-        if node.target is aten.slice.Tensor:
-            from_first = arguments["start"] in (None, 0) and arguments["step"] == 1
-            return from_first or arguments["dim"] % rank < rank - 2
-        if node.target is aten.select.int:
-            return bool(arguments["dim"] % before < before - 2)
-        if node.target is aten.unsqueeze.default:
-            return bool(arguments["dim"] % rank < rank - 2)
-        if node.target is aten.expand.default:  # a single row or column may be broadcast
-            return shape_of_node(node)[-2:] == shape_of_node(source)[-2:]
-        return node.target in (aten.clone.default, aten.alias.default, aten.detach.default)
-
     def _facts_from_pattern(self, operand: fx.Node, user: fx.Node) -> Pieces:
-        """Return a buffer's pattern as facts about delta, given the roles of its dimensions for `user`."""
+        """Return a buffer's pattern (facts by column - row) as facts by delta; `user` decides which are keys."""
         roles = self._operand_roles(operand, user)
         keys_last = roles[-2:] == [Role.ROWS, Role.KEYS]
         offsets = self._pattern_offset(operand, keys_last)
@@ -213,7 +204,7 @@ class Masks:
         return Pieces(tuple(bound + offsets for bound in pattern.bounds), pattern.facts)
 
     def _operand_roles(self, operand: fx.Node, user: fx.Node) -> list[Role | None]:
-        """Return the role that each dimension of an operand has for its user."""
+        """Return the role (rows, keys, or None) of each dimension of an operand for its user; `[]` if unknown."""
         roles, signature = self._access.roles.get(user, {}), self._axes.signatures.get(user)
         if signature is None:
             return []
@@ -221,13 +212,14 @@ class Masks:
         return [next((roles[letter] for letter in dim if letter in roles), None) for dim in letters]
 
     def _pattern_offset(self, node: fx.Node, keys_last: bool) -> int | None:
-        """Return the keys' offset minus the rows' offset for a buffer's last two dimensions; None if unknown."""
+        """Return delta at index (0, 0) of a buffer's last two dimensions; `keys_last`: rows, keys. None if unknown."""
         rank = len(shape_of_node(node))
         last, before = self._offset(node, rank - 1), self._offset(node, rank - 2)
         keys, rows = (last, before) if keys_last else (before, last)
         return keys - rows if isinstance(keys, int) and isinstance(rows, int) else None
 
     def _dims(self, node: fx.Node) -> tuple[int, ...]:
+        """Return the dimensions of a value that contain the sequence."""
         return self._axes.sequence_dims(self._axes.shapes[node])
 
     def _operand_facts(self, operand: fx.Node, user: fx.Node) -> Pieces:
@@ -252,21 +244,21 @@ class Masks:
         return {i: roles[letter] for i, dim in enumerate(letters) for letter in dim if letter in roles}
 
     def _slice_facts(self, node: fx.Node) -> Pieces:
-        """Return the facts about a slice of a mask, or of a table that is larger than the sequence."""
+        """Return the facts about a slice of a mask, or of a table with more rows than the sequence."""
         source = node_argument(node)
         if source in self._pieces or self._is_pair(source):
             return self._mask_slice_facts(node, source)
         return self._operand_facts(source, node)  # sliced from a table
 
     def _mask_slice_facts(self, node: fx.Node, source: fx.Node) -> Pieces:
-        """Return the facts about a slice of a mask. A slice that does not start at the first row would shift delta."""
+        """Return the facts about a slice of a mask: the mask's if it starts at row 0; else the range, since delta shifts."""
         signature = self._axes.signatures.get(node)
         starts = [window.start for window in signature.windows.values()] if signature is not None else [None]
         source_facts = self.of(source) if source in self._pieces else self._operand_facts(source, node)
         return source_facts if all(start == 0 for start in starts) else self._range_of_all(node)
 
     def _triangle_facts(self, node: fx.Node) -> Pieces:
-        """Return the facts about `tril` and `triu`: zero outside the triangle."""
+        """Return the facts about `tril` and `triu`: the operand's inside the triangle, zero outside."""
         arguments, roles = bound_arguments(node), self._roles_by_dim(node)
         source, diagonal, rank = arguments["self"], arguments["diagonal"], len(shape_of_node(node))
         last_role, other_role = roles.get(rank - 1), roles.get(rank - 2)
@@ -280,13 +272,13 @@ class Masks:
         return combine_pieces(lambda keep, fact: constant_pieces(fact if keep == constant(True) else constant(0)), inside, facts)
 
     def _key_offset_less_row_offset(self, node: fx.Node) -> int | None:
-        """Return the offset of the key axis minus the offset of the row axis."""
+        """Return delta at row 0 and key 0 of a value: the offset of its key axis less that of its row axis; None if unknown."""
         offsets = {role: self._offset(node, dim) for dim, role in self._roles_by_dim(node).items()}
         keys, rows = offsets.get(Role.KEYS), offsets.get(Role.ROWS)
         return keys - rows if isinstance(keys, int) and isinstance(rows, int) else None
 
     def _offset(self, node: fx.Node, dim: int) -> Any:
-        """Return the position of index 0 of a dimension in the sequence; None if it is not an axis of the sequence."""
+        """Return which row of the sequence index 0 of a dimension is; None if the dimension is not an axis of its rows."""
         sequence, atom = self._axes.sequence, self._axes.row_axis(self._axes.shapes[node][dim])
         return None if sequence is None or atom is None else sequence.members[atom].offset
 
@@ -301,13 +293,12 @@ class Masks:
         return combine_pieces(lambda fact: constant_pieces(zero if hidden(fact) else probability), score_facts)
 
     def hidden_test(self, node: fx.Node, scores: Pieces) -> Callable[[Fact], bool]:
-        """Return a test for scores that do not contribute to a softmax or maximum over keys.
+        """Return a test for facts about scores that do not contribute to the softmax or maximum over keys `node`.
 
         Minus infinity does not contribute. A large negative number does not contribute if each query position sees its own
-        key, because the score of that key is much larger.
+        key, because the score of that key is much larger. `scores`: the facts by delta; of fused attention, its bias.
         """
-        first = tensor_operands(node)[0]
-        is_float16 = first.meta[VALUE].dtype == torch.float16
+        is_float16 = tensor_operands(node)[0].meta[VALUE].dtype == torch.float16
         min_visible, max_hidden = (VISIBLE_SCORE_HALF, HIDDEN_SCORE_HALF) if is_float16 else (VISIBLE_SCORE, HIDDEN_SCORE)
         products = scores_of(node, self.values) if node.target in FUSED else constant(0)
 
@@ -318,7 +309,7 @@ class Masks:
         return lambda fact: score(fact).high <= (max_hidden if is_own_key_visible else -INFINITY)
 
     def _has_own_keys(self, node: fx.Node) -> bool:
-        """Return whether the keys of an operator include, for each row of the sequence, the key of that row."""
+        """Return whether the keys of an operator include, for each of its rows, the key of the same row of the sequence."""
         sequence, letters = self._axes.sequence, self._axes.letters.get(node, {})
         roles = self._access.roles.get(node, {})
         atoms = {role: self._axes.sequence_atom(letters[letter]) for letter, role in roles.items() if letter in letters}
@@ -332,7 +323,7 @@ class Masks:
         return is_static and first_key <= first_row and first_row + row_count <= first_key + key_count  # type: ignore[operator]
 
     def _record_maximum(self, node: fx.Node) -> None:
-        """Record a range for the maximum over keys: it is at least the score of each row's own key."""
+        """Record the range of a maximum over keys (or `logsumexp`): it is at least the score of each row's own key."""
         source = tensor_operands(node)[0]
         if source in self._pieces and self._has_own_keys(node):
             diagonal = self._intervals.range(self._operand_facts(source, node).at(0))
@@ -347,7 +338,7 @@ class Masks:
     # -- index vectors
 
     def _compare_positions(self, node: fx.Node) -> Pieces | None:
-        """Return the facts about a comparison or difference of index vectors along rows and along keys; None for others."""
+        """Return the facts about `cols <= rows`, `rows - cols` and the like, of one vector of rows, one of keys; else None."""
         relation = COMPARISONS.get(node.target)
         if relation is not None:
             terms: Any = ((1, node.args[0]), (-1, node.args[1]))
@@ -363,10 +354,13 @@ class Masks:
             return None
         return self._intervals.if_exact(slope, node) if relation is None else compare_slope(relation, slope, 0)
 
-    def _slope_of_terms(self, node: fx.Node, parts: tuple[tuple[int, Any], ...], dtype: torch.dtype) -> Slope | None:
-        """Return a * rows + b * keys as a slope of delta; None unless a = -b and the dtype represents both terms exactly."""
+    def _slope_of_terms(self, node: fx.Node, weighted_operands: tuple[tuple[int, Any], ...], dtype: torch.dtype) -> Slope | None:
+        """Return the sum of coefficient * operand as a slope of delta, for one operand along rows and one along keys.
+
+        None unless their factors are opposite, so that the sum depends on key - row alone, and `dtype` is exact.
+        """
         terms: dict[Role, tuple[int, int]] = {}
-        for coefficient, operand in parts:
+        for coefficient, operand in weighted_operands:
             affine = self._affine_along_role(operand, node, dtype)
             if affine is None or affine[0] in terms:
                 return None
@@ -377,7 +371,7 @@ class Masks:
         return Slope(terms[Role.KEYS][0], terms[Role.KEYS][1] + terms[Role.ROWS][1])
 
     def _affine_along_role(self, operand: Any, user: fx.Node, dtype: torch.dtype) -> tuple[Role, int, int] | None:
-        """Return (role, factor, offset) of an operand factor * position + offset along the rows or keys of `user`, or None."""
+        """Return (role, factor, offset) of an operand: factor * position + offset along rows or keys of `user`; else None."""
         affine = self._positions.of(operand)
         if affine is None or affine.dim is None or not self._positions.is_exact(affine, operand, dtype):
             return None

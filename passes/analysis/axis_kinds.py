@@ -1,0 +1,127 @@
+"""Kinds of axes and values, from which the axis analysis chooses the sequence: features, ordered axes, static values, weights.
+
+An axis is identified by an `Atom` (an axis factor, an integer); `axes` holds the axis factors of each dimension of each value,
+and the `Signature` of each operator, whose axis labels (`Letter`) `axes.letters[node]` maps to axis factors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from streamfx.ir.axis_table import Atom
+from streamfx.ir.facts import AxisFacts
+from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, tensor_operands
+from streamfx.ir.signature import RunningSum
+from streamfx.node_meta import VALUE
+from streamfx.passes.ops.collectives import is_collective
+from streamfx.passes.ops.traits import is_random, only_moves_elements
+
+aten = torch.ops.aten
+
+BY_POSITION = frozenset(  # operators that distinguish rows along a dimension by position
+    {
+        aten.select.int,
+        aten.select_backward.default,
+        aten.select_scatter.default,
+        aten.slice_scatter.default,
+        aten.unbind.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.cat.default,
+        aten.flip.default,
+        aten.roll.default,
+        aten.cumsum.default,
+        aten.cumprod.default,
+        aten.cummax.default,
+        aten.logcumsumexp.default,
+    }
+)
+
+
+def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
+    """Return the *static* values: they depend only on inputs that are integers, booleans or vectors, and on constants.
+
+    Masks, rotary tables and labels are static. They are cheap to compute in full if they have one sequence dimension.
+    """
+    static = {node for node in joint.sources if node not in joint.tangents and (not is_tensor(node) or _is_static_input(node))}
+    for node in joint.nodes:
+        if is_random(node) or is_collective(node):  # values of other ranks depend on more than this rank's integers
+            continue
+        if all(source in static for source in node.all_input_nodes):
+            static.add(node)
+    return frozenset(static)
+
+
+def _is_static_input(node: fx.Node) -> bool:
+    """Return whether an input is of integers or booleans, or has at most one dimension of more than one element."""
+    value: torch.Tensor = node.meta[VALUE]
+    is_vector = sum(not isinstance(size, int) or size != 1 for size in value.shape) <= 1
+    return not (value.is_floating_point() or value.is_complex()) or is_vector
+
+
+def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
+    """Return floating-point inputs, values computed from parameters alone, and views or copies of any of them."""
+    inputs = {node for node in joint.primals if is_tensor(node) and node.meta[VALUE].is_floating_point()}
+    weights, parameters = set(inputs), {node for node in inputs if is_parameter(node)}
+    for node in joint.nodes:
+        sources = [source for source in node.all_input_nodes if is_tensor(source)]
+        if sources and all(source in parameters for source in sources):
+            parameters.add(node)
+        if node in parameters or (only_moves_elements(node) and sources[0] in weights):
+            weights.add(node)
+    return frozenset(weights)
+
+
+def find_input_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+    """Return the axes of inputs (not parameters) that no product with a weight contracts: batch and sequence."""
+    inputs = (node for node in joint.inputs if is_tensor(node) and not is_parameter(node))
+    return {atom for node in inputs for atom in atoms_of(node, axes)} - find_feature_axes(joint, axes)
+
+
+def find_feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+    """Return the axes of weights that forward products contract: the widths of features.
+
+    Axes along which a weight is expanded are excluded: a softmax sink, for example, is expanded along rows.
+    """
+    parameters = {node for node in joint.primals if is_tensor(node) and is_parameter(node)}
+    features: set[Atom] = set()
+    expanded: set[Atom] = set()
+    for node in (node for node in joint.nodes if node in joint.forward):
+        operands = tensor_operands(node)
+        if operands and all(operand in parameters for operand in operands):
+            parameters.add(node)
+            expanded |= atoms_of(node, axes) - atoms_of(operands[0], axes) if node.target is aten.expand.default else set()
+        elif (signature := axes.signatures.get(node)) is not None and signature.results[0]:
+            contracted = signature.contracted_letters()
+            for operand, shape in zip(operands, signature.operands, strict=True):
+                if operand in parameters and any(letter in contracted for dim in shape for letter in dim):
+                    features |= atoms_of(operand, axes) - expanded
+    return features
+
+
+def atoms_of(node: fx.Node, axes: AxisFacts) -> set[Atom]:
+    """Return all axis factors of a value's dimensions."""
+    return {atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim)}
+
+
+def find_ordered_axes(axes: AxisFacts) -> set[Atom]:
+    """Return the axes whose rows have an order, because an operator depends on their positions: sequences, not batches."""
+    ordered: set[Atom] = set()
+    for node, signature in axes.signatures.items():
+        letters = {item for letter, window in signature.windows.items() for item in (letter, window.source)}
+        letters |= {letter for letter, index in signature.index.items() if isinstance(index, RunningSum)}
+        letters |= signature.full_letters if node.target in BY_POSITION else set()
+        ordered |= {atom for letter in letters for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
+    return ordered
+
+
+def find_innermost_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+    """Return the axes that are innermost in inputs, and nowhere else: their slices would not be contiguous in memory."""
+    inputs = [node for node in joint.primals if is_tensor(node) and node.meta[VALUE].is_floating_point()]
+    shapes = [axes.shapes[node] for node in inputs if len(axes.shapes[node]) > 1]
+    last, others = (
+        {atom for dim in dims for atom in axes.table.resolve(dim)}
+        for dims in ([shape[-1] for shape in shapes], [dim for shape in shapes for dim in shape[:-1]])
+    )
+    return last - others
