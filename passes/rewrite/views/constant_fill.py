@@ -1,4 +1,7 @@
-"""Replace constants that copy shape and dtype from a tensor by constants that do not depend on it."""
+"""Replace constants that copy shape and dtype from a tensor by constants that do not depend on it.
+
+So a chunk of the constant can be computed before, or without, the tensor.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ FILL_VALUES: dict[Any, Any] = {  # uninitialized memory: any value is valid, so 
 
 @rewrite_rule(*FILL_VALUES, aten.new_full.default)
 def new_full_to_full(node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """new_zeros(x, shape) -> full(shape, 0)"""
+    """new_zeros(x, shape) -> full(shape, 0)"""  # also new_ones, new_full, and new_empty, which is filled with 0
     arguments, value = bound_arguments(node), node.meta[VALUE]
     fill = FILL_VALUES.get(node.target, arguments.get("fill_value"))
     fill = bool(fill) if value.dtype == torch.bool and not is_size(fill) else fill

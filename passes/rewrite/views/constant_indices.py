@@ -3,8 +3,8 @@
     x[arange(b * t).view(b, t), labels]            x[arange(b)[:, None] * t + arange(t), labels]
     x[arange(b).repeat_interleave(t), arange(t).repeat(b), labels.flatten()]
 
-The index is evaluated at compile time and compared with the expected indices. If sizes are dynamic, only a view of a
-vector 0, 1, 2, ... is recognized.
+So the index selects one element for each row of the flattened view [b t], in order. The index is evaluated at compile time
+and compared with the expected indices. If sizes are dynamic, only a view of a vector 0, 1, 2, ... is recognized.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ EVALUATED = (
 
 
 def enumerate_rows(indices: Sequence[fx.Node], rows: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
-    """Return whether indices, broadcast to `shape`, enumerate all elements of dimensions `rows` once, in row-major order."""
+    """Return whether index tensors, one for each dimension of `rows`, select all elements once, in row-major order.
+
+    The tensors broadcast to `shape`. For rows (2, 3) and shape (6,), the indices are 0 0 0 1 1 1 and 0 1 2 0 1 2.
+    """
     if product(shape) != product(rows):
         return False
     if len(indices) == 1 and _is_view_of_arange(indices[0], rows[0], shape):
@@ -78,7 +81,7 @@ def enumerate_rows(indices: Sequence[fx.Node], rows: tuple[Size, ...], shape: tu
 
 
 def is_strided_arange(node: fx.Node, step: int) -> bool:
-    """Return whether a vector is 0, step, 2 * step, ..., and its dtype holds all of these exactly."""
+    """Return whether a vector is proven to be 0, step, 2 * step, ..., and its dtype holds all of these exactly."""
     if node.target is aten.arange.start_step:
         arguments = bound_arguments(node)
         is_held = is_exact_in(node.meta[VALUE].dtype, 0, step * max_size(shape_of_node(node)[0]))
@@ -90,7 +93,10 @@ def is_strided_arange(node: fx.Node, step: int) -> bool:
 
 
 def _evaluate(node: fx.Node, evaluated: dict[fx.Node, Tensor | None]) -> Tensor | None:
-    """Evaluate an integer tensor on the CPU; None if it depends on inputs or has more than `MAX_EVALUATED` elements."""
+    """Return the elements of an integer tensor, computed on the CPU; None if it depends on inputs or on an unknown operator.
+
+    Also None if a value has a dynamic shape or more than `MAX_EVALUATED` elements. `evaluated` caches the results.
+    """
     if node not in evaluated:
         value = node.meta.get(VALUE)
         is_index = (
@@ -101,7 +107,10 @@ def _evaluate(node: fx.Node, evaluated: dict[fx.Node, Tensor | None]) -> Tensor 
 
 
 def _run_on_cpu(node: fx.Node, evaluated: dict[fx.Node, Tensor | None]) -> Tensor | None:
-    """Run a node's operator on its evaluated operands; None if that is not possible or the result has another shape or dtype."""
+    """Return the result of a node's operator for its operands' elements, or the constant that the node is.
+
+    Return None if an operand is not known, the operator is not in `EVALUATED`, or the shape or dtype is not the traced one.
+    """
     constant = node.meta.get(CONSTANT)
     if isinstance(constant, Tensor):
         return constant.cpu()
@@ -121,7 +130,7 @@ def _run_on_cpu(node: fx.Node, evaluated: dict[fx.Node, Tensor | None]) -> Tenso
 
 
 def _is_view_of_arange(index: fx.Node, rows: Size, shape: tuple[Size, ...]) -> bool:
-    """Return whether an index has a shape, and is a view of a vector 0, 1, 2, ... in row-major order."""
+    """Return whether an index has this shape, and is a view of a vector 0, 1, ..., `rows` - 1."""
     if shape_of_node(index) != shape:
         return False
     while index.target in VIEWS and is_tensor(index.args[0]):
@@ -130,6 +139,6 @@ def _is_view_of_arange(index: fx.Node, rows: Size, shape: tuple[Size, ...]) -> b
 
 
 def _broadcasts_to(from_shape: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
-    """Return whether a shape broadcasts to another shape."""
+    """Return whether a tensor of shape `from_shape` can be expanded to `shape`."""
     trailing = shape[len(shape) - len(from_shape) :]
     return len(from_shape) <= len(shape) and all(size in (1, wanted) for size, wanted in zip(from_shape, trailing, strict=True))

@@ -2,9 +2,10 @@
 
     for r in range(n): x[r, : r - 2] = c    ->    where(arange(n) < arange(n)[:, None] - 2, c, x)
 
-Each write covers a box, an interval of each dimension. After all writes, each constant is visible in an interval of columns
-per row. The bounds of these intervals become a constant, a line, a staircase of blocks, or a table, which is checked for
-each row.
+A write is `slice_scatter` or `select_scatter`. Each covers a *box*: an interval of each dimension. At most two dimensions
+may be covered in part; in this file, they are the rows and the columns of the buffer. After all writes, each constant is
+visible in an interval of columns per row (a *strip*). The start and the end of these intervals (its two *edges*) become a
+constant, a line, a staircase of blocks, or a table, which is checked for each row. `END` is the end of a dynamic dimension.
 """
 
 from __future__ import annotations
@@ -62,43 +63,44 @@ def constant_writes_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | No
         (tuple((low, min(high, end)) for (low, high), end in zip(box, ends, strict=True)), number) for box, number in boxes
     ]
     clipped = [(box, number) for box, number in clipped if all(low < high for low, high in box)]
-    dims = [dim for dim, end in enumerate(ends) if any(box[dim] != (0, end) for box, _ in clipped)]
-    if not boxes or len(dims) > 2:
+    partly_written_dims = [dim for dim, end in enumerate(ends) if any(box[dim] != (0, end) for box, _ in clipped)]
+    if not boxes or len(partly_written_dims) > 2:
         return None
-    written_extent = {dim: sum(box[dim][1] - box[dim][0] for box, _ in clipped) for dim in dims}
-    row, column = [*sorted(dims, key=lambda dim: written_extent[dim]), None, None][:2]
-    rectangles = [(_interval_along(box, row), _interval_along(box, column), number) for box, number in clipped]
-    single_strips = [Strip(number, [Band(rows, columns)]) for rows, columns, number in rectangles]
-    strips = (
-        single_strips
-        if len(rectangles) <= MAX_SINGLE_STRIPS
-        else group_into_strips(rectangles, 1 if column is None else ends[column])
-    )
-    return _emit_selections(buffer, node, strips, _Regions(writer, node, row, column)) if len(strips) <= MAX_INTERVALS else None
+    written_extent = {dim: sum(box[dim][1] - box[dim][0] for box, _ in clipped) for dim in partly_written_dims}
+    row_dim, column_dim = [*sorted(partly_written_dims, key=lambda dim: written_extent[dim]), None, None][:2]
+    rectangles = [(_interval_along(box, row_dim), _interval_along(box, column_dim), number) for box, number in clipped]
+    if len(rectangles) <= MAX_SINGLE_STRIPS:
+        strips = [Strip(number, [Band(rows, columns)]) for rows, columns, number in rectangles]
+    else:
+        strips = group_into_strips(rectangles, 1 if column_dim is None else ends[column_dim])
+    if len(strips) > MAX_INTERVALS:
+        return None
+    return _emit_selections(buffer, node, strips, _StripConditions(writer, node, row_dim, column_dim))
 
 
 def _interval_along(box: Box, dim: int | None) -> Interval:
-    """Return a box's interval along a dimension; [0, 1) if the buffer has no such dimension."""
+    """Return a box's interval along a dimension; [0, 1) for None: the buffer has no rows, or no columns."""
     return (0, 1) if dim is None else box[dim]
 
 
-def _emit_selections(buffer: fx.Node, node: fx.Node, strips: list[Strip], regions: _Regions) -> fx.Node | None:
-    """Emit a `where` per strip that selects its constant instead of the buffer; None if a strip has no condition."""
-    writer, value = regions.writer, node.meta[VALUE]
+def _emit_selections(buffer: fx.Node, node: fx.Node, strips: list[Strip], conditions: _StripConditions) -> fx.Node | None:
+    """Emit where(element is in the strip, its constant, buffer) for one strip after the other, and return the last value.
+
+    `buffer` is the value before all writes, `node` the last write. Return None if the condition of a strip cannot be emitted.
+    """
+    writer, value = conditions.writer, node.meta[VALUE]
     for strip in strips:
-        number = (
-            strip.number if value.is_floating_point() else bool(strip.number) if value.dtype == torch.bool else int(strip.number)
-        )
-        conditions = regions.of(strip)
-        if conditions is None:
+        number: float = strip.number
+        if not value.is_floating_point():
+            number = bool(number) if value.dtype == torch.bool else int(number)
+        strip_conditions = conditions.emit(strip)
+        if strip_conditions is None:
             return None
         fill = writer.call(aten.full.default, [], number, dtype=value.dtype, device=value.device)
-        call = (
-            (aten.where.self, conditions[0], fill, buffer)
-            if conditions
-            else (aten.expand.default, fill, size_arguments(node, writer))
-        )
-        buffer = writer.call(*call)
+        if strip_conditions:
+            buffer = writer.call(aten.where.self, strip_conditions[0], fill, buffer)
+        else:
+            buffer = writer.call(aten.expand.default, fill, size_arguments(node, writer))
     return buffer
 
 
@@ -106,7 +108,10 @@ def _emit_selections(buffer: fx.Node, node: fx.Node, strips: list[Strip], region
 
 
 def _find_writes(node: fx.Node, last_base: fx.Node | None = None) -> tuple[fx.Node, list[tuple[Box, float]]]:
-    """Return the buffer before the first write, and the boxes of all writes in order."""
+    """Return the buffer before the first of a chain of constant writes, and (box, constant) of all writes in order.
+
+    The chain ends with `node`: each write's buffer is the write before it. It starts after `last_base`, if that is in it.
+    """
     writes = []
     while node is not last_base and (boxes := _match_written_boxes(node)) is not None:
         writes.append(boxes)
@@ -115,12 +120,17 @@ def _find_writes(node: fx.Node, last_base: fx.Node | None = None) -> tuple[fx.No
 
 
 def _match_written_boxes(node: fx.Node) -> list[tuple[Box, float]] | None:
-    """Return the boxes that one operator writes, each with its constant; None if it writes anything but constants."""
+    """Return the boxes that one operator writes, as (box, constant) in order; None if it writes anything but constants.
+
+    The written rows are a constant, or a view of the same rows of the buffer (or a constant) with constant writes of their
+    own: x[r][: r - 2] = c writes the row r of x, in which a slice was overwritten.
+    """
     target_rows = _find_rows(node) if node.target in WRITES else None
     if target_rows is None or not has_same_type(node_argument(node, 1), node):
         return None
     base, rows = node_argument(node), node_argument(node, 1)
-    is_single_row, (dim, low, high) = node.target is aten.select_scatter.default, target_rows
+    dim, low, high = target_rows
+    is_single_row = node.target is aten.select_scatter.default
     boxes: list[tuple[Box, float]] = []
     number = _find_constant(rows)
     if number is None:
@@ -133,6 +143,7 @@ def _match_written_boxes(node: fx.Node) -> list[tuple[Box, float]] | None:
             return None
     if number is not None:
         boxes = [(((0, END),) * len(shape_of_node(rows)), number), *boxes]
+    # from boxes of the written rows to boxes of the buffer
     if is_single_row:
         return [((*box[:dim], (low, high), *box[dim:]), number) for box, number in boxes]
     shifted = [(box, (low + box[dim][0], min(low + min(box[dim][1], END - low), high)), number) for box, number in boxes]
@@ -140,12 +151,15 @@ def _match_written_boxes(node: fx.Node) -> list[tuple[Box, float]] | None:
 
 
 def _find_rows(node: fx.Node) -> RowSlice | None:
-    """Return the rows that a write or a view accesses; None if they are not known."""
+    """Return the rows that a write or a view (a slice or a single row) accesses, as nonnegative numbers.
+
+    Return None if its bounds are not static, or if it has a step.
+    """
     arguments = bound_arguments(node)
-    source = node_argument(node)
-    rank = len(shape_of_node(source))
+    operand = node_argument(node)
+    rank = len(shape_of_node(operand))
     dim = arguments["dim"] % max(rank, 1)
-    size = shape_of_node(source)[dim] if rank else None
+    size = shape_of_node(operand)[dim] if rank else None
     end = size if isinstance(size, int) else END
     if "index" in arguments:
         index = arguments["index"]
@@ -155,28 +169,29 @@ def _find_rows(node: fx.Node) -> RowSlice | None:
     stop = END if arguments["end"] is None else arguments["end"]
     if not all(isinstance(bound, int) and (bound >= 0 or end != END) for bound in (start, stop)) or arguments["step"] != 1:
         return None
-    first, stop_row, _ = slice(start, stop).indices(end)
-    return RowSlice(dim, first, stop_row)
+    first_row, end_row, _ = slice(start, stop).indices(end)
+    return RowSlice(dim, first_row, end_row)
 
 
 def _is_view_of_buffer(view: fx.Node, is_single_row: bool, rows: RowSlice, base: fx.Node) -> bool:
-    """Return whether a value is a view of these rows of the buffer `base`.
+    """Return whether `view` holds these rows of the buffer `base` (a single row without its dimension if `is_single_row`).
 
     The view may be of the buffer, of a value that was written there, or of the buffer before writes to other rows.
     """
     if view.target is operator.getitem and node_argument(view).target is aten.unbind.int:
-        unbind, index = node_argument(view), int_argument(view, 1)
-        source = node_argument(unbind)
-        viewed_rows: RowSlice | None = RowSlice(bound_arguments(unbind)["dim"] % len(shape_of_node(base)), index, index + 1)
+        unbind, row_index = node_argument(view), int_argument(view, 1)
+        viewed = node_argument(unbind)
+        unbind_dim = bound_arguments(unbind)["dim"] % len(shape_of_node(base))
+        viewed_rows: RowSlice | None = RowSlice(unbind_dim, row_index, row_index + 1)
     elif view.target is (aten.select.int if is_single_row else aten.slice.Tensor):
-        source, viewed_rows = node_argument(view), _find_rows(view)
+        viewed, viewed_rows = node_argument(view), _find_rows(view)
     else:
         return False
-    while source is not base or viewed_rows != rows:
+    while viewed is not base or viewed_rows != rows:
         written = _find_rows(base) if base.target in WRITES else None
         if written is None or written.dim != rows.dim:
             return False
-        if base.target is aten.slice_scatter.default and source is node_argument(base, 1):
+        if base.target is aten.slice_scatter.default and viewed is node_argument(base, 1):
             return written.contains(rows) and viewed_rows == (rows.dim, rows.start - written.start, rows.stop - written.start)
         if not written.is_disjoint(rows):
             return False
@@ -185,7 +200,7 @@ def _is_view_of_buffer(view: fx.Node, is_single_row: bool, rows: RowSlice, base:
 
 
 def _find_constant(rows: fx.Node) -> float | None:
-    """Return the constant that all elements of a value equal, or None."""
+    """Return the number that all elements of a value equal, exactly in its dtype; None if it is not known to be a constant."""
     while rows.target in MOVES_ELEMENTS:
         rows = node_argument(rows)
     if rows.target is aten.zero.default:
@@ -213,59 +228,66 @@ def _represents(dtype: torch.dtype, number: float) -> bool:
 # -- the selection by row and column indices
 
 
-class _Regions:
-    """Emits, for a strip, the condition that an element of the buffer lies in it."""
+class _StripConditions:
+    """Emits, for a strip, the condition that an element of the buffer lies in it, from arange over rows and columns."""
 
-    def __init__(self, writer: GraphWriter, like: fx.Node, row: int | None, column: int | None) -> None:
-        """Store the writer, a tensor of the buffer's shape, and its row and column dimensions (None: only one of them)."""
-        self.writer, self._like, self._row, self._column = writer, like, row, column
-        self._rows, self._columns = self._size(row), self._size(column)
+    def __init__(self, writer: GraphWriter, like: fx.Node, row_dim: int | None, column_dim: int | None) -> None:
+        """Store a tensor of the buffer's shape, and its dimensions of rows and columns; None counts as one row or column."""
+        self.writer, self._like, self._row_dim, self._column_dim = writer, like, row_dim, column_dim
+        self._num_rows, self._num_columns = self._size(row_dim), self._size(column_dim)
 
-    def of(self, strip: Strip) -> list[fx.Node] | None:
-        """Emit the condition for a strip; return it as a list, empty if it is always true. None if it cannot be expressed."""
-        start, end = strip.rows
-        low, high = (fit_line(strip.edge(side), self._columns) for side in (0, 1))
-        if low is None or high is None or not are_adjacent(strip.bands) or (end == END and (low.factor or high.factor)):
-            tables = [] if self._rows == END else [self._column_table(strip.edge(side)) for side in (0, 1)]
-            if self._column is None:  # the only column has index 0
+    def emit(self, strip: Strip) -> list[fx.Node] | None:
+        """Emit the condition that an element lies in a strip: start of the row's interval <= its column < end.
+
+        The start and end are lines over row indices if lines fit all rows, else tables with an entry per row. Return a list
+        with the condition, empty if it is always true; None if it cannot be expressed (a table over dynamically many rows).
+        """
+        first_row, end_row = strip.rows
+        low, high = (fit_line(strip.edge(side), self._num_columns) for side in (0, 1))
+        if low is None or high is None or not are_adjacent(strip.bands) or (end_row == END and (low.factor or high.factor)):
+            tables = [] if self._num_rows == END else [self._column_table(strip.edge(side)) for side in (0, 1)]
+            if self._column_dim is None:  # the only column has index 0
                 return [self.writer.call(aten.gt.Scalar, table, 0) for table in tables[1:]] or None
-            return (
-                self._conjunction([self._compared(name, table) for name, table in zip(("ge", "lt"), tables, strict=False)])
-                or None
-            )
-        terms, rows = list[fx.Node](), range(min(self._rows, start + 1 if end == END else end))
-        if self._is_empty_outside(low, high, start, end):
-            rows = range(min(self._rows, END - 1)) if end != END else rows
+            comparisons = [self._compared(name, table) for name, table in zip(("ge", "lt"), tables, strict=False)]
+            return self._conjunction(comparisons) or None
+        conditions = list[fx.Node]()
+        rows = range(min(self._num_rows, first_row + 1 if end_row == END else end_row))  # where the lines are compared
+        if self._is_empty_outside(low, high, first_row, end_row):
+            rows = range(min(self._num_rows, END - 1)) if end_row != END else rows
         else:
-            terms, rows = self._emit_row_conditions(start, end), rows[start:]
-        terms += [self._compared("ge", low)] if any(low.at(row) > 0 for row in rows) else []
-        terms += [self._compared("lt", high)] if any(high.at(row) < self._columns for row in rows) else []
-        return self._conjunction(terms)
+            conditions = self._emit_row_conditions(first_row, end_row)
+            rows = rows[first_row:]
+        conditions += [self._compared("ge", low)] if any(low.at(row) > 0 for row in rows) else []
+        conditions += [self._compared("lt", high)] if any(high.at(row) < self._num_columns for row in rows) else []
+        return self._conjunction(conditions)
 
     def _is_empty_outside(self, low: ColumnLine, high: ColumnLine, start: int, end: int) -> bool:
-        """Return whether two lines leave no column between them in rows before `start` and from `end` on."""
-        if self._rows == END:
+        """Return whether no column is between the two lines in rows before `start` and from `end` on.
+
+        Then the strip needs no condition on the row index.
+        """
+        if self._num_rows == END:
             return start == 0 and end == END
-        outside = (*range(start), *range(end, self._rows))
-        return all(clamp(low.at(row), self._columns) >= clamp(high.at(row), self._columns) for row in outside)
+        outside = (*range(start), *range(end, self._num_rows))
+        return all(clamp(low.at(row), self._num_columns) >= clamp(high.at(row), self._num_columns) for row in outside)
 
     def _emit_row_conditions(self, start: int, end: int) -> list[fx.Node]:
-        """Emit the conditions that hold for rows [start, end) only."""
+        """Emit the conditions start <= row index < end; a bound that all rows satisfy has no condition."""
         if end == start + 1:
-            return [self.writer.call(aten.eq.Scalar, self._indices(self._row), start)]
-        bounds = ((aten.ge.Scalar, start, start > 0), (aten.lt.Scalar, end, end < self._rows))
-        return [self.writer.call(target, self._indices(self._row), bound) for target, bound, is_needed in bounds if is_needed]
+            return [self.writer.call(aten.eq.Scalar, self._indices(self._row_dim), start)]
+        bounds = ((aten.ge.Scalar, start, start > 0), (aten.lt.Scalar, end, end < self._num_rows))
+        return [self.writer.call(target, self._indices(self._row_dim), bound) for target, bound, is_needed in bounds if is_needed]
 
     def _compared(self, name: str, edge: ColumnLine | fx.Node) -> fx.Node:
-        """Emit the comparison `name` ("ge" or "lt") of column indices with the edge of each row's interval."""
-        columns, overload = self._indices(self._column), getattr(aten, name)
+        """Emit the comparison `name` ("ge" or "lt") of column indices with one edge: a line, or a table with a column per row."""
+        columns, overload = self._indices(self._column_dim), getattr(aten, name)
         if isinstance(edge, ColumnLine) and edge.factor == 0:
             return self.writer.call(overload.Scalar, columns, edge.offset)
         return self.writer.call(overload.Tensor, columns, self._columns_of(edge) if isinstance(edge, ColumnLine) else edge)
 
     def _columns_of(self, line: ColumnLine) -> fx.Node:
-        """Emit the column of a line for each row, from the row indices."""
-        columns = self._indices(self._row)
+        """Emit the column of a line for each row: (row + shift) // block * factor + offset."""
+        columns = self._indices(self._row_dim)
         for operation, operand, neutral in (
             (aten.add.Tensor, line.shift, 0),
             (aten.floor_divide.default, line.block, 1),
@@ -276,12 +298,17 @@ class _Regions:
         return columns
 
     def _column_table(self, edge: list[Interval]) -> fx.Node:
-        """Emit a vector with the column of an edge for each row, 0 for rows without an interval."""
+        """Emit a table with the column of an edge for each row, 0 for rows without an interval.
+
+        `edge` has (row, column) pairs. The table is written in few operators: 0 0 0 4 5 6 -> cat([full(3, 0), arange(4, 7)]).
+        """
         column_by_row, keywords = dict(edge), {"dtype": torch.int64, "device": self._like.meta[VALUE].device}
-        columns = [column_by_row.get(row, 0) for row in range(self._rows)]
-        segments, start = list[fx.Node](), 0
-        while start < len(columns):
-            stop, step = start + 1, columns[start + 1] - columns[start] if start + 1 < len(columns) else 0
+        columns = [column_by_row.get(row, 0) for row in range(self._num_rows)]
+        segments = list[fx.Node]()
+        start = 0
+        while start < len(columns):  # the next segment has rows [start, stop), whose columns increase by `step`
+            stop = start + 1
+            step = columns[stop] - columns[start] if stop < len(columns) else 0
             while stop < len(columns) and columns[stop] - columns[stop - 1] == step:
                 stop += 1
             low, high = columns[start], columns[stop - 1] + step
@@ -289,22 +316,22 @@ class _Regions:
             segment = (aten.arange.start_step, low, high, step) if is_arange else (aten.full.default, [stop - start], low)
             segments.append(self.writer.call(*segment, **keywords))
             start = stop
-        return self._broadcast_along(self.writer.call(aten.cat.default, segments), self._row)
+        return self._broadcast_along(self.writer.call(aten.cat.default, segments), self._row_dim)
 
     def _indices(self, dim: int | None) -> fx.Node:
-        """Return the indices of all rows, or columns, along their dimension."""
+        """Emit arange over dimension `dim` of the buffer (None: the first), broadcastable to the buffer's shape."""
         size = size_arguments(self._like, self.writer)[dim or 0]
         return self._broadcast_along(self.writer.call(aten.arange.default, size, device=self._like.meta[VALUE].device), dim)
 
     def _broadcast_along(self, vector: fx.Node, dim: int | None) -> fx.Node:
-        """Unsqueeze a vector so that it broadcasts along one dimension of the buffer."""
+        """Append dimensions of size one to a vector over dimension `dim`, so that it broadcasts to the buffer's shape."""
         for position in range(1, len(shape_of_node(self._like)) - (dim or 0)):
             vector = self.writer.call(aten.unsqueeze.default, vector, position)
         return vector
 
-    def _conjunction(self, terms: list[fx.Node]) -> list[fx.Node]:
-        """Return the conjunction of all terms as a list of one condition, or the empty list."""
-        return [reduce(partial(self.writer.call, aten.logical_and.default), terms)] if terms else []
+    def _conjunction(self, conditions: list[fx.Node]) -> list[fx.Node]:
+        """Emit the `logical_and` of all conditions; return it as a list of one node, or the empty list without conditions."""
+        return [reduce(partial(self.writer.call, aten.logical_and.default), conditions)] if conditions else []
 
     def _size(self, dim: int | None) -> int:
         """Return the size of a dimension; 1 if there is none, `END` if it is dynamic."""

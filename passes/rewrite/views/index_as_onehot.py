@@ -1,8 +1,11 @@
 """Replace an index that takes one element per row, or one token per sequence, by a comparison and a sum.
 
+    x[arange(b), last]   ->   where(arange(t) == last[:, None], x, 0).sum(1)          x is [b t v], last is [b]
+
 A model head on the last token is such an index. An index needs all rows at once, while a sum accumulates over chunks. A sum
 turns -0 into 0, so the sign is summed separately. An assertion checks that the indices are in range, as the index operator
-does.
+does. All index tensors but one enumerate the rows of their dimension (arange); the other one, `numbers` (here: last), has
+one index for each of these rows.
 """
 
 from __future__ import annotations
@@ -36,26 +39,29 @@ class _OneHotIndex:
 
     source: fx.Node
     numbers: fx.Node
-    dim: int
+    dim: int  # the dimension that `numbers` indexes, of the source or of the view
     indexed_dim: int  # the dimension of the source that `numbers` indexes
-    rows: int  # the number of enumerated dimensions of the view
+    num_row_dims: int  # the number of enumerated dimensions
     is_viewed: bool
 
     @property
     def rank(self) -> int:
-        """Return the rank of the values that are looked up or written."""
-        trailing = len(shape_of_node(self.source)) - self.indexed_dim - 1
-        return self.rows + trailing if self.is_viewed else len(shape_of_node(self.source)) - 1
+        """The rank of the values that are looked up or written: that of the source, or of its view, minus one."""
+        trailing_dims = len(shape_of_node(self.source)) - self.indexed_dim - 1
+        return self.num_row_dims + trailing_dims if self.is_viewed else len(shape_of_node(self.source)) - 1
 
     def view(self, value: fx.Node, writer: GraphWriter) -> fx.Node:
-        """Return a value of the source's shape as the view whose rows are enumerated."""
+        """Return a value of the source's shape in the shape of the view whose rows are enumerated: [(b t) v] -> [b t v].
+
+        Emit nothing if the source itself is indexed.
+        """
         if not self.is_viewed:
             return value
         sizes = [*size_arguments(self.numbers, writer), *size_arguments(self.source, writer)[self.indexed_dim :]]
         return writer.call(aten.reshape.default, value, sizes)
 
     def unview(self, value: fx.Node, writer: GraphWriter) -> fx.Node:
-        """Return a value of the view's shape with the source's shape."""
+        """Return a value of the view's shape in the source's shape: [b t v] -> [(b t) v]. This is the inverse of `view`."""
         return writer.call(aten.reshape.default, value, size_arguments(self.source, writer)) if self.is_viewed else value
 
 
@@ -75,8 +81,9 @@ def index_per_row_to_masked_sum(node: fx.Node, writer: GraphWriter) -> fx.Node |
 
 
 def _emit_masked_sum(mask: fx.Node, values: fx.Node, dim: int, writer: GraphWriter) -> fx.Node:
-    """Emit the sum along `dim` of the values at which `mask` is true."""
-    return writer.call(aten.sum.dim_IntList, writer.call(aten.where.self, mask, values, _emit_scalar(0.0, values, writer)), [dim])
+    """Emit where(mask, values, 0).sum(dim)."""
+    masked = writer.call(aten.where.self, mask, values, _emit_scalar(0.0, values, writer))
+    return writer.call(aten.sum.dim_IntList, masked, [dim])
 
 
 @rewrite_rule(aten.index_put.default)
@@ -115,14 +122,17 @@ def index_put_per_row_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | 
 
 
 def _broadcast_to_mask(values: fx.Node, index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
-    """Broadcast one value per row to all elements that the row's index may select."""
+    """Emit the written values, one per row, with a dimension of size one for the indexed dimension, so that they broadcast.
+
+    For x [b t v] and an index over t: values [b v] -> [b 1 v]. Missing leading dimensions are added first.
+    """
     for _ in range(index.rank - len(shape_of_node(values))):
         values = writer.call(aten.unsqueeze.default, values, 0)
     return writer.call(aten.unsqueeze.default, values, index.dim)
 
 
 def _is_written_back(values: fx.Node, index: _OneHotIndex) -> bool:
-    """Return whether a value computed from a look-up is written to the index that it was read from."""
+    """Return whether values computed from a look-up are written back where they were read, as in x[arange(b), last] -= 1."""
     return _is_computed_from_lookup(values, index) and any(
         user.target is aten.index_put.default and node_argument(user) is index.source and _match_index(user) == index
         for user in values.users
@@ -130,7 +140,7 @@ def _is_written_back(values: fx.Node, index: _OneHotIndex) -> bool:
 
 
 def _is_computed_from_lookup(values: fx.Node, index: _OneHotIndex) -> bool:
-    """Return whether values are computed elementwise, with a number, from the elements that they overwrite."""
+    """Return whether values are x[index] + number (or -, *, /), where x[index] are the elements that `index` selects."""
     if values.target not in SCALAR_ARITHMETIC or not is_tensor(values.args[0]) or not isinstance(values.args[1], (int, float)):
         return False
     look_up = node_argument(values)
@@ -138,32 +148,43 @@ def _is_computed_from_lookup(values: fx.Node, index: _OneHotIndex) -> bool:
 
 
 def _match_index(node: fx.Node) -> _OneHotIndex | None:
-    """Match an index of two or more tensors of which all but one enumerate rows; None for any other index."""
+    """Match an `index` or `index_put` by two or more tensors of which all but one enumerate rows; None for any other index.
+
+    In x[arange(b)[:, None], numbers, arange(v)], tensor 0 enumerates dimension 0 of the selected values [b v], and tensor 2
+    their dimension 1. `numbers` [b v] indexes dimension 1 of x.
+    """
     arguments = bound_arguments(node)
     source, indices = arguments["self"], arguments["indices"]
-    shape, count = shape_of_node(source), len(indices)
-    if count < 2 or not all(is_tensor(index) and index.meta[VALUE].dtype in INDEX_DTYPES for index in indices):
+    shape, num_indices = shape_of_node(source), len(indices)
+    if num_indices < 2 or not all(is_tensor(index) and index.meta[VALUE].dtype in INDEX_DTYPES for index in indices):
         return None
-    enumerated = [_match_enumerated_dim(index, shape[dim], count - 1) for dim, index in enumerate(indices)]
-    dim = next((i for i, enumerated_dim in enumerate(enumerated) if enumerated_dim != i), count)
-    if dim == count or enumerated[dim + 1 :] != list(range(dim, count - 1)):
+    enumerated_dims = [_match_enumerated_dim(index, shape[dim], num_indices - 1) for dim, index in enumerate(indices)]
+    # the tensors before `numbers` enumerate the dimensions 0, 1, ..., the tensors after it the next ones
+    dim = next((i for i, enumerated_dim in enumerate(enumerated_dims) if enumerated_dim != i), num_indices)
+    if dim == num_indices or enumerated_dims[dim + 1 :] != list(range(dim, num_indices - 1)):
         return _match_index_of_view(source, indices)
-    if shape_of_node(indices[dim]) != (*shape[:dim], *shape[dim + 1 : count]):
+    if shape_of_node(indices[dim]) != (*shape[:dim], *shape[dim + 1 : num_indices]):
         return _match_index_of_view(source, indices)
-    return _OneHotIndex(source, indices[dim], dim, dim, count - 1, is_viewed=False)
+    return _OneHotIndex(source, indices[dim], dim, dim, num_indices - 1, is_viewed=False)
 
 
 def _match_index_of_view(source: fx.Node, indices: Sequence[fx.Node]) -> _OneHotIndex | None:
-    """Match an index whose last tensor is free, while the others together enumerate the rows of all dimensions before it."""
-    *counts, numbers = indices
-    shape, indexed_dim = shape_of_node(numbers), len(counts)
-    if not enumerate_rows(counts, shape_of_node(source)[:indexed_dim], shape):
+    """Match an index whose last tensor is `numbers`, and whose others together enumerate the rows of all dimensions before it.
+
+    x [(b t) v] by arange(b * t).view(b, t) and numbers [b t] is an index of the view [b t v]. Return None if nothing matches.
+    """
+    *row_indices, numbers = indices
+    shape, indexed_dim = shape_of_node(numbers), len(row_indices)
+    if not enumerate_rows(row_indices, shape_of_node(source)[:indexed_dim], shape):
         return None
     return _OneHotIndex(source, numbers, len(shape), indexed_dim, len(shape), is_viewed=True)
 
 
 def _match_enumerated_dim(index: fx.Node, rows: Size, rank: int) -> int | None:
-    """Return the dimension (of `rank`) along which an index enumerates all rows, if it is constant along all others."""
+    """Return the dimension along which an index tensor is 0, 1, ..., `rows` - 1, if it is the same along all others; else None.
+
+    The dimension is that of the tensor broadcast to `rank` dimensions: for arange(3)[:, None] and rank 3, return 1.
+    """
     broadcast_shape = shape_of_node(index)
     while index.target in (aten.unsqueeze.default, aten.expand.default, *VIEWS):
         operand_shape = shape_of_node(node_argument(index))
@@ -182,29 +203,33 @@ def _match_enumerated_dim(index: fx.Node, rows: Size, rank: int) -> int | None:
 
 
 def _emit_checked_indices(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
-    """Emit the indices with negative ones wrapped, and an assertion that all are in range; return the wrapped indices."""
+    """Emit `numbers`, with the size added to negative ones, and an assertion that all are in range; return the indices."""
     numbers, size = index.numbers, size_arguments(index.source, writer)[index.indexed_dim]
-    is_from_end, from_start = writer.call(aten.lt.Scalar, numbers, 0), writer.call(aten.add.Tensor, numbers, size)
-    wrapped = writer.call(aten.where.self, is_from_end, from_start, numbers)
-    bounds = writer.call(aten.ge.Scalar, wrapped, 0), writer.call(aten.lt.Scalar, wrapped, size)
-    all_inside = writer.call(aten.all.default, writer.call(aten.bitwise_and.Tensor, *bounds))
+    is_negative = writer.call(aten.lt.Scalar, numbers, 0)
+    from_end = writer.call(aten.add.Tensor, numbers, size)
+    wrapped = writer.call(aten.where.self, is_negative, from_end, numbers)
+    is_inside = writer.call(aten.ge.Scalar, wrapped, 0), writer.call(aten.lt.Scalar, wrapped, size)
+    all_inside = writer.call(aten.all.default, writer.call(aten.bitwise_and.Tensor, *is_inside))
     writer.call(aten._assert_async.msg, all_inside, f"index out of bounds for dimension {index.indexed_dim}")
     return wrapped
 
 
 def _emit_mask(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
-    """Emit the mask [b t 1 ...] of the elements that the index selects."""
-    wrapped, size = _emit_checked_indices(index, writer), size_arguments(index.source, writer)[index.indexed_dim]
-    indices = writer.call(aten.arange.default, size, device=wrapped.meta[VALUE].device)
+    """Emit the mask of the elements that the index selects: arange(t) == numbers[:, None], in the shape [b t 1 ...].
+
+    It has the rank of the source, or of its view. An assertion checks that the indices are in range.
+    """
+    numbers, size = _emit_checked_indices(index, writer), size_arguments(index.source, writer)[index.indexed_dim]
+    positions = writer.call(aten.arange.default, size, device=numbers.meta[VALUE].device)
     for _ in range(index.dim):
-        indices = writer.call(aten.unsqueeze.default, indices, 0)
-    indices = _append_dims(indices, index.dim + 1, index.rows + 1, writer)
-    mask = writer.call(aten.eq.Tensor, indices, writer.call(aten.unsqueeze.default, wrapped, index.dim))
-    return _append_dims(mask, index.rows + 1, index.rank + 1, writer)
+        positions = writer.call(aten.unsqueeze.default, positions, 0)
+    positions = _append_dims(positions, index.dim + 1, index.num_row_dims + 1, writer)
+    mask = writer.call(aten.eq.Tensor, positions, writer.call(aten.unsqueeze.default, numbers, index.dim))
+    return _append_dims(mask, index.num_row_dims + 1, index.rank + 1, writer)
 
 
 def _append_dims(node: fx.Node, rank: int, target_rank: int, writer: GraphWriter) -> fx.Node:
-    """Append dimensions of size one from `rank` to `target_rank`."""
+    """Emit a value of this rank with dimensions of size one appended, so that it has `target_rank` dimensions."""
     for dim in range(rank, target_rank):
         node = writer.call(aten.unsqueeze.default, node, dim)
     return node

@@ -4,8 +4,10 @@
                                scatter_add(zeros, d, inverse of p, g)   ->    gather(g, d, p) + 0
                                scatter_add(zeros, d, p, g)              ->    scatter(zeros, d, p, g + 0)
 
-A gather with the inverse needs all rows first; a scatter only needs the rows of one chunk. The indices of a sort name
-each row once, so each element is written once. (`sort_elimination.py` removes permutations on which no result depends.)
+A gather with the inverse needs all rows first; a scatter only needs the rows of one chunk. The indices of a sort (an
+*order*) name each row once, so each element is written once. The inverse of p is written as argsort(p), or as
+scatter(..., p, arange). (`sort_elimination.py` removes permutations on which no result depends.) In shapes, `[... n]`
+has the rows as its last dimension, and `[... n *width]` any number of columns after them.
 """
 
 from __future__ import annotations
@@ -65,21 +67,24 @@ def scatter_add_by_order_to_scatter(node: fx.Node, writer: GraphWriter) -> fx.No
 
 
 def _is_added_to_zeros(node: fx.Node) -> bool:
-    """Return whether floating-point values are added to zeros of the same shape."""
+    """Return whether a `scatter_add` adds floating-point values to zeros of the same shape."""
     arguments = bound_arguments(node)
     covers_all = shape_of_node(arguments["src"]) == shape_of_node(arguments["index"]) == shape_of_node(node)
     return covers_all and is_zero(arguments["self"]) and node.meta[VALUE].is_floating_point()
 
 
 def _emit_scatter(zeros: fx.Node, dim: int, index: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Emit a scatter of rows into zeros, marked as writing each index once (`WRITES_EACH_ONCE`)."""
+    """Emit a scatter of rows into zeros, marked in its metadata (`WRITES_EACH_ONCE`): no element is written twice."""
     result = writer.call(aten.scatter.src, zeros, dim, index, rows)
     result.meta[WRITES_EACH_ONCE] = True
     return result
 
 
 def _match_inverted_permutation(index: fx.Node, dim: int) -> fx.Node | None:
-    """Return the sort indices along `dim` whose inverse `index` is, if it is equal in all trailing columns, else None."""
+    """Return p if `index` is the inverse of the sort indices p along `dim`; else None.
+
+    The inverse is scatter(..., p, arange) or argsort(p). An index [... n *width] must repeat it for all columns.
+    """
     rank = len(shape_of_node(index))
     vector = _index_before_expand(index)
     dim = dim % rank if rank else 0
@@ -91,12 +96,12 @@ def _match_inverted_permutation(index: fx.Node, dim: int) -> fx.Node | None:
         covers_all = shape_of_node(permutation) == shape_of_node(values) == shape_of_node(vector)
         is_along_dim = covers_all and arguments["dim"] % len(shape_of_node(vector)) == dim
         return permutation if is_along_dim and _is_permutation(permutation, dim) and _is_arange_along(values, dim) else None
-    sorted_indices = _match_sort_keys(vector, dim)
-    return sorted_indices if sorted_indices is not None and _is_permutation(sorted_indices, dim) else None
+    sort_keys = _match_sort_keys(vector, dim)
+    return sort_keys if sort_keys is not None and _is_permutation(sort_keys, dim) else None
 
 
 def _match_sort_keys(node: fx.Node, dim: int) -> fx.Node | None:
-    """Return the values whose ascending sort along `dim` has these indices."""
+    """Return x if `node` is argsort(x), or the indices of sort(x), in ascending order along `dim`; else None."""
     sort = node_argument(node) if node.target is operator.getitem and node.args[1] == 1 else node
     if sort.target not in (SORTS if sort is not node else ORDERS):
         return None
@@ -107,7 +112,7 @@ def _match_sort_keys(node: fx.Node, dim: int) -> fx.Node | None:
 
 
 def _is_permutation(node: fx.Node, dim: int) -> bool:
-    """Return whether each index occurs once along a dimension: the indices of a sort in either direction."""
+    """Return whether each index occurs once along `dim`: the node is the indices of a sort, ascending or descending."""
     sort = node_argument(node) if node.target is operator.getitem and node.args[1] == 1 else node
     if sort.target not in (SORTS if sort is not node else ORDERS):
         return False
@@ -116,11 +121,11 @@ def _is_permutation(node: fx.Node, dim: int) -> bool:
 
 
 def _is_arange_along(node: fx.Node, dim: int) -> bool:
-    """Return whether a tensor is 0, 1, 2, ... along a dimension and constant along all others."""
+    """Return whether a tensor is 0, 1, 2, ... along `dim`, and the same along all others: a vector that is expanded."""
     shape = shape_of_node(node)
     node = node_argument(node) if node.target is aten.expand.default else node
-    own_shape = shape_of_node(node)
-    padded_shape = (*(1 for _ in shape[len(own_shape) :]), *own_shape)
+    shape_before_expand = shape_of_node(node)
+    padded_shape = (*(1 for _ in shape[len(shape_before_expand) :]), *shape_before_expand)
     if any(size != (shape[dim] if i == dim else 1) for i, size in enumerate(padded_shape)):
         return False
     while node.target in (aten.unsqueeze.default, *VIEWS):
@@ -129,22 +134,24 @@ def _is_arange_along(node: fx.Node, dim: int) -> bool:
 
 
 def _index_before_expand(index: fx.Node) -> fx.Node | None:
-    """Return the indices [... n] that an index [... n *width] repeats for all columns; an index that is not expanded itself."""
+    """Return the indices [... n] that an index [... n *width] repeats for all columns.
+
+    Return an index that is not expanded unchanged; None for one that is expanded in any other dimension.
+    """
     if index.target is not aten.expand.default:
         return index
-    column = node_argument(index)
+    column = node_argument(index)  # [... n 1]
     if column.target not in (aten.unsqueeze.default, *VIEWS) or not is_tensor(column.args[0]):
         return None
     vector, shape = node_argument(column), shape_of_node(index)
-    own_shape = shape_of_node(vector)
-    is_column = (
-        shape_of_node(column) == (*own_shape, *(1 for _ in shape[len(own_shape) :])) and shape[: len(own_shape)] == own_shape
-    )
-    return vector if is_column and len(own_shape) < len(shape) else None
+    vector_shape = shape_of_node(vector)
+    rank = len(vector_shape)
+    is_column = shape_of_node(column) == (*vector_shape, *(1 for _ in shape[rank:])) and shape[:rank] == vector_shape
+    return vector if is_column and rank < len(shape) else None
 
 
 def _expand_to_columns(order: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Expand a permutation to an index of rows [... n *width]."""
+    """Emit a permutation [... n] expanded to the shape of the rows, [... n *width]: the same index for all columns."""
     for _ in shape_of_node(rows)[len(shape_of_node(order)) :]:
         order = writer.call(aten.unsqueeze.default, order, -1)
     return writer.call(aten.expand.default, order, size_arguments(rows, writer))

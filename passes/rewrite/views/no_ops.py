@@ -1,4 +1,8 @@
-"""Remove operators that return their operand: aliases, views of the same shape, full slices."""
+"""Remove operators that return their operand: aliases, views of the same shape, full slices.
+
+Views may be removed because nothing writes to the values of the graph, and because an output of the graph is replaced only
+by a new tensor (`driver.py`).
+"""
 
 from __future__ import annotations
 
@@ -41,17 +45,18 @@ def remove_sliced_pad(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     if padded.target is not aten.constant_pad_nd.default or arguments["start"] not in (None, 0) or arguments["step"] != 1:
         return None
     operand, pads, rank = node_argument(padded), list(padded.args[1]), len(shape_of_node(node))  # type: ignore[arg-type]
-    after = 2 * (rank - 1 - arguments["dim"] % rank) + 1
-    only_after = all(pad == 0 for i, pad in enumerate(pads) if i != after)
-    return operand if only_after and shape_of_node(operand) == shape_of_node(node) else None
+    # `pads` is (before, after) for each dimension, the last one first
+    index_of_pad_after = 2 * (rank - 1 - arguments["dim"] % rank) + 1
+    pads_only_after = all(pad == 0 for i, pad in enumerate(pads) if i != index_of_pad_after)
+    return operand if pads_only_after and shape_of_node(operand) == shape_of_node(node) else None
 
 
 @rewrite_rule(aten.constant_pad_nd.default)
 def remove_empty_pad(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """pad(x, [0, 0]) -> clone(x)"""
     operand = _operand_of_same_shape(node)
-    is_moved = any(pad != 0 for pad in node.args[1])  # type: ignore[union-attr]
-    return None if operand is None or is_moved else writer.call(aten.clone.default, operand)
+    has_padding = any(pad != 0 for pad in node.args[1])  # type: ignore[union-attr]
+    return None if operand is None or has_padding else writer.call(aten.clone.default, operand)
 
 
 @rewrite_rule(aten.t.default, aten.transpose.int)
@@ -62,7 +67,7 @@ def remove_double_transpose(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
 
 
 def _swapped_dims(node: fx.Node) -> set[int]:
-    """Return the dimensions that a transpose swaps."""
+    """Return the dimensions that a `transpose` swaps, as nonnegative numbers; the empty set for `t`, which has no arguments."""
     rank = len(shape_of_node(node))
     return {int_argument(node, i) % rank for i in range(1, len(node.args))}
 
@@ -88,6 +93,6 @@ def remove_copy(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 
 def _operand_of_same_shape(node: fx.Node) -> fx.Node | None:
-    """Return a node's operand if it has the node's shape, else None."""
+    """Return a node's first operand if it has the shape of the node's result; else None."""
     operand = node_argument(node)
     return operand if shape_of_node(operand) == shape_of_node(node) else None

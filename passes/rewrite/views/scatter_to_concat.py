@@ -8,6 +8,7 @@
 
 A loop over blocks stores its states like this, and autograd slices their gradients in the same way. The last write of
 each row is found by following the chain of writes, if all bounds are integers; rows without a write are the buffer's own.
+A *piece* is an interval of the buffer's rows, with the value that was written there. `dim` is the dimension of rows.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ PADS = (aten.slice_backward.default, aten.constant_pad_nd.default)
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows [row, row + count) of a buffer: `count` rows of a value from `start` on, or a constant.
+    """Rows [row, row + num_rows) of a buffer: rows [start, start + num_rows) of a value, or a constant.
 
     If `is_row`, the value is a single row without the row dimension.
     """
 
     row: int
-    count: int
+    num_rows: int
     value: fx.Node | float
     start: int
     is_row: bool = False
 
     def clip(self, low: int, high: int) -> _Piece:
-        """Return the part of the piece that lies in rows [low, high) of the buffer."""
-        begin, end = max(self.row, low), min(self.row + self.count, high)
+        """Return the part of the piece in rows [low, high) of the buffer; its `num_rows` is not positive if there is none."""
+        begin, end = max(self.row, low), min(self.row + self.num_rows, high)
         return _Piece(begin, end - begin, self.value, self.start + begin - self.row, self.is_row)
 
     def has_all_rows(self, dim: int) -> bool:
-        """Return whether the piece holds all rows of its value."""
-        return isinstance(self.value, fx.Node) and self.count == shape_of_node(self.value)[dim]
+        """Return whether the piece holds all rows of its value, whose dimension of rows is `dim`; False for a constant."""
+        return isinstance(self.value, fx.Node) and self.num_rows == shape_of_node(self.value)[dim]
 
 
 @rewrite_rule(aten.slice.Tensor)
@@ -61,14 +62,14 @@ def slice_of_writes_to_cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None
 
     Also y[3:5] -> b[0:2], and rows that were never written. Does not apply if the result would concatenate parts of values.
     """
-    source = node_argument(node)
-    interval = sliced_rows(node, source) if source.target in (*WRITES, aten.slice_backward.default) else None
-    if interval is None or not is_static_shape(shape_of_node(source)):
+    buffer = node_argument(node)
+    rows = sliced_rows(node, buffer) if buffer.target in (*WRITES, aten.slice_backward.default) else None
+    if rows is None or not is_static_shape(shape_of_node(buffer)):
         return None
-    pieces = _find_pieces(source, *interval)
+    pieces = _find_pieces(buffer, *rows)
     if len(pieces) == 1:
-        return None if pieces[0].value is source else _emit_piece(pieces[0], interval[0], node, writer)
-    return _emit_concat(pieces, interval[0], node, writer)
+        return None if pieces[0].value is buffer else _emit_piece(pieces[0], rows.dim, node, writer)
+    return _emit_concat(pieces, rows.dim, node, writer)
 
 
 @rewrite_rule(aten.slice_scatter.default)
@@ -91,35 +92,42 @@ def view_of_cat_to_stack(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
     Applies if the three values have k rows each.
     """
-    source = node_argument(node)
-    if source.target is not aten.cat.default:
+    concat = node_argument(node)
+    if concat.target is not aten.cat.default:
         return None
-    shape, parts = shape_of_node(source), list[fx.Node](source.args[0])  # type: ignore[arg-type]
-    dim = bound_arguments(source)["dim"] % len(shape)
+    shape, parts = shape_of_node(concat), list[fx.Node](concat.args[0])  # type: ignore[arg-type]
+    dim = bound_arguments(concat)["dim"] % len(shape)
     part_shapes = {shape_of_node(part) for part in parts}
-    size = shape_of_node(parts[0])[dim : dim + 1]
-    blocks = (*shape[:dim], len(parts), *size, *shape[dim + 1 :])
-    are_blocks = len(part_shapes) == 1 and len(parts) >= MIN_PIECES and shape_of_node(node) == blocks
-    return (
-        writer.call(aten.stack.default, parts, dim) if are_blocks and all(has_same_type(part, node) for part in parts) else None
-    )
+    rows_per_part = shape_of_node(parts[0])[dim : dim + 1]
+    stacked_shape = (*shape[:dim], len(parts), *rows_per_part, *shape[dim + 1 :])
+    are_blocks = len(part_shapes) == 1 and len(parts) >= MIN_PIECES and shape_of_node(node) == stacked_shape
+    if not are_blocks or not all(has_same_type(part, node) for part in parts):
+        return None
+    return writer.call(aten.stack.default, parts, dim)
 
 
 def _emit_piece(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """Emit and return the rows of a piece; None for a constant if the buffer is not floating point."""
+    """Emit and return the rows of a piece, with their row dimension; None for a constant if the buffer is not floating point.
+
+    `node` is the read that the rows replace: a constant has its dtype and its other sizes.
+    """
     if not isinstance(piece.value, fx.Node):
         return _emit_constant(piece, dim, node, writer)
     if piece.is_row:
         return writer.call(aten.unsqueeze.default, piece.value, dim)
     if piece.has_all_rows(dim):
         return piece.value
-    return writer.call(aten.slice.Tensor, piece.value, dim, piece.start, piece.start + piece.count)
+    return writer.call(aten.slice.Tensor, piece.value, dim, piece.start, piece.start + piece.num_rows)
 
 
 def _emit_concat(pieces: list[_Piece], dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """Emit the concatenation of pieces; None if less than two were written, or if a written piece is not a full value."""
-    written = [piece for piece in pieces if isinstance(piece.value, fx.Node)]
-    if len(pieces) < MIN_PIECES or len(written) < 2 or not all(not piece.is_row and piece.has_all_rows(dim) for piece in written):
+    """Emit the concatenation of pieces, which replaces the read `node`.
+
+    Return None if there are less than `MIN_PIECES`, if less than two of them are values, or if a piece is a part of a value
+    or a single row.
+    """
+    values = [piece for piece in pieces if isinstance(piece.value, fx.Node)]
+    if len(pieces) < MIN_PIECES or len(values) < 2 or not all(not piece.is_row and piece.has_all_rows(dim) for piece in values):
         return None
     parts = [_emit_piece(piece, dim, node, writer) for piece in pieces]
     return None if None in parts else writer.call(aten.cat.default, parts, dim)
@@ -133,7 +141,7 @@ def _emit_constant(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) 
     value, shape = node.meta[VALUE], list(shape_of_node(node))
     if not value.is_floating_point():
         return None
-    shape[dim] = piece.count
+    shape[dim] = piece.num_rows
     return writer.call(aten.full.default, shape, piece.value, dtype=value.dtype, device=value.device)
 
 
@@ -141,28 +149,39 @@ def _emit_constant(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) 
 
 
 def _find_pieces(value: fx.Node, dim: int, low: int, high: int) -> list[_Piece]:
-    """Return the pieces of which rows [low, high) of a buffer consist, in order."""
+    """Return the pieces of which rows [low, high) of the buffer `value` consist, in order.
+
+    Walk back over the writes that led to it. Each write fills the intervals of rows that no later write has filled
+    (`open_rows`); a padding, a constant, or else the value before all writes fills the rest.
+    """
     pieces: list[_Piece] = []
-    open_rows, padding = [(low, high)], None
-    while open_rows and padding is None and (written_piece := _match_written_piece(value, dim)) is not None:
+    open_rows = [(low, high)]
+    fill: float | None = None  # the constant of all open rows, if it is known
+    while open_rows and fill is None and (written_piece := _match_written_piece(value, dim)) is not None:
         still_open = []
         for begin, end in open_rows:
             piece = written_piece.clip(begin, end)
-            if piece.count <= 0:
+            if piece.num_rows <= 0:
                 still_open.append((begin, end))
                 continue
             pieces.append(piece)
-            sides = (begin, piece.row), (piece.row + piece.count, end)
-            still_open += [(low_side, high_side) for low_side, high_side in sides if low_side < high_side]
+            rest = (begin, piece.row), (piece.row + piece.num_rows, end)
+            still_open += [(first_row, end_row) for first_row, end_row in rest if first_row < end_row]
         open_rows = still_open
-        value, padding = (value, _padding_value(value)) if value.target in PADS else (node_argument(value), None)
-    padding = find_fill(value) if padding is None else padding
-    pieces += [_Piece(begin, end - begin, value if padding is None else padding, begin) for begin, end in open_rows]
+        if value.target in PADS:
+            fill = _padding_value(value)
+        else:
+            value = node_argument(value)
+    fill = find_fill(value) if fill is None else fill
+    pieces += [_Piece(begin, end - begin, value if fill is None else fill, begin) for begin, end in open_rows]
     return sorted(pieces, key=lambda piece: piece.row)
 
 
 def _match_written_piece(node: fx.Node, dim: int) -> _Piece | None:
-    """Return the rows that an operator writes or pads along a dimension; None for any other operator."""
+    """Return the rows of a buffer that one operator writes, or that a padding surrounds, along dimension `dim`.
+
+    Return None for any other operator, or if it writes along another dimension, its bounds are not static, or it converts.
+    """
     if node.target not in (*WRITES, *PADS):
         return None
     rows = node_argument(node, 1 if node.target in WRITES else 0)
@@ -181,20 +200,17 @@ def _match_written_piece(node: fx.Node, dim: int) -> _Piece | None:
     if node.target is aten.select_scatter.default:
         index = arguments["index"]
         return _Piece(index % shape[dim], 1, rows, 0, is_row=True) if isinstance(index, int) else None  # type: ignore[operator]
-    interval = sliced_rows(node, node)
+    written_rows = sliced_rows(node, node)
     other_sizes = (*shape[:dim], *shape[dim + 1 :])
     rows_shape = shape_of_node(rows)
-    if (
-        interval is None
-        or (*rows_shape[:dim], *rows_shape[dim + 1 :]) != other_sizes
-        or rows_shape[dim] != interval[2] - interval[1]
-    ):
+    if written_rows is None or (*rows_shape[:dim], *rows_shape[dim + 1 :]) != other_sizes:
         return None
-    return _Piece(interval[1], interval[2] - interval[1], rows, 0)
+    num_rows = written_rows.stop - written_rows.start
+    return _Piece(written_rows.start, num_rows, rows, 0) if rows_shape[dim] == num_rows else None
 
 
 def _padding_value(node: fx.Node) -> float:
-    """Return the value with which a padding operator surrounds its operand."""
+    """Return the number with which an operator in `PADS` surrounds its operand."""
     return 0.0 if node.target is aten.slice_backward.default else float(bound_arguments(node)["value"])
 
 
