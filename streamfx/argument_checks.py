@@ -1,4 +1,7 @@
-"""Checks of arguments: an error says the request, the value found, and the remedy. Checks run before anything changes."""
+"""Checks of arguments: an error says the request (`asked`), the value `found`, and the remedy (`do`).
+
+Checks run before anything changes. `error` is always the class of the error, a `StreamFXError`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ def describe_value(value: Any) -> str:
 
 
 def did_you_mean(word: Any, allowed: Iterable[Any], cutoff: float = 0.4) -> str:
-    """Return a hint at the closest of some words; empty if none is close.
+    """Return a hint at the `allowed` word that is closest to `word`, or at missing or superfluous quotes; "" if none is close.
+
+    `cutoff` is the least similarity, from 0 to 1.
 
     >>> did_you_mean("chunk", ["chunk_size", "save"]), did_you_mean("x", ["save"])
     ("did you mean 'chunk_size'? ", '')
@@ -72,10 +77,13 @@ def require(holds: bool, error: Refusal, asked: str, found: Any, do: str) -> Non
 
 
 def check_call(error: Refusal, origin: str, kind: str = "argument", do: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator for a public function: if a call does not fit its signature, raise `error`, which says the remedy."""
+    """Return a decorator for a public function: if a call does not fit its signature, raise `error` in place of `TypeError`.
+
+    `origin` names the function in the message, `kind` its keyword arguments ("option"), `do` is the remedy.
+    """
 
     def decorator(function: Callable[P, R]) -> Callable[P, R]:
-        """Wrap a function so that a call is checked against its signature first."""
+        """Return the function so that each call is checked against its signature first."""
         signature = inspect.signature(function)
 
         @wraps(function)
@@ -96,14 +104,17 @@ class _MismatchedCall:
     """A call that does not fit a signature, without its `self`."""
 
     def __init__(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], kind: str, do: str) -> None:
-        """Remember the parameters and the arguments of a call, both without `self`."""
+        """Store the parameters of the signature and the arguments of the call, both without `self`."""
         parameters = list(signature.parameters.values())
         skipped = int(bool(parameters) and parameters[0].name == "self")
         self.parameters, self.args, self.kwargs = parameters[skipped:], args[skipped:], kwargs
         self.kind, self.do = kind, do
 
     def as_error(self, error: Refusal, origin: str, mismatch: str) -> StreamFXError:
-        """Return the error for the call: options passed by position, an unknown name, or `mismatch`, Python's message."""
+        """Return the error for the call: for options passed by position, for an unknown keyword, or else for all arguments.
+
+        `mismatch` is Python's own message, which the last one quotes.
+        """
         names = [parameter.name for parameter in self.parameters if parameter.kind is not parameter.VAR_KEYWORD]
         takes = f"it takes {', '.join(names)}" if names else "it takes no arguments"
         positional = [

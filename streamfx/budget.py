@@ -1,4 +1,8 @@
-"""Amounts of memory: the forms of a memory budget, and its value in bytes."""
+"""Amounts of memory: the forms of a memory budget, and its value in bytes.
+
+A budget limits the peak memory of a training step: an *amount* (bytes, "24GiB", or a *share* of the device's memory, "90%"), or
+"auto", the memory that is free now.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,10 @@ def parse_amount(value: Any) -> int | float | None:
 
 
 def _amount_of_text(text: str) -> int | float | None:
-    """Parse a text as bytes (int) or as a share of device memory (float); None if it is neither."""
+    """Return the amount in a text: bytes (int) for "24GiB" or "24G", a share of device memory (float) for "90%" or "0.9".
+
+    None if it is neither, or zero, or a share above 1.
+    """
     match = AMOUNT.fullmatch(text)
     if match is None:
         return None
@@ -73,7 +80,7 @@ def is_budget(value: Any) -> bool:
 def budget_bytes(budget: int | float | str, device: torch.device, held: int = 0, trained: int = 0) -> int:
     """Return the bytes of a budget; a share is relative to the device's total memory.
 
-    "auto" is the memory that a step holds already, plus the free memory of the device, minus a reserve, and minus the
+    "auto" is the `held` bytes that a step occupies already, plus the free memory of the device, minus a reserve, and minus the
     state that an optimizer allocates for `trained` bytes of gradients.
 
     >>> import torch
@@ -88,7 +95,10 @@ def budget_bytes(budget: int | float | str, device: torch.device, held: int = 0,
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that new tensors may use on a device: free memory, and unused memory that its allocator has reserved."""
+    """Return the bytes that new tensors may use on a device: free memory, and unused memory that torch's allocator has reserved.
+
+    For a CPU, it is the free memory of the system, or what is left within the limit of a container, if that is less.
+    """
     import torch
 
     if device.type == "cuda" and torch.cuda.is_available():
@@ -108,7 +118,10 @@ def _free_of_host() -> int:
 
 
 def _free_of_group() -> int:
-    """Return the bytes left within a container's limit. Page cache counts as used there, but the system drops it on demand."""
+    """Return the bytes left within the memory limit of this container (control group); a huge number if there is no limit.
+
+    Page cache counts as used there, but the system drops it on demand, so it counts as free here.
+    """
     names = ("memory.max", "memory.current", "memory.stat")
     try:
         limit, used, stat = ((CONTROL_GROUP / name).read_text() for name in names)
@@ -130,7 +143,7 @@ def total_memory(device: torch.device) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """Format a number of bytes.
+    """Return a number of bytes as text, in the largest unit of which it has at least one.
 
     >>> format_bytes(100), format_bytes(5 * 2**20), format_bytes(3 * 2**30)
     ('100 bytes', '5.0 MiB', '3.0 GiB')

@@ -38,12 +38,12 @@ class StreamFXError(Exception):
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and the beginning of the message of another library's error, in one line."""
+    """Return the type of an error of another library, and at most 300 characters of its message, in one line."""
     return shorten(f"{type(error).__name__}: {error}", MAX_MESSAGE_LENGTH, placeholder=" ...")
 
 
 def with_article(kind: str) -> str:
-    """Return a type's name with its article.
+    """Return a type's name with its article, for an error message.
 
     >>> with_article("Enabled"), with_article("int"), with_article("LSTM"), with_article("UNet")
     ('an Enabled', 'an int', 'an LSTM', 'a UNet')

@@ -1,4 +1,7 @@
-"""Fallbacks of a compilation if an optional step fails: the result stays exact."""
+"""Fallbacks of a compilation if an optional step fails: the result stays exact.
+
+An optional step only saves memory or time (a search for patterns, an estimate). Without `strict`, its failure is a warning.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ STILL_EXACT = "%s (%s). The result is exact; strict=True raises an error instead
 
 
 def try_step(step: Callable[[], T], default: T, failure: str, strict: bool) -> T:
-    """Return the result of a step; if it fails, warn with `failure` and return `default`. Under `strict`, raise an error."""
+    """Return the result of an optional `step`; if it raises an error, warn with the text `failure`, and return `default`.
+
+    Under `strict`, raise `NotStreamedError` instead.
+    """
     try:
         return step()
     except Exception as error:
@@ -42,7 +48,10 @@ def try_step(step: Callable[[], T], default: T, failure: str, strict: bool) -> T
 
 
 def warn_if_partly_on_meta(inputs: Sequence[Any], error: Exception) -> bool:
-    """Warn if some inputs are on the meta device and others are not; return whether they are."""
+    """Return whether some inputs are on the meta device and others are not, and warn if so.
+
+    AOTAutograd cannot trace such a graph: it failed with `error`, and the graph runs in eager mode.
+    """
     is_mixed = {item.is_meta for item in inputs if isinstance(item, torch.Tensor)} == {True, False}
     if is_mixed:
         log.warning(PARTLY_ON_META, describe_error(error))
@@ -50,7 +59,7 @@ def warn_if_partly_on_meta(inputs: Sequence[Any], error: Exception) -> bool:
 
 
 def strict_error(found: str) -> NotStreamedError:
-    """Return the error that `strict=True` raises if an optional step fails."""
+    """Return the error that `strict=True` raises if an optional step fails; `found` says which step, and why."""
     return NotStreamedError(
         "strict=True requires every stage to stream", found, do="drop strict=True: the result is exact either way"
     )

@@ -1,4 +1,8 @@
-"""Options of the backend: their names, their values, and the places where they are set."""
+"""Options of the backend: their names, their values, and the places where they are set.
+
+Options of one call of `torch.compile` override those that `configure` sets, which override the environment variable. An
+`origin` is the text that names such a place in an error.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +163,10 @@ NAMES = tuple(field.name for field in fields(Options))
 
 
 def validate_options(options: Any, origin: str) -> dict[str, Any]:
-    """Return the options as a dictionary of valid values; `origin` names their source in an error."""
+    """Return options (a mapping, `Options` or None) as a dictionary of valid values; of `Options`, only non-default values.
+
+    Raise `OptionError` if an option does not exist, is invalid or contradicts another; `origin` names their source there.
+    """
     if options is None:
         return {}
     if isinstance(options, Options):
@@ -178,7 +185,10 @@ def validate_options(options: Any, origin: str) -> dict[str, Any]:
 
 
 def merge_options(options: Any, keywords: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Merge options passed as `options=` and by name into one dictionary; they must not contradict each other."""
+    """Return the options passed as `options=` and by name (`keywords`), checked, as one dictionary.
+
+    Raise `OptionError` if one is invalid, or given twice with different values.
+    """
     from_options, named = validate_options(options, f"options= of {origin}"), validate_options(keywords, origin)
     for name in from_options.keys() & named.keys():
         if from_options[name] != named[name]:
@@ -191,7 +201,7 @@ def merge_options(options: Any, keywords: Mapping[str, Any], origin: str) -> dic
 
 
 def _check(name: Any, value: Any, origin: str) -> None:
-    """Raise an `OptionError` if an option does not exist or has an invalid value."""
+    """Raise `OptionError` if there is no option `name`, or it cannot have this value; `origin` names where it was set."""
     if name not in NAMES:
         hint = did_you_mean(name, NAMES)
         raise OptionError(
@@ -228,7 +238,7 @@ def _check(name: Any, value: Any, origin: str) -> None:
 
 
 def _check_together(options: Mapping[str, Any]) -> None:
-    """Refuse options that contradict each other, even if they were set in different places."""
+    """Raise `OptionError` if two of these options contradict each other."""
     if options.get("offload") == "attention" and options.get("save") == "inputs":
         raise OptionError(
             "offload='attention' keeps results of attention on the host, and save='inputs' keeps none",
@@ -238,19 +248,19 @@ def _check_together(options: Mapping[str, Any]) -> None:
 
 
 def min_save_level(offload: str) -> str:
-    """Return the lowest level of `save` that keeps all offloaded values."""
+    """Return the lowest level of the option `save` that keeps all values which the option `offload` moves to the host."""
     return "inputs" if offload == "none" else offload
 
 
 def refuse_positional(values: Iterable[Any], origin: str) -> None:
-    """Refuse options among positional arguments, even if these belong to a model."""
+    """Raise `OptionError` if an `Options` object is among positional arguments, for example those of a model's call."""
     for value in values:
         if isinstance(value, Options):
             raise OptionError(f"{origin} takes options by name", found=f"{describe_value(value)} among the arguments", do=BY_NAME)
 
 
 def check_mode(mode: Any) -> None:
-    """Refuse `torch.compile(..., mode=...)`, which selects Inductor settings that this backend does not have."""
+    """Raise `OptionError` for any `torch.compile(..., mode=...)` but the default: modes are settings of Inductor."""
     if mode not in (None, "default"):
         raise OptionError(
             f"backend='streambp' has no mode {mode!r}",
@@ -260,7 +270,10 @@ def check_mode(mode: Any) -> None:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert the pairs of a JSON object to a dictionary; refuse a repeated name, which Python would silently overwrite."""
+    """Return the (name, value) pairs of a JSON object as a dictionary.
+
+    Raise `OptionError` if a name is repeated, of which Python would silently take the last value.
+    """
     options = dict(pairs)
     if len(options) < len(pairs):
         repeated = next(name for name in options if sum(name == other_name for other_name, _ in pairs) > 1)
@@ -270,7 +283,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def environment_options() -> dict[str, Any]:
-    """Return the options in the environment variable, checked; empty if it is not set."""
+    """Return the options in the environment variable `STREAMFX_OPTIONS` (a JSON object); empty if it is not set.
+
+    Raise `OptionError` if it is not JSON, or an option is invalid.
+    """
     text = os.environ.get(ENVIRONMENT, "")
     if not text.strip():
         return {}
@@ -287,16 +303,22 @@ def environment_options() -> dict[str, Any]:
 
 
 def resolve_options(options: Any = None) -> Options:
-    """Return the options of one compilation: `torch.compile`'s override `configure`'s, which override the environment's."""
+    """Return all options of one compilation.
+
+    `options` (of `torch.compile`) override those that `configure` has set, which override those of the environment variable.
+    """
     own_options = validate_options(options, "torch.compile(options=...)")
     return replace(Options(), **{**environment_options(), **_configured(), **own_options})
 
 
 class _OptionLayer:
-    """Options that one call of `configure` sets. The event `decided` is set if it is known whether a block follows."""
+    """Options that one call of `configure` sets, for the process or for a `with` block (until `is_open` is False).
+
+    The event `decided` is set once it is known whether a block follows the call.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Remember the options and the thread that sets them."""
+        """Store the options, and the thread that sets them."""
         self.options, self.thread, self.decided, self.is_open = options, threading.get_ident(), threading.Event(), True
 
 
@@ -307,7 +329,7 @@ _context_layers: ContextVar[tuple[_OptionLayer, ...]] = ContextVar(
 
 
 def _configured() -> dict[str, Any]:
-    """Return the options of the process, overridden by the options of the blocks around this code.
+    """Return the options that `configure` has set: those of the process, overridden by those of the `with` blocks around.
 
     Options that another thread has just set may belong to a block that it is about to enter: wait up to a second for that.
     """
@@ -341,7 +363,7 @@ class configure:
 
     @check_call(OptionError, "streamfx.configure(...)")
     def __init__(self, *, options: Any = None, **keywords: Any) -> None:
-        """Set the options for the process, until it is known whether a block follows."""
+        """Set the options for the process; `__enter__` limits them to a block, if one follows."""
         environment_options()  # raises now rather than at the first call of a model
         self._options = merge_options(options, keywords, "streamfx.configure(...)")
         self._process_layer = _OptionLayer(self._options)
@@ -349,7 +371,7 @@ class configure:
         _process_layers.append(self._process_layer)
 
     def __enter__(self) -> configure:
-        """Set the options for a block instead of the process."""
+        """Set the options for the block that begins, instead of the process."""
         if self._process_layer in _process_layers:
             _process_layers.remove(self._process_layer)
         self._process_layer.decided.set()
@@ -364,6 +386,6 @@ class configure:
         _context_layers.set(tuple(layer for layer in _context_layers.get() if layer is not ended_block))
 
     def __del__(self) -> None:
-        """Let other threads stop waiting: no block follows."""
+        """End the waiting of other threads for a block (`_configured`): none follows if this object is deleted."""
         if process_layer := getattr(self, "_process_layer", None):  # missing if options were refused
             process_layer.decided.set()  # no block follows

@@ -103,7 +103,7 @@ def show_activity(text: str, option: ProgressOption = "auto", since: float | Non
 
 
 def is_shown(option: ProgressOption) -> bool:
-    """Return whether the option `progress` shows anything here."""
+    """Return whether the option `progress` shows a line here: True always; "auto" on a terminal, in the first local process."""
     return option is True or (option == "auto" and _is_terminal() and os.environ.get("LOCAL_RANK", "0") == "0")
 
 
@@ -117,7 +117,10 @@ class Tally:
 
     @contextmanager
     def next_activity(self) -> Iterator[None]:
-        """Run the next activity in this block."""
+        """Context manager: show the next activity while the block runs, with its number: "compiling 3 of 24".
+
+        Beyond the expected number, it is shown as "for other lengths": a function is compiled again.
+        """
         self._since = self._since or time.monotonic()
         self._done += 1
         position = f" {self._done} of {self.expected}" if self._done <= self.expected else " for other lengths"
@@ -134,7 +137,7 @@ def _is_terminal() -> bool:
 
 
 def _write_to_terminal(text: str) -> None:
-    """Write a text to standard error; ignore a terminal that is gone."""
+    """Write a text to standard error at once; do nothing if there is none, or the terminal is gone."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()

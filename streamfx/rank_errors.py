@@ -1,4 +1,8 @@
-"""Error messages for ranks that cannot run a graph: one `RanksDifferError` per cause."""
+"""Error messages for ranks that cannot run a graph: one `RanksDifferError` per cause.
+
+Ranks (processes of distributed training) compare the collectives of their graphs, one per line of text, before they run them. If
+these differ, or a rank fails to compile its graph, all ranks raise an error; otherwise they would wait for each other forever.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ DEPEND_ON_DATA = (
 
 
 def failed_here(error: BaseException) -> RanksDifferError:
-    """Return the error of this rank after its analysis of a graph failed."""
+    """Return the error to raise on this rank after its analysis of a graph with collectives failed with `error`."""
     return RanksDifferError(
         "all ranks have to run the same collectives, and this rank could not analyze a graph with collectives",
         found=describe_error(error),
@@ -31,7 +35,7 @@ def failed_here(error: BaseException) -> RanksDifferError:
 
 
 def failure(error: BaseException) -> str:
-    """Return the text that a failed rank writes for the others: the cause in the first line, the remedy in the next."""
+    """Return the text by which a failed rank informs the others: the cause in the first line, the remedy in the next."""
     if not isinstance(error, StreamFXError):
         return f"{describe_error(error)}\n{REPORT}"
     cause = ", ".join(filter(None, (error.asked, error.found, error.where))).replace("\n", " ")
@@ -39,13 +43,16 @@ def failure(error: BaseException) -> str:
 
 
 def failed_elsewhere(failure: str) -> RanksDifferError:
-    """Return the error of this rank after another rank failed or refused to run the graph."""
+    """Return the error to raise on this rank after another failed, or refused the graph; `failure` is the text of that rank."""
     found, do = failure.split("\n", 1)
     return RanksDifferError("all ranks have to run the same collectives, and another rank does not run this graph", found, do=do)
 
 
 def other_collectives(rank: int, first_line: str, other_line: str) -> RanksDifferError:
-    """Return the error for ranks that would run different collectives, or the same ones in another order."""
+    """Return the error for ranks that would run different collectives, or the same ones in another order.
+
+    `first_line` and `other_line` are the first lines that differ: on the first rank of a group, and on its rank `rank`.
+    """
     return RanksDifferError(
         "all ranks have to run the same collectives in the same order",
         found=f"{first_line} on the first rank of a group, {other_line} on its rank {rank}",
@@ -54,7 +61,11 @@ def other_collectives(rank: int, first_line: str, other_line: str) -> RanksDiffe
 
 
 def _remedy(first_line: str, other_line: str) -> str:
-    """Return the remedy for a line in which ranks differ: in their code, or in their options."""
+    """Return the remedy for the first line in which the collectives of two ranks differ.
+
+    The line of one rank may be missing (an exchange without use), or be a collective of the traced graph (it has a number) where
+    the other has one that the passes wrote. Otherwise the options of the ranks differ.
+    """
     if NOTHING_MORE in (first_line, other_line):
         return f"{USE_ALL_RESULTS}; {SAME_OPTIONS}"
     if (NUMBER in first_line) != (NUMBER in other_line):
@@ -76,7 +87,7 @@ def order_differs_between_lengths(agreed_lines: str) -> RanksDifferError:
 
 
 def nothing_from_others(error: BaseException) -> RanksDifferError:
-    """Return the error for ranks that have not reported which collectives they run."""
+    """Return the error for ranks that have not reported which collectives they run; `error` is the failed exchange."""
     return RanksDifferError(
         "ranks that reduce over rows have to compile the same graphs in the same order, because they compare them",
         found=str(error),

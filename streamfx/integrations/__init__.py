@@ -23,7 +23,7 @@ __all__ = ["EnabledModules", "StreamCallback", "disable", "enable"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import names that need another library on first use (PEP 562)."""
+    """Import `StreamCallback`, which needs transformers, at its first use (PEP 562)."""
     if name != "StreamCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from streamfx.integrations.callback import StreamCallback
@@ -73,7 +73,7 @@ def enable(trainer_or_model: Any, *, dynamic: bool | None = None, options: Any =
 
 @check_call(IntegrationError, "streamfx.disable(...)")
 def disable(trainer_or_model: Any) -> None:
-    """Let a model, or the models of a trainer, run as before `streamfx.enable`.
+    """Undo `streamfx.enable`: a model, or the models of a trainer, run as before.
 
     Modules enabled in one call are disabled together. If nothing is enabled, nothing happens.
 

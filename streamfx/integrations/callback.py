@@ -1,5 +1,5 @@
 """A callback for transformers' trainers that enables the model during training, for code that passes callbacks but has
-no trainer.
+no trainer. A *handle* (`EnabledModules`) is the result of `streamfx.enable`: it lists the modules, and disables them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StreamCallback(TrainerCallback):
         self._owns_handle = self._has_reported = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
-        """Enable the model."""
+        """Enable the model. If it is enabled already, with the same options, its handle is kept, and not disabled at the end."""
         trainer = SimpleNamespace(model=model, args=args)
         handles_before = enabled_handles(model)
         self.enabled, self._has_reported = enable_once(trainer, self.options, self.dynamic), False
@@ -64,7 +64,7 @@ class StreamCallback(TrainerCallback):
             print(f"streamfx: {'; '.join(lines) or 'no step was compiled; print(callback.enabled) shows the reason'}", flush=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Let the model run as before."""
+        """Disable the model, unless it was enabled before the training."""
         if self.enabled is not None and self._owns_handle:
             self.enabled.disable()
             self._owns_handle = False

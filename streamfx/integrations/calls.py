@@ -1,7 +1,8 @@
-"""Dispatch one call of an enabled module: to the backend, or to the original forward.
+"""Dispatch one call of an enabled module: to the compiled call, through the backend, or to the original forward ("plain" calls).
 
 Training runs through the backend, and so does evaluation: a chunked forward pass saves memory, too. Generation does not: with a
-key-value cache and one token per step there is nothing to save, and every length would need another shape.
+key-value cache and one token per step there is nothing to save, and every length would need another shape. With packed
+sequences, a call gets its document boundaries as another argument (`packing.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class Calls:
     def __init__(
         self, module: nn.Module, options: Mapping[str, Any], dynamic: bool | None, enable_wrapped: Callable[[], bool]
     ) -> None:
-        """Compile two versions of a module's call: one that returns its key-value cache, and one that drops it."""
+        """Prepare two compiled versions of a module's call: one that returns its key-value cache, and one that drops it.
+
+        `enable_wrapped` enables the modules of an engine that has wrapped this module since; it returns whether there are any.
+        """
         self.module, self.counts = module, CallCounts()
         setattr(self, ENABLED, self)
         self._was_off_at_start = is_disabled_by_environment()
@@ -62,19 +66,19 @@ class Calls:
         self._without_cache = torch.compile(wrap(without_cache(self.module._call_impl)), backend=streambp, **keywords)
 
     def install(self) -> None:
-        """Replace the module's `__call__`, and the functions of other libraries that would break its graph."""
+        """Replace the module's `__call__` by this object, and the functions of other libraries that would break its graph."""
         self.module._compiled_call_impl = self
-        plain_weights.listen()
+        plain_weights.replace_functions()
         if self.needs_boundaries:
-            packing.listen()
+            packing.replace_functions()
 
     def remove(self) -> None:
-        """Undo `install`, if it still holds."""
+        """Undo `install`, if the module is still called through this object."""
         if self.is_installed:
             self.module._compiled_call_impl = None
-            plain_weights.forget()
+            plain_weights.restore_functions()
             if self.needs_boundaries:
-                packing.forget()
+                packing.restore_functions()
 
     @property
     def is_installed(self) -> bool:
@@ -101,8 +105,12 @@ class Calls:
         return run(call, self.module, args, kwargs, compiled_graphs=None if self.enabled is None else self.enabled.compiled)
 
     def _was_wrapped_later(self) -> bool:
-        """Return whether an engine took over the weights after `enable`, whose modules are then enabled instead."""
-        with_parts, self._has_checked_parts = not self._has_checked_parts, True
+        """Return whether an engine (FSDP, DeepSpeed) has taken over the weights since `enable`.
+
+        Then the modules that it wraps are enabled in place of this one. Submodules are only checked at the first call.
+        """
+        with_parts = not self._has_checked_parts
+        self._has_checked_parts = True
         return is_sharded_by_engine(self.module, with_parts) and self._enable_wrapped()
 
 
@@ -114,9 +122,10 @@ def run(
     sharers: int = 1,
     compiled_graphs: list[Compiled] | None = None,
 ) -> Any:
-    """Run a compiled call of a module; errors of the model are raised without the compiler's wrapper.
+    """Run a call of a module, compiled or not, and return its result, with Dynamo's settings and without checkpointing.
 
-    `sharers` modules share the graphs of the function. Graphs compiled during the call are appended to `compiled_graphs`.
+    Errors of the model are raised without the compiler's wrapper. `sharers` modules share the graphs of the function, which
+    raises its recompile limit. Graphs compiled during the call are appended to `compiled_graphs`.
     """
     with dynamo_settings(sharers), without_checkpointing(module), noted_in(compiled_graphs):
         try:
@@ -134,7 +143,10 @@ def _without_boundaries(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keeps_cache(arguments: Mapping[str, Any]) -> bool:
-    """Return whether the caller may read the keys and values that the call returns."""
+    """Return whether the caller may read the key-value cache that a call with these keyword arguments returns.
+
+    It may without gradients, or if it passes `use_cache` or a cache.
+    """
     return not torch.is_grad_enabled() or any(arguments.get(name) is not None for name in ("use_cache", *CACHES))
 
 
@@ -145,8 +157,9 @@ def generates(arguments: Mapping[str, Any]) -> bool:
 
 
 def without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Drop the key-value cache from a model's output. Training does not use it, and it would keep the keys and values
-    of every layer.
+    """Return the function so that its output has no key-value cache.
+
+    Training does not use the cache, and it would keep the keys and values of every layer.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -160,9 +173,10 @@ def without_cache(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def dynamo_settings(sharers: int = 1) -> AbstractContextManager[None]:
-    """Configure Dynamo not to split graphs at DistributedDataParallel buckets, and not to share one graph between unequal layers.
+    """Context manager: set Dynamo's settings for a call.
 
-    The recompile limits are scaled by the number of modules that share a function.
+    With several ranks, graphs are not split at DistributedDataParallel's buckets, and unequal FSDP layers share no graph. If
+    `sharers` modules share a compiled function, its recompile limits are multiplied by their number.
     """
     config = torch._dynamo.config
     is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -175,7 +189,11 @@ def dynamo_settings(sharers: int = 1) -> AbstractContextManager[None]:
 
 @contextmanager
 def without_checkpointing(module: nn.Module) -> Iterator[None]:
-    """Disable a model's own checkpointing: the backend recomputes activations itself, and would otherwise do so twice."""
+    """Context manager: disable a model's own checkpointing, because the backend recomputes activations itself.
+
+    The attribute `gradient_checkpointing` of submodules is False meanwhile, and forward hooks that only serve checkpointing are
+    removed. Both are restored.
+    """
     modules = [submodule for submodule in module.modules() if submodule.__dict__.get("gradient_checkpointing")]
     hook_tables = [
         submodule._forward_hooks

@@ -1,4 +1,8 @@
-"""The handle that `enable` returns: a summary of the enabled modules, and how to disable them."""
+"""The handle that `enable` returns: a summary of the enabled modules, and how to disable them.
+
+A *target* is a module to compile. `Calls` (or `CompiledModule`, if an engine such as FSDP shards its weights) replaces its
+calls and counts them. The *head* of a target is a trainer's own loss over the vocabulary, whose width is limited meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,10 @@ class EnabledModules(Unpicklable):
             log.warning("streamfx.enable: nothing is compiled, because %s: %s", SWITCHED_OFF, SWITCH_ON)
 
     def _install(self, compile_targets: CompileTargets) -> None:
-        """Replace the calls of the targets, narrow trainers' heads, and switch off checkpoint wrappers around the targets."""
+        """Replace the calls of the targets, limit the width of trainers' heads, and disable checkpoint wrappers around targets.
+
+        Raise `IntegrationError`, before anything is changed, if a target is compiled already.
+        """
         for target in compile_targets.targets:
             if target.module._compiled_call_impl is not None or is_enabled(target.module):
                 raise IntegrationError(
@@ -91,7 +98,7 @@ class EnabledModules(Unpicklable):
         return True
 
     def disable(self) -> None:
-        """Let all modules run as before; may be called repeatedly.
+        """Undo `enable`: all modules run as before. May be called repeatedly.
 
         Example:
             >>> import torch, streamfx
@@ -126,14 +133,14 @@ class EnabledModules(Unpicklable):
 
     @property
     def _leaves_memory(self) -> bool:
-        """Whether a step on a GPU may use small chunks although memory is free."""
+        """Whether a step on a GPU may use small chunks although memory is free: the model is there, and no budget is set."""
         parameters = (parameter for target in self.targets for parameter in target.module.parameters())
         return resolve_options(self.options).memory_budget is None and any(
             parameter.device.type == "cuda" for parameter in parameters
         )
 
     def __str__(self) -> str:
-        """Summarize the modules, with equal ones in one line, the numbers of their calls, and the last graphs."""
+        """Return the summary: the options, a line for each kind of module with its numbers of calls, and the last graphs."""
         lines = [f"streamfx: {'on' if self.is_enabled else 'off'}; options {self.options or 'default'}"]
         engines = dict.fromkeys((*self.engines, *(calls.engine for calls in self.calls.values() if calls.engine)))
         lines += [f"  {engine}" for engine in engines]
@@ -157,7 +164,7 @@ class EnabledModules(Unpicklable):
 
 
 def check_dynamic(dynamic: Any) -> None:
-    """Check the argument before anything is compiled."""
+    """Raise `OptionError` unless the argument `dynamic` is True, False or None."""
     if dynamic is not None and not isinstance(dynamic, bool):
         raise OptionError(
             f"dynamic of {ORIGIN} cannot be {dynamic!r}",

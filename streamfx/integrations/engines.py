@@ -7,6 +7,10 @@ Engines are looked up in `sys.modules`, never imported: one that is not imported
     FSDP2 (`fully_shard`)                    each wrapped module's forward, inside of its hooks
     FSDP1 (FullyShardedDataParallel)         each module inside of a wrapper
     parameters that are sharded tensors      the full model
+
+If an engine shards weights, a *target* (module to compile) is a *part*: a module that the engine has wrapped, or one inside of
+it. A wrapped module that contains other wrapped ones is the *rest*: its operators outside of these. The *owner* of a part is
+the wrapped module whose hooks gather and free its weights.
 """
 
 from __future__ import annotations
@@ -38,8 +42,9 @@ FABRIC = "_forward_module"  # the submodule name of the model in Lightning Fabri
 
 
 def unwrap_engine(model: nn.Module) -> tuple[nn.Module, str] | None:
-    """Return the module inside of a wrapper that is not compiled, and its description; None if the model is not such a
-    wrapper.
+    """Return the module inside of a data-parallel, DeepSpeed or Fabric wrapper, and a description of the wrapper.
+
+    The wrapper is not compiled. None if the model is no such wrapper.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model.module, DATA_PARALLEL
@@ -53,12 +58,12 @@ def unwrap_engine(model: nn.Module) -> tuple[nn.Module, str] | None:
 
 
 def check_engine(model: nn.Module) -> None:
-    """Raise if no part of a model can be compiled without using more memory than before."""
+    """Raise `IntegrationError` if DeepSpeed ZeRO-3 has partitioned the weights: its hooks on every module break graphs."""
     refuse_partitioned(model.parameters())
 
 
 def is_sharded_by_engine(model: nn.Module, with_parts: bool = False) -> bool:
-    """Return whether an engine shards a model's weights; `with_parts` also checks its submodules."""
+    """Return whether an engine shards a model's weights; `with_parts` also checks its submodules and all parameters."""
     modules = model.modules() if with_parts else (model,)
     return any(map(is_managed, modules)) or any(map(is_partitioned, _first_or_all(model, with_parts)))
 
@@ -72,7 +77,7 @@ def _first_or_all(model: nn.Module, wants_all: bool) -> Iterator[nn.Parameter]:
 
 
 def engine_of(model: nn.Module) -> str:
-    """Describe the engine that shards a model's weights; empty if there is none."""
+    """Return a text about the engine that shards a model's weights, for the summary; empty if there is none."""
     wrapped = sum(map(is_fully_sharded, model.modules()))
     if wrapped:
         return (
@@ -88,15 +93,19 @@ def engine_of(model: nn.Module) -> str:
 
 
 def parts_of(target: Target, owner: nn.Module | None) -> list[Target]:
-    """Return the wrapped modules of a target, and the remainder of modules that contain wrapped ones; `owner` wraps the
-    target.
+    """Return the targets in place of a target whose weights an engine shards: itself first, then the wrapped modules inside.
+
+    `owner` is the wrapped module that owns the weights of the target, if it is not the target itself.
     """
     outer_target, *inner_targets = _targets_inside(target.name, target.module, owner, is_top=True)
     return [replace(outer_target, head=target.head), *inner_targets]
 
 
 def _targets_inside(path: str, module: nn.Module, owner: nn.Module | None, is_top: bool = False) -> Iterator[Target]:
-    """Yield the targets inside a module: wrapped modules, and modules that contain no wrapped one; `owner` wraps it."""
+    """Yield the module itself as a target, if it is wrapped, at the top, or contains no wrapped module; then those inside it.
+
+    `path` is its name; `owner` is the wrapped module around it whose hooks gather its weights.
+    """
     if is_fsdp_wrapper(module):
         yield from _targets_inside(path, unwrap_fsdp(module), module, is_top=True)
         return
@@ -115,7 +124,7 @@ def _targets_inside(path: str, module: nn.Module, owner: nn.Module | None, is_to
 
 
 def _holds_wrapped(module: nn.Module) -> bool:
-    """Return whether any submodule is wrapped."""
+    """Return whether FSDP wraps any submodule of a module, itself excluded."""
     return any(
         is_fully_sharded(submodule) or is_fsdp_wrapper(submodule) for submodule in module.modules() if submodule is not module
     )

@@ -25,7 +25,7 @@ MIN_VERSIONS = {  # the oldest versions that pass the tests; pyproject.toml requ
 
 
 def check_versions(objects: Iterable[Any]) -> None:
-    """Raise if one of the objects comes from a library version that is too old."""
+    """Raise `IntegrationError` if the class of one of the objects comes from a library version that is too old."""
     for name, class_name in sorted(_libraries_of(objects).items()):
         version = installed_version(name)
         if is_too_old(name, version):
@@ -37,14 +37,14 @@ def check_versions(objects: Iterable[Any]) -> None:
 
 
 def is_too_old(name: str, version: str | None) -> bool:
-    """Return whether `enable` refuses a version of a library."""
+    """Return whether `enable` refuses a version of a library; never an unknown version (None) or another library."""
     return version is not None and name in MIN_VERSIONS and TorchVersion(version) < MIN_VERSIONS[name]
 
 
 def _libraries_of(objects: Iterable[Any]) -> dict[str, str]:
-    """Return the known libraries that define the classes of the objects or their bases, each with one such class."""
-    kinds = {kind: None for item in objects for kind in type(item).__mro__}
-    return {name: kind.__name__ for kind in reversed(kinds) if (name := kind.__module__.partition(".")[0]) in MIN_VERSIONS}
+    """Return the libraries in `MIN_VERSIONS` that define a class (or base class) of the objects: library -> name of a class."""
+    classes = {cls: None for item in objects for cls in type(item).__mro__}  # a dict, for its order
+    return {name: cls.__name__ for cls in reversed(classes) if (name := cls.__module__.partition(".")[0]) in MIN_VERSIONS}
 
 
 def installed_version(name: str) -> str | None:

@@ -3,7 +3,8 @@
 transformers' flash attention reads `position_ids` in each layer if the batch has one row, to find where positions
 restart. This branch on data breaks the graph, so each layer would be split and the values at the breaks would be saved
 in full. While a model is enabled, the boundaries are computed from the arguments of the call: from `position_ids`, or,
-without these, one document. The graph asserts that a layer would find the same boundaries.
+without these, one document. The graph asserts that a layer would find the same boundaries. They are cumulative: for documents of
+3 and 5 tokens, [0, 3, 8].
 
 Collators that pass boundaries pass them twice, for query and key positions. Dynamo (2.13) cannot trace one tensor
 passed twice, and cannot know that two tensors are equal: the graph gets one and copies it. Heads in single precision
@@ -41,7 +42,7 @@ BOUNDARIES_DIFFER = (
 
 
 class _TracedCall:
-    """The document boundaries of the call that is being traced."""
+    """The document boundaries of the call that is being traced; `is_known` is False outside of such a call."""
 
     boundaries: Boundaries = None
     is_known = False
@@ -52,7 +53,7 @@ _originals: list[dict[str, Any]] = []  # transformers' own functions, one entry 
 
 
 def needs_boundaries(module: nn.Module) -> bool:
-    """Return whether layers of a module may look for boundaries."""
+    """Return whether layers of a module may look for document boundaries: it uses transformers' flash attention."""
     names = vars(sys.modules[FLASH_MODULE]) if FLASH_MODULE in sys.modules else {}
     configs = (getattr(submodule, "config", None) for submodule in module.modules())
     return names.keys() >= {IS_PACKED, PREPARE, ENDS, CAST} and any(
@@ -60,22 +61,25 @@ def needs_boundaries(module: nn.Module) -> bool:
     )
 
 
-def listen() -> None:
-    """Replace transformers' functions. Calls that are not wrapped keep the original behavior."""
+def replace_functions() -> None:
+    """Replace three of transformers' functions by those below. Without `with_boundaries` around a call, they do the same.
+
+    Call this once for each enabled module, and `restore_functions` when it is disabled.
+    """
     names = vars(sys.modules[FLASH_MODULE])
     _originals.append(_originals[0] if _originals else {name: names[name] for name in (IS_PACKED, PREPARE, ENDS, CAST)})
     names.update({IS_PACKED: _is_packed, PREPARE: _prepare_heads, CAST: _cast_heads})
 
 
-def forget() -> None:
-    """Undo one `listen`."""
+def restore_functions() -> None:
+    """Undo one `replace_functions`; the last call restores transformers' functions."""
     originals = _originals.pop()
     if not _originals:
         vars(sys.modules[FLASH_MODULE]).update(originals)
 
 
 def with_boundaries(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a call so that it is traced with the boundaries, its first argument."""
+    """Return a module's call with another first argument, the document boundaries, which its layers then use in a trace."""
 
     def with_known_boundaries(boundaries: Boundaries, *args: Any, **kwargs: Any) -> Any:
         """Run the function; transformers' replaced functions read the boundaries from `_traced_call`."""
@@ -91,7 +95,11 @@ def with_boundaries(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_boundaries(args: Sequence[Any], kwargs: dict[str, Any]) -> Boundaries:
-    """Find the boundaries in a call's arguments as a layer would, and remove a duplicate from them."""
+    """Return the document boundaries that the arguments of a call say, as a layer would find them (see `Boundaries`).
+
+    If the call passes equal boundaries for queries and keys, those for keys are removed from `kwargs`, and the result is
+    `SAME_FOR_KEYS`: the graph copies them.
+    """
     with torch.no_grad():
         if _are_equal(kwargs.get(CU_SEQLENS_Q), kwargs.get(CU_SEQLENS_K)):
             del kwargs[CU_SEQLENS_K]
@@ -113,12 +121,18 @@ def _are_equal(value: Any, other_value: Any) -> bool:
 
 
 def _boundaries_by_count(args: Sequence[Any]) -> Boundaries:
-    """Return the boundaries for a call without named positions: positional arguments may contain them."""
+    """Return the boundaries of a call without named `position_ids`: one document per row.
+
+    None (unknown) if there are several positional arguments, which may contain the positions.
+    """
     return ONE_DOCUMENT if len(args) <= 1 else None
 
 
 def _boundaries_by_positions(positions: Any) -> Boundaries:
-    """Return the boundaries at which positions restart: ONE_DOCUMENT for one per row, None if they cannot be read."""
+    """Return the boundaries at which `position_ids` restart: [[0, 1, 2, 0, 1]] -> [0, 3, 5].
+
+    ONE_DOCUMENT if they do not restart within a row, None (unknown) if they are no matrix of positions.
+    """
     if not isinstance(positions, Tensor) or positions.dim() != 2 or not _originals:
         return None
     if not bool(_originals[0][IS_PACKED](positions, positions.shape[0])):
@@ -131,7 +145,10 @@ def _boundaries_by_positions(positions: Any) -> Boundaries:
 
 
 def _is_packed(position_ids: Any, batch_size: Any) -> Any:
-    """Replace `_is_packed_sequence`: in a trace, answer by the known boundaries, and assert at run time that it is right."""
+    """In place of `_is_packed_sequence`: return whether a row has several documents.
+
+    In a trace, the known boundaries answer this without a branch on data; the graph asserts that a row with one document has one.
+    """
     is_packed, boundaries = _originals[0][IS_PACKED](position_ids, batch_size), _traced_call.boundaries
     if (
         not isinstance(is_packed, Tensor)
@@ -146,7 +163,11 @@ def _is_packed(position_ids: Any, batch_size: Any) -> Any:
 
 
 def _prepare_heads(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Any:
-    """Replace `_prepare_from_posids`: in a trace, return flattened heads, boundaries, and lengths from the known boundaries."""
+    """In place of `_prepare_from_posids`: return query, key and value with batch and rows flattened, boundaries, and lengths.
+
+    In a trace, the boundaries are the known ones, and the graph asserts that the positions restart there. The boundaries and the
+    maximum lengths of documents are pairs, for queries and keys.
+    """
     boundaries = _traced_call.boundaries
     if not isinstance(boundaries, Tensor) or not torch.compiler.is_dynamo_compiling():
         return _originals[0][PREPARE](query, key, value, position_ids)
@@ -163,7 +184,7 @@ def _prepare_heads(query: Tensor, key: Tensor, value: Tensor, position_ids: Tens
 
 
 def _cast_heads(query: Tensor, key: Tensor, value: Tensor, target_dtype: torch.dtype | None = None) -> Any:
-    """Replace the cast of heads in single precision: in a trace, cast without a warning."""
+    """In place of `fa_peft_integration_check`: cast heads in single precision to `target_dtype`, in a trace without a warning."""
     if not (_traced_call.is_known and torch.compiler.is_dynamo_compiling()):
         return _originals[0][CAST](query, key, value, target_dtype)
     is_wide = target_dtype is not None and query.dtype == torch.float32

@@ -1,10 +1,10 @@
-"""One call of a module that an engine has wrapped: its hooks run unchanged, and the forward between them runs through
-the backend.
+"""Calls of modules whose weights an engine shards: the engine's hooks run unchanged, and the forward between them is compiled.
 
-Engines with sharded parameters (FSDP) gather weights in a hook before a module's forward and free them in a hook after
-it. A graph across a hook would break there, so each wrapped module's forward is a graph. The remainder of a module that
-contains wrapped ones breaks at their calls; if Dynamo gives up on its function (a break inside of a loop), its other
-children are compiled separately.
+Engines with sharded parameters (FSDP) gather weights in a hook before a module's forward and free them in a hook after it. A
+graph across a hook would break there, so each wrapped module's forward is a graph. The remainder of a module that contains
+wrapped ones (the *rest*) breaks at their calls; if Dynamo gives up on its function (a break inside of a loop), its other
+children are compiled separately. *Deferred* outputs (lazy logits) are computed when they are used; *dense* ones are plain
+tensors.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ USE_CACHE = "use_cache"
 
 
 def is_enabled(module: nn.Module) -> bool:
-    """Return whether an earlier `enable` has replaced a module's forward."""
+    """Return whether `enable` has replaced a module's forward (not its call, which `_compiled_call_impl` shows)."""
     return hasattr(module.__dict__.get("forward"), ENABLED)
 
 
 def calls_of(module: nn.Module) -> Calls | CompiledModule | None:
-    """Return the object with which an earlier `enable` replaced a module's calls."""
+    """Return the object by which `enable` has replaced a module's call or forward; None if the module is not enabled."""
     for slot in (module._compiled_call_impl, module.__dict__.get("forward")):
         if isinstance(slot, Calls) or hasattr(slot, ENABLED):
             return slot if isinstance(slot, Calls) else getattr(slot, ENABLED)
@@ -51,7 +51,7 @@ class SharedFunctions:
     """
 
     def __init__(self, options: Mapping[str, Any], dynamic: bool | None) -> None:
-        """Start without compiled functions; `parts` collects the modules that share them."""
+        """Start without compiled functions; they are compiled with these options. `parts` collects all modules that use them."""
         self.options, self.keywords = dict(options), {"dynamic": dynamic, **isolation_keywords()}
         self.parts: list[CompiledModule] = []
         self.generating = 0  # active generation calls: nested calls are not compiled, either
@@ -61,8 +61,9 @@ class SharedFunctions:
     def compiled_function(
         self, key: tuple[Any, ...], module_call: Callable[..., Any], with_cache: bool, dense: bool
     ) -> Callable[..., Any]:
-        """Return the compiled function of a key; `with_cache` keeps the key-value cache, and
-        `dense` forbids deferred outputs (option `outputs`).
+        """Return the compiled function of a key; `module_call` is compiled if there is none.
+
+        `with_cache` keeps the key-value cache in its output; `dense` forbids deferred outputs.
         """
         key = (*key, with_cache, dense)
         if key not in self._compiled:
@@ -72,7 +73,7 @@ class SharedFunctions:
         return self._compiled[key]
 
     def key_with_buffers(self, key: tuple[Any, ...], module: nn.Module) -> tuple[Any, ...]:
-        """Extend the key by the index of the first module with this key and equal buffers."""
+        """Return the key, extended by a number that modules with this key share if their buffers have equal contents."""
         distinct_modules = self._distinct.setdefault(key, [])
         index = next((i for i, other in enumerate(distinct_modules) if _has_same_buffers(module, other)), len(distinct_modules))
         if index == len(distinct_modules):
@@ -80,10 +81,10 @@ class SharedFunctions:
         return (*key, index)
 
     def returns_deferred(self) -> bool:
-        """Return whether a wrapped module (a head) returns deferred outputs to its caller.
+        """Return whether a wrapped module, such as a head, returns deferred outputs to its caller.
 
-        This is known after each wrapped module was called. Before, a module may if it is the only one of its class and
-        its weights are not freed.
+        This is known of modules that were called. One that was not called yet counts as such a module if it is the only one of
+        its class and its weights are not freed after its forward.
         """
         wrapped = [compiled for compiled in self.parts if compiled.is_wrapped and not compiled.is_rest]
         kinds = Counter(type(compiled.module) for compiled in wrapped)
@@ -94,7 +95,7 @@ class CompiledModule:
     """Replaces a module's `__call__`, or its forward if an engine's hooks surround it."""
 
     def __init__(self, target: Target, shared: SharedFunctions) -> None:
-        """Wrap a target's call, or its forward within an engine's hooks; it is compiled at its first call."""
+        """Prepare to replace a target's call, or its forward if an engine's hooks surround it; compiled at the first call."""
         self.module, self.owner, self.within_hooks = target.module, target.owner, target.within_hooks
         self.is_rest, self.is_wrapped = target.is_rest, target.is_wrapped
         self._returned_deferred: bool | None = None
@@ -121,7 +122,7 @@ class CompiledModule:
             self.module._compiled_call_impl = self._installed
 
     def remove(self) -> None:
-        """Undo `install`, if it still holds."""
+        """Undo `install`, if the module is still called through this object."""
         if not self.is_installed:
             return
         restore_tracing_refusal(self._refused)
@@ -144,11 +145,14 @@ class CompiledModule:
         return is_switched_off()
 
     def returned_deferred(self, default: bool) -> bool:
-        """Return whether the last outputs were deferred. Before the first call: `default`, but False if weights are freed."""
+        """Return whether the last outputs of the module were deferred (to be computed at their use).
+
+        Before its first call, return `default`, but False if its weights are freed after its forward.
+        """
         return default and not self._frees_weights() if self._returned_deferred is None else self._returned_deferred
 
     def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the original function in a generation call, in which no nested module is compiled, either."""
+        """Run the original function in a generation call. Modules that it calls count this, and are not compiled, either."""
         self.counts.plain += 1
         self.shared.generating += 1
         try:
@@ -157,8 +161,9 @@ class CompiledModule:
             self.shared.generating -= 1
 
     def _with_no_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Pass `use_cache=False` in training: otherwise the layers, compiled separately, would fill a cache that is
-        never read.
+        """Return the keyword arguments, with `use_cache=False` in training if the caller does not say otherwise.
+
+        Otherwise the layers, which are compiled separately, would fill a key-value cache that is never read.
         """
         if keeps_cache(kwargs) or USE_CACHE not in self._signature.parameters:
             return kwargs
@@ -170,7 +175,11 @@ class CompiledModule:
         return self.owner is not None and frees_weights(self.owner)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module compiled. Run it in eager for generation, if compilation is off, or if it uses deferred outputs."""
+        """Run the module compiled, and remember whether its output is deferred.
+
+        Run it in eager for generation, if compilation is off, or if it is the rest of a module and a wrapped module (the head)
+        returns deferred outputs: a loss on them then runs in chunks.
+        """
         if generates(kwargs) or self.shared.generating:
             return self._generate(args, kwargs)
         if self.is_off:
@@ -202,14 +211,18 @@ class CompiledModule:
 
 
 def _unbound(function: Any, module: nn.Module) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Split a module's function into (the function to compile, its key, its leading arguments)."""
+    """Return (the function to compile, a key by which modules share it, its leading arguments) for a module's call.
+
+    A method of the module becomes its plain function, with the module as the leading argument, so that modules of one class
+    share it.
+    """
     if getattr(function, "__self__", None) is module:
         return function.__func__, (function.__func__, type(module)), (module,)
     return function, (function,), ()
 
 
 def _has_same_buffers(module: nn.Module, other: nn.Module) -> bool:
-    """Return whether two modules have buffers of the same names and contents."""
+    """Return whether two modules have buffers of the same names and contents; never if they are different sharded tensors."""
     buffers, other_buffers = dict(module.named_buffers()), dict(other.named_buffers())
     return buffers.keys() == other_buffers.keys() and all(_is_same(buffers[name], other_buffers[name]) for name in buffers)
 

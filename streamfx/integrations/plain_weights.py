@@ -16,13 +16,16 @@ DEQUANTIZE, READERS = "dequantize_module_weight", ("peft.tuners.lora.dora", "pef
 QUANTIZED_WEIGHT = "W_q"  # the name of the quantized weight in HQQ's layers
 
 _originals: list[tuple[ModuleType, Callable[..., Any]]] = []
-_listeners = 0
+_num_enabled = 0
 
 
-def listen() -> None:
-    """Replace peft's function if peft is imported."""
-    global _listeners
-    _listeners += 1
+def replace_functions() -> None:
+    """Replace peft's function in each of its modules that is imported, so that it returns plain parameters directly.
+
+    Call this once for each enabled module, and `restore_functions` when it is disabled.
+    """
+    global _num_enabled
+    _num_enabled += 1
     replaced_modules = {module for module, _ in _originals}
     for name in READERS:
         module = sys.modules.get(name)
@@ -31,11 +34,11 @@ def listen() -> None:
             setattr(module, DEQUANTIZE, _plain_weight_first(vars(module)[DEQUANTIZE]))
 
 
-def forget() -> None:
-    """Undo one `listen`; the last call restores peft's function."""
-    global _listeners
-    _listeners -= 1
-    while _originals and not _listeners:
+def restore_functions() -> None:
+    """Undo one `replace_functions`; the last call restores peft's function."""
+    global _num_enabled
+    _num_enabled -= 1
+    while _originals and not _num_enabled:
         module, function = _originals.pop()
         setattr(module, DEQUANTIZE, function)
 
@@ -44,7 +47,7 @@ def _plain_weight_first(dequantize: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that returns a plain parameter directly, and calls peft's function for any other weight."""
 
     def weight_of(module: nn.Module) -> Any:
-        """Return the weight of a module, dequantized if necessary."""
+        """Return the weight of a module as a plain tensor: its parameter, or what peft's function returns for it."""
         is_plain = type(module.weight) is nn.Parameter and not hasattr(module, QUANTIZED_WEIGHT)
         return module.weight if is_plain else dequantize(module)
 

@@ -1,4 +1,7 @@
-"""Repeated calls of `enable`, and the lookup of enabled modules for `disable`."""
+"""Repeated calls of `enable`, and the lookup of enabled modules for `disable`.
+
+A *handle* (`EnabledModules`) is the result of `enable`: it holds the enabled modules (targets), the options and `dynamic`.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ REPLACED = "streamfx.enable: the model was already enabled with options %s; they
 
 
 def enable_once(model_or_trainer: Any, options: Mapping[str, Any], dynamic: bool | None) -> EnabledModules:
-    """Return the existing handle if the same modules are enabled with the same options; otherwise enable them,
-    replacing the old one.
+    """Enable the modules of a model or trainer, unless exactly these are enabled with the same options; return the handle.
+
+    If they are enabled with other options, warn, and replace these.
     """
     modules = {target.module for target in find_targets(model_or_trainer).targets}
     existing = next((handle for handle in _handles_of(modules) if {target.module for target in handle.targets} == modules), None)
@@ -30,7 +34,7 @@ def enable_once(model_or_trainer: Any, options: Mapping[str, Any], dynamic: bool
 
 
 def enabled_handles(model_or_trainer: Any) -> list[EnabledModules]:
-    """Return all handles that belong to a model or a trainer."""
+    """Return the handles of all enabled modules in a model or a trainer; `model_or_trainer` may also be such a handle."""
     if isinstance(model_or_trainer, EnabledModules):
         return [model_or_trainer]
     return _handles_of(module for _, model in models_of(model_or_trainer, "disable") for module in model.modules())

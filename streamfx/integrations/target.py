@@ -11,7 +11,7 @@ from streamfx.integrations.heads import Head
 
 @dataclass(frozen=True)
 class Target:
-    """A module to compile.
+    """A module to compile; `why` is the reason in the summary, `head` the trainer's own head whose width is limited, if any.
 
     If an engine shards its weights, it is a *part*: `owner` is the wrapped module whose hooks gather and free the
     weights, or None if the weights are always available. `is_wrapped` means that the module is wrapped itself;

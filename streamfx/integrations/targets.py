@@ -1,7 +1,8 @@
 """Find the modules of a trainer or a model that must be compiled.
 
-Most trainers call the full model, and the loss is part of the graph. Some replace the model's forward by one that calls
-the backbone and applies the head itself, in chunks (`fused_lm_head=True`): then the backbone is compiled.
+Most trainers call the full model, and the loss is part of the graph. Some replace the model's forward by one that calls the
+backbone and applies the head itself, in chunks (`fused_lm_head=True`): then the backbone is compiled. A *target* is a module to
+compile. *Engines* (DDP, FSDP, DeepSpeed) wrap models; if one shards the weights, each wrapped module is a separate target.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class CompileTargets:
 
 
 def find_targets(model_or_trainer: Any) -> CompileTargets:
-    """Find the modules of a trainer or a model that must be compiled."""
+    """Return the modules of a model, or of a trainer and its frozen models, that must be compiled.
+
+    Raise `IntegrationError` if there are none, if they are compiled already, or if a library is too old.
+    """
     targets: dict[nn.Module, Target] = {}
     engines: dict[str, None] = {}
     if not isinstance(model_or_trainer, nn.Module):
@@ -67,7 +71,11 @@ def find_targets(model_or_trainer: Any) -> CompileTargets:
 
 
 def models_of(model_or_trainer: Any, caller: str = "enable") -> Iterator[tuple[str, nn.Module]]:
-    """Yield a model, or the models of a trainer, by name; `caller` is the name of the calling function."""
+    """Yield ("model", model), and for a trainer also its frozen models, such as ("ref_model", model).
+
+    Raise `IntegrationError` if the object is neither a module nor a trainer with one; `caller` is the public function in its
+    text.
+    """
     if isinstance(model_or_trainer, nn.Module):
         yield "model", model_or_trainer
         return
@@ -86,7 +94,7 @@ def models_of(model_or_trainer: Any, caller: str = "enable") -> Iterator[tuple[s
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Raise if the trainer compiles the model itself."""
+    """Raise `IntegrationError` if the trainer is configured to compile the model itself."""
     arguments = getattr(trainer, "args", None)
     if getattr(arguments, "torch_compile", False):
         raise IntegrationError(
@@ -97,7 +105,7 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _describe_object(model_or_trainer: Any) -> str:
-    """Describe an object that is neither a module nor a trainer with one."""
+    """Return a text about an object that is neither a module nor a trainer with one, for an error."""
     if isinstance(model_or_trainer, type):
         return f"a class ({model_or_trainer.__name__}), not an instance"
     name = with_article(type(model_or_trainer).__name__)
@@ -109,7 +117,10 @@ def _describe_object(model_or_trainer: Any) -> str:
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """Return the module inside of all wrappers, and the descriptions of the wrappers."""
+    """Return the module inside of all wrappers (DDP, DeepSpeed, Fabric), and the descriptions of the wrappers.
+
+    Raise `IntegrationError` if it cannot be compiled in place: it is compiled already, scripted, or has no forward.
+    """
     if is_compiled(model):
         raise IntegrationError(
             "streamfx.enable compiles a module in place, but this one is already compiled",
@@ -134,7 +145,10 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def _target_of_model(name: str, model: nn.Module, is_given_alone: bool) -> Target:
-    """Return the module of a model to compile. `is_given_alone`: the caller gave a module, not a trainer."""
+    """Return the module of a model to compile, with its name: the model, or its backbone if a trainer applies the head itself.
+
+    `is_given_alone`: the caller gave a module, not a trainer. Raise `IntegrationError` if the backbone is not a separate module.
+    """
     base: Any = unwrap_fsdp(model) if is_fsdp_wrapper(model) else model
     base = getattr(base, "get_base_model", lambda: base)()
     forward = _forward_with_head(base)
@@ -154,7 +168,10 @@ def _target_of_model(name: str, model: nn.Module, is_given_alone: bool) -> Targe
 
 
 def _forward_with_head(model: nn.Module) -> Any:
-    """Return the forward that a trainer has set on the model, if it accepts the argument for its own head."""
+    """Return the forward that a trainer has set on the model, if it applies the trainer's own head; else None.
+
+    Such a forward has the argument `fused_lm_head`, itself or inside of wrappers (`__wrapped__`).
+    """
     function: Any = model.__dict__.get("forward")
     while function is not None:
         function = getattr(function, "__func__", function)

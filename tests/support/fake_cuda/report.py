@@ -114,7 +114,7 @@ def report(
             found = _ends() if given == "positions" else False
         is_told = attention == "flash_attention_2" and batch == 1 and given != "ends"
         if is_told:  # as `streamfx.enable` has it
-            packing.listen()
+            packing.replace_functions()
         call = traced(
             packing.with_boundaries(step) if is_told else step, (found,) if is_told else (), inputs, options or {}, False
         )
