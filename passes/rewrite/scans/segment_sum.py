@@ -2,7 +2,7 @@
 
     sums[0] = initial,  sums[c + 1] = exp(decays[c]) * sums[c] + rows[c]
 
-State space models (Mamba 2) compute such sums as a product with a matrix of weights. The operators return sums[c] for each
+State space models compute such sums as a product with a matrix of weights. The operators return sums[c] for each
 row c (`decayed_sums`) or sums[c + 1] (`SUMS_AFTER`), and the last sum.
 """
 
