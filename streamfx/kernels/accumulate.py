@@ -1,6 +1,7 @@
-"""Accumulate over chunks in place, so that a second gradient of a weight is never alive.
+"""Accumulate over the chunks of a sequence in place, so that a second gradient of a weight is never alive.
 
-The first chunk that runs (`is_first`) overwrites the total, so the buffer may be uninitialized.
+Loops over chunks call these functions. `total` is the buffer for a sum over chunks, for example the gradient of a weight. The
+first chunk that runs (`is_first`) overwrites the total, so the buffer may be uninitialized.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ aten = torch.ops.aten
 
 
 def add_part(total: Tensor, part: Tensor, is_first: bool) -> None:
-    """Add `part` to `total` in place; the dtypes may differ.
+    """Add a chunk's contribution `part` to `total`, in place; if `is_first`, overwrite `total`. The dtypes may differ.
 
     Complex tensors are added as pairs of real numbers, because an addition with a scale factor, even of one, would mix
     real and imaginary parts: inf * (1 + 0i) has a nan.
@@ -30,7 +31,11 @@ def add_part(total: Tensor, part: Tensor, is_first: bool) -> None:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
-    """total [.. m n] += left [.. m k] @ right [.. k n], as one matrix product that is rounded once, to the dtype of the total."""
+    """total [.. m n] += left [.. m k] @ right [.. k n], in place; if `is_first`, overwrite the total instead.
+
+    It is one matrix product, rounded once, to the dtype of the total. On CUDA the factors may have a half dtype and the
+    total float32 (`cuda_products.py`); elsewhere the factors are converted.
+    """
     if total.dtype != left.dtype and device_kind(left.device).type == "cuda":
         ADD_PRODUCT(total, left, right, is_first)
         return
@@ -45,7 +50,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> N
 def add_embedding_gradient(total: Tensor, gradient: Tensor, index: Tensor, padding: int) -> None:
     """Add the gradient of an embedding: rows of `gradient` [..., d] to the rows `index` [...] of total [v d], in place.
 
-    If an index equals `padding`, its row gets no gradient.
+    Tokens whose index equals `padding` contribute nothing; -1: no such index.
     """
     indices, width = index.reshape(-1), gradient.shape[-1]
     row_gradients = gradient.reshape(-1, width).to(total.dtype)
@@ -55,5 +60,5 @@ def add_embedding_gradient(total: Tensor, gradient: Tensor, index: Tensor, paddi
 
 
 def scatter_rows(total: Tensor, dim: int, index: Tensor, rows: Tensor) -> None:
-    """Scatter `rows` into positions of `total` that no other chunk writes."""
+    """Write `rows` at the positions `index` along `dim` of `total`, in place; no other chunk writes these positions."""
     total.scatter_(dim, index, rows.to(total.dtype))

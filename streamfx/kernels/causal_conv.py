@@ -1,7 +1,7 @@
-"""The causal-conv1d package's operators on a chunk, with the last w - 1 rows before it as a state.
+"""The causal-conv1d package's operators on a chunk of the sequence, with the last w - 1 rows before it as a state.
 
-The chunk's rows are appended to the state. (The package has states itself, but requires a channels-last layout for them.
-Concatenation works for every layout.)
+Sizes: b batch, d channels, t rows of the chunk, w kernel width. The chunk's rows are appended to the state. (The package has
+states itself, but requires a channels-last layout for them. Concatenation works for every layout.)
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, first: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Convolve x [b d t] with weight [d w]; return the output, and the state [b d (w - 1)] after x.
+    """Convolve x [b d t] with weight [d w]; return the output [b d t], and the state [b d (w - 1)] after x.
 
-    `first`: the state before x; None if x begins the sequence.
+    `silu`: apply this activation to the output. `first`: the state before x; None if x begins the sequence.
     """
     with_state = x if first is None else torch.cat((first, x), 2)
     out, width = torch.empty_like(with_state), weight.shape[1] - 1
@@ -28,9 +28,10 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, first: T
 def backward(
     dy: Tensor, dlast: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, first: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return the gradients of x, weight, bias and the state before x, from those of the output and of the state after x.
+    """Return the gradients of x, weight, bias (None without one) and the state before x.
 
-    Gradients of parameters have the dtype in which the package accumulates.
+    `dy`: the gradient of the output; `dlast`: of the state after x, or None if it has none. `first`: the state before x;
+    None if x begins the sequence. Gradients of parameters have the dtype in which the package accumulates.
     """
     width = weight.shape[1] - 1
     state = x.new_zeros(*x.shape[:2], width) if first is None else first

@@ -1,13 +1,16 @@
 """Attention of a chunk's queries over their visible keys.
 
+Sizes: b batch, h query heads, g heads of keys and values, m queries (the chunk's rows of the sequence), n keys, d and e head
+widths. `scale` multiplies the scores; None: 1 / sqrt(d). A tile (`MaskTile`) is a range of queries, with a range of keys.
+
 If a kernel aligns its causal mask, or its window, at the last query and the last key (bottom right), a chunk in the
 middle of the sequence takes one call. Other kernels align it at the first query and key (top left). With these kernels, a chunk
 takes two calls: one for the past, which all its queries see in full, and one for the square diagonal; the results are
 merged by log-sum-exp. The backward also calls the kernel twice, with the merged output and log-sum-exp, as ring
 attention does. A window that no kernel supports becomes a bias.
 
-A data-dependent mask is first decomposed into tiles (see `mask_tiles.py`), each of which is such a call on a range of
-queries and a range of keys. Consecutive documents take one call if a kernel supports variable-length sequences.
+A data-dependent mask is first decomposed into tiles (see `mask_tiles.py`), each of which is such a call. Consecutive
+documents take one call if a kernel supports variable-length sequences.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from streamfx.kernels.mask_tiles import MaskTile, TileKind
 from streamfx.kernels.plain_attention import BOTTOM_RIGHT, BottomRightCausal
 from streamfx.torch_private import FakeTensor
 
-Window = tuple["int | None", "int | None"]
-Bias = Callable[[], "Tensor | None"]
+Window = tuple["int | None", "int | None"]  # (low, high): see `forward`
+Bias = Callable[[], "Tensor | None"]  # computes the mask that is added to scores, only for a kernel that needs it
 Gradients = tuple[Tensor, Tensor, Tensor]  # with respect to queries, keys and values
 
 
@@ -56,8 +59,9 @@ def forward(
     """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
     `mask` is added to the scores. With a `window` (low, high), query i sees keys i + first + low .. i + first + high,
-    where None is unbounded; otherwise all keys. `finite_hides`: scores are small compared with the large negative
-    values of the mask, so that such values hide a key as minus infinity does.
+    where None is unbounded; otherwise all keys. So `first` is the position of the first query among the keys.
+    `finite_hides`: scores are small compared with the large negative values of the mask, so that such values hide a key
+    as minus infinity does.
     """
     tiles, bias, bottom_right, is_estimate = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
     if _is_single_call(tiles, query, key):
@@ -89,7 +93,11 @@ def backward(
     scale: float | None = None,
     finite_hides: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the queries, and the chunk's contribution to the gradients of its visible keys and values."""
+    """Return (dq, dk, dv): the gradients of the queries, and the chunk's contribution to those of its keys and values.
+
+    `gradient`, `out`, `lse`: the output's gradient, and both results of `forward`. The other arguments are those of
+    `forward`.
+    """
     tiles, bias, bottom_right, is_estimate = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
     if _is_single_call(tiles, query, key):
         # real runs with several tiles also have the gradients of all keys; they are counted while the tile runs
@@ -108,7 +116,10 @@ def backward(
 
 
 def _add_to(totals: Gradients, key_range: slice, gradients: Gradients) -> None:
-    """Add the gradients of one call to `totals`. The caller drops them, so that only `totals` are alive in the next call."""
+    """Add the gradients (dq, dk, dv) of one call to `totals`, where `key_range` are the keys that the call reads.
+
+    The caller drops the gradients, so that only `totals` are alive in the next call.
+    """
     totals[0].add_(gradients[0])
     totals[1][:, :, key_range].add_(gradients[1])
     totals[2][:, :, key_range].add_(gradients[2])
@@ -126,7 +137,11 @@ def _forward(
     bottom_right: BottomRightCausal | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of a tile, by one call, or by a call for the past and a call for the diagonal."""
+    """Return the output and the log-sum-exp of a tile; the operands are the tile's rows and keys.
+
+    A causal tile takes one call, or a call for the past (the keys before the first query) and one for the diagonal.
+    `bottom_right`: if not None, this mask of the kernel replaces the bias of a mixed tile, if the kernel supports it.
+    """
     kind = tile.kind
     if tile.documents is not None:
         return sdpa.forward(query, key, value, None, tile.documents, scale)
@@ -143,7 +158,10 @@ def _forward(
 
 
 def _backward(*arguments: Any) -> Gradients:
-    """Run all calls of a tile; return (dq, dk, dv): the sum of their dq, and dk and dv of all keys."""
+    """Run all calls of a tile; the arguments are those of `_calls`.
+
+    Return (dq, dk, dv): the sum of the calls' dq, and their dk and dv concatenated, because each call reads other keys.
+    """
     gradients = [call() for _, call in _calls(*arguments)]
     if len(gradients) == 1:
         return gradients[0]
@@ -163,7 +181,11 @@ def _calls(
     bottom_right: BottomRightCausal | None,
     scale: float | None,
 ) -> list[tuple[slice, Callable[[], Gradients]]]:
-    """Return the kernel calls that compute the gradients, each with the slice of keys that it reads."""
+    """Return the kernel calls that compute a tile's gradients: (the slice of keys that the call reads, the call) for each.
+
+    There is one call, or one for the past (the keys before the first query) and one for the diagonal, as in `_forward`. A
+    call returns (dq, dk, dv).
+    """
 
     def call(key_range: slice, mask: Bias, causal: Any) -> tuple[slice, Callable[[], Gradients]]:
         """Return the slice of keys, and a function that runs the backward kernel on these keys."""
@@ -188,7 +210,10 @@ def _without_bias() -> None:
 
 
 def _merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge the results of two slices of the keys. The weight of each is its share in the sum of exponentials."""
+    """Merge (output, log-sum-exp) of the same queries over two slices of the keys.
+
+    The weight of each output is its share in the sum of exponentials: exp(lse_b) / (exp(lse_a) + exp(lse_b)) for the second.
+    """
     (out_a, lse_a), (out_b, lse_b) = left, right
     share = torch.sigmoid(lse_b - lse_a).unsqueeze(-1)
     merged = torch.lerp(out_a.to(share.dtype), out_b.to(share.dtype), share)
@@ -208,28 +233,38 @@ def _visible_keys(
     scale: float | None,
     finite_hides: bool,
 ) -> VisibleKeys:
-    """Return the tiles of the queries: from a data-dependent mask without a window, else a single tile."""
+    """Return the tiles of the queries, and the mask of mixed tiles; the arguments are those of `forward`.
+
+    A data-dependent mask (`Mask`) without a window is decomposed into tiles; otherwise there is a single tile.
+    """
     batch, rows, keys = query.shape[0], query.shape[2], key.shape[2]
     has_window = first is not None and window is not None and window != (None, None)
     if isinstance(mask, Mask) and not has_window:
         packs_documents = sdpa.supports_documents(query, key, value, scale)
-        is_estimate = isinstance(query, FakeTensor) and mask.dense().shape[1] == 1
+        is_estimate = isinstance(query, FakeTensor) and mask.dense().shape[1] == 1  # one mask for all heads: real runs have tiles
         return VisibleKeys(mask.tiles(rows, keys, batch, finite_hides, packs_documents), mask.dense, None, is_estimate)
     dense = mask.dense() if isinstance(mask, Mask) else mask
     bottom_right = _bottom_right(rows, keys, first, window) if dense is None else None
-    kind = (
-        TileKind.FULL if dense is None and not has_window else TileKind.CAUSAL if bottom_right == BOTTOM_RIGHT else TileKind.MIXED
-    )
+    if dense is None and not has_window:
+        kind = TileKind.FULL
+    else:
+        kind = TileKind.CAUSAL if bottom_right == BOTTOM_RIGHT else TileKind.MIXED
     tile = MaskTile(kind, (0, rows), (0, keys), (0, batch))
     return VisibleKeys((tile,), lambda: _with_window(query, key, dense, first, window), bottom_right)
 
 
 def _bottom_right(rows: int, keys: int, first: int | None, window: Window | None) -> BottomRightCausal | None:
-    """Return the window as a bottom-right mask; None unless it ends at each query's own key, and the last query's is the last."""
+    """Return the window as the mask that kernels have themselves: each query sees the keys up to its own, the last query all.
+
+    None if it is another mask: if it does not end at each query's own key, or the own key of the last query is not the
+    last key.
+    """
     if window is None or first is None or first < 0 or keys - first != rows or window[1] != 0:
         return None
     low = window[0]
-    return BOTTOM_RIGHT if low is None else BottomRightCausal(-low) if low <= 0 else None
+    if low is None:
+        return BOTTOM_RIGHT
+    return BottomRightCausal(left=-low) if low <= 0 else None
 
 
 def _is_single_call(tiles: Sequence[MaskTile], query: Tensor, key: Tensor) -> bool:

@@ -4,6 +4,9 @@ cuDNN runs the call if it is the fastest (`cuda_cudnn.py`). Otherwise flash atte
 attention runs single precision and biases. Kernels check few of their assumptions, so a comment at each call says
 which layout the kernel reads and names the place in PyTorch's sources (under aten/src/ATen/native/transformers/cuda)
 that shows it. `tests/support/cuda_kernels.py` checks the same constraints on the kernel's side.
+
+Sizes: b batch, h query heads, g heads of keys and values, m queries, n keys, d and e widths of a head. `bias` is added to
+the scores, `causal` is one of `plain_attention.Causal`, `scale` multiplies the scores (None: 1 / sqrt(d)).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ LSE_ALIGNMENT = 32  # rows: kernel_forward.h: kAlignLSE; the backward reads this
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and log-sum-exp [b h m]."""
+    """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d], keys [b g n d] and values [b g n e]."""
     query, key, value, scale = to_kernel_layout(query, key, value, scale)
     if cuda_cudnn.supports(query, key, value, bias, causal, scale):
         return cuda_cudnn.forward(query, key, value, causal, scale)
@@ -54,7 +57,10 @@ def backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv): the gradients of queries, keys and values."""
+    """Return (dq, dk, dv): the gradients of queries, keys and values.
+
+    `gradient` is the gradient of the output; `out` and `lse` are the results of `forward`.
+    """
     query, key, value, scale = to_kernel_layout(query, key, value, scale)
     gradient, out = results_to_kernel_layout(gradient, out, query)
     if cuda_cudnn.supports(query, key, value, bias, causal, scale):
@@ -77,9 +83,9 @@ def is_flash(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, cau
 
 
 def flash_supports(query: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Return whether flash attention supports these operands without a bias.
+    """Return whether flash attention supports these dtypes, head widths and scale, on this device, without a bias.
 
-    Its causal mask is aligned at the bottom right.
+    Its causal mask is aligned at the bottom right: the last query sees all keys.
     """
     if query.dtype not in FLASH_TYPES or (scale is not None and scale <= 0):
         return False  # softmax.h: the maximum is taken before scores are scaled
@@ -145,7 +151,7 @@ def _flash_tile(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run flash attention's backward on one tile of rows and keys; return (dq, dk, dv)."""
+    """Run flash attention's backward once, on a tile (a range of queries and of keys); return (dq, dk, dv)."""
     ends = (None, None, query.shape[2], key.shape[2])
     return aten._scaled_dot_product_flash_attention_backward(
         gradient, query, key, value, out, lse, *ends, 0.0, bool(causal), *no_dropout(query.device), scale=scale
@@ -153,27 +159,31 @@ def _flash_tile(
 
 
 def no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the RNG state that flash attention's backward takes as arguments if there is no dropout."""
+    """Return the RNG state (seed, offset) that flash attention's backward takes as arguments: zeros without dropout."""
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)
 
 
 def max_tile(query: Tensor, key: Tensor) -> TileSizes:
-    """Return the maximum number of rows, and of keys, of one backward call."""
+    """Return the maximum number of queries, and of keys, of one backward call, so that its workspace stays small.
+
+    Called for operands [b h m d] and [b g n d]. If the queries need several calls, keys are cut at least as finely.
+    """
     rows, keys = _rows_at_once(query), keys_at_once(query, key)
     return TileSizes(rows, keys if query.shape[2] <= rows else min(keys, rows))
 
 
 def _rows_at_once(query: Tensor) -> int:
-    """Return the number of rows per call that keeps the accumulator of the queries' gradients within MAX_ACCUMULATOR_BYTES."""
+    """Return the number of queries per call that keeps the kernel's float32 dq within MAX_ACCUMULATOR_BYTES; at least 1."""
     batch, heads, _, width = query.shape
     row_bytes = batch * heads * (1 + width) * 4  # flash_api.cpp: mha_bwd: softmax_d, dq_accum; cuDNN allocates the same
     return max(_in_tiles(MAX_ACCUMULATOR_BYTES // row_bytes), 1)
 
 
 def keys_at_once(query: Tensor, key: Tensor) -> int:
-    """Return the number of keys per call that keeps the expanded gradients within MAX_EXPANDED_BYTES.
+    """Return the number of keys per call that keeps the kernel's dk and dv, expanded to all query heads, small.
 
-    It is at least the number of rows of a call.
+    The limit is MAX_EXPANDED_BYTES, but the result is at least the number of queries of a call. With one key head for each
+    query head the kernel expands nothing: all keys.
     """
     batch, heads, rows, width = query.shape
     if heads == key.shape[1]:
@@ -183,7 +193,7 @@ def keys_at_once(query: Tensor, key: Tensor) -> int:
 
 
 def _in_tiles(size: int) -> int:
-    """Round a number of rows down to full kernel tiles, unless it is less than one tile."""
+    """Round a number of rows down to a multiple of cuDNN's tile, unless it is less than one tile."""
     return size // cuda_cudnn.TILE_ROWS * cuda_cudnn.TILE_ROWS or size
 
 

@@ -3,9 +3,9 @@
     rows [s, e)  x  keys [0, s)      all keys are visible: divided into tiles
     rows [s, e)  x  keys [s, e)      the diagonal
 
-Each tile is a call with the output and the log-sum-exp over all keys, as in ring attention, so the gradients of the
-tiles add up. The kernel's workspace (a single-precision accumulator of the queries' gradient, gradients of keys for
-all query heads) then has the size of a tile.
+Rows are queries; the past are the keys before the first row, which all rows see. Each tile is a call with the output and
+the log-sum-exp over all keys, as in ring attention, so the gradients of the tiles add up. The kernel's workspace (a
+single-precision accumulator of the queries' gradient, gradients of keys for all query heads) then has the size of a tile.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class TileSizes(NamedTuple):
 def gradients(
     kernel: Kernel, operands: Operands, causal: Causal, scale: float | None, max_tile: Callable[[Tensor, Tensor], TileSizes]
 ) -> Gradients:
-    """Return the gradients of queries, keys and values, in as many kernel calls as `max_tile(query, key)` requires.
+    """Return the gradients (dq, dk, dv), in as many kernel calls as `max_tile(query, key)`, the limit of a call, requires.
 
-    One tile: one call. Otherwise calls are summed over tiles. If rows are split, each key head and its query heads are
-    processed alone, so that accumulators of only one key head are alive.
+    One tile: one call. Otherwise calls are summed over tiles. If rows are split, each key head and its query heads (a
+    group) are processed alone, so that accumulators of only one key head are alive.
     """
     query, key, value = operands[1:4]
     groups = key.shape[1]
@@ -73,9 +73,8 @@ def gradients(
 def _sum_over_tiles(kernel: Kernel, operands: Operands, tiles: Sequence[KernelTile], scale: float | None) -> Gradients:
     """Run the kernel on each tile; return the sums of the gradients (dq, dk, dv).
 
-    In the order of rows, the gradients of one slice of rows are complete before the next slice starts, but the
-    accumulators of all keys are alive to the end; in the order of keys, the reverse. The order is chosen in which the
-    accumulators that are alive to the end are smaller.
+    If tiles are sorted by rows, dq of one slice of rows is complete before the next slice starts, but float32 accumulators
+    of dk and dv are alive to the end; if they are sorted by keys, the reverse. The smaller accumulators stay alive.
     """
     gradient, query, key, value, out, lse = operands
     by_rows = key.numel() + value.numel() < query.numel()
@@ -94,13 +93,13 @@ def _sum_over_tiles(kernel: Kernel, operands: Operands, tiles: Sequence[KernelTi
 
 
 class _SliceAccumulators:
-    """Accumulates a gradient by slices of rows or keys, in single precision or better.
+    """Accumulates a gradient [b h n d] by slices of its rows (dimension 2), in single precision or better.
 
-    A slice's accumulator is freed after the last contribution to the slice.
+    Several tiles contribute to a slice. Its accumulator is freed after the last contribution, which is written to `result`.
     """
 
     def __init__(self, like: Tensor, slices: Iterable[slice]) -> None:
-        """Allocate the gradient, and count the contributions to each slice: one per tile."""
+        """Allocate the gradient of `like`; `slices` has the slice of each tile, so a slice occurs once per contribution."""
         self.result = torch.empty_like(like)
         self.num_remaining = Counter(contributed.start for contributed in slices)  # by the start of a slice
         self.sums: dict[int, Tensor] = {}  # by the start of a slice
@@ -118,10 +117,10 @@ class _SliceAccumulators:
 
 
 def _tiles(query: Tensor, key: Tensor, causal: Causal, max_tile: TileSizes) -> list[KernelTile]:
-    """Return tiles that cover each visible (row, key) pair once.
+    """Return tiles of at most `max_tile` rows and keys that cover each visible (row, key) pair once.
 
-    The keys of the chunk's own rows are divided at the same positions as the rows. The keys before them (the past) are
-    divided separately.
+    Under a causal mask, the keys of the rows themselves are divided at the same positions as the rows, so only tiles on the
+    diagonal need the mask. The keys before them (the past) are divided separately.
     """
     rows, keys = query.shape[2], key.shape[2]
     past = keys - rows if causal else keys  # keys that all rows see

@@ -34,13 +34,16 @@ TEST_CASES = ((TILE_ROWS, False), (TILE_ROWS, True), (3 * TILE_ROWS, False))  # 
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> bool:
-    """Return whether cuDNN supports this call."""
+    """Return whether cuDNN supports this call: without a bias, and without a mask or with a square causal one."""
     is_known = causal is False or (causal is True and query.shape[2] == key.shape[2])
     return is_known and bias is None and supports_past_and_diagonal(query, key, value, scale)
 
 
 def supports_past_and_diagonal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Return whether cuDNN supports both calls of a chunk: the past of these queries, and the diagonal."""
+    """Return whether cuDNN supports both calls of a chunk: the past (all keys before the first query) and the diagonal.
+
+    Dtype, lengths, head widths and device must be supported, and the device's kernels must pass a test on known values.
+    """
     if query.dtype not in TYPES or (scale is not None and scale <= 0):
         return False
     if query.shape[2] % TILE_ROWS or key.shape[2] % TILE_ROWS or not key.shape[2]:
@@ -80,9 +83,9 @@ def matches_reference(device: torch.device, dtype: torch.dtype, width: int, valu
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, causal: Causal, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and log-sum-exp [b h m].
+    """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d], keys [b g n d] and values [b g n e].
 
-    The operands must have the layout of `cuda_attention.to_kernel_layout`.
+    The operands must have the layout of `cuda_attention.to_kernel_layout`. `scale` None: 1 / sqrt(d).
     """
     results = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, bool(causal), False, scale=scale)
     return results[0], results[1].reshape(query.shape[:3])
@@ -91,7 +94,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, causal: Causal, scale: fl
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv): the gradients of queries, keys and values."""
+    """Return (dq, dk, dv): the gradients of queries, keys and values; `gradient` is that of the output `out`."""
     gradient, out, lse = _packed(gradient), _packed(out), lse.contiguous().unsqueeze(-1)
     seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
     ends = (None, None, query.shape[2], key.shape[2])
@@ -102,7 +105,7 @@ def backward(
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """Return heads [b h m e] whose memory is contiguous as [b m h e]."""
+    """Return heads [b h m e] with the memory layout that `backward` always passes: contiguous as [b m h e], and aligned."""
     return layouts.align(tensor.transpose(1, 2).contiguous()).transpose(1, 2)
 
 

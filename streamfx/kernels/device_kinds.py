@@ -37,7 +37,7 @@ _planned_kind: ContextVar[DeviceKind | None] = ContextVar("planned_device_kind",
 
 
 def device_kind(device: torch.device) -> DeviceKind:
-    """Return the kind of a device. Inside `pretend_device`, CPU tensors represent tensors on the planned device."""
+    """Return the kind of a device; inside `pretend_device` the planned kind for CPUs, whose tensors represent its tensors."""
     planned = _planned_kind.get()
     if planned is not None and device.type == "cpu":
         return planned
@@ -46,7 +46,7 @@ def device_kind(device: torch.device) -> DeviceKind:
 
 @cache
 def _kind_of_real_device(device: torch.device) -> DeviceKind:
-    """Return the kind of the actual device."""
+    """Return the kind of a device of this machine: its type, capability and attention kernels. A CPU has only a type."""
     if device.type != "cuda":
         return DeviceKind(device.type)
     capability = torch.cuda.get_device_capability(device)
@@ -56,7 +56,7 @@ def _kind_of_real_device(device: torch.device) -> DeviceKind:
 
 @contextmanager
 def pretend_device(kind: DeviceKind) -> Iterator[None]:
-    """Context manager: `device_kind` returns `kind` for CPU tensors."""
+    """Context manager for a plan: inside it `device_kind` returns `kind` for the CPU."""
     token = _planned_kind.set(kind)
     try:
         yield

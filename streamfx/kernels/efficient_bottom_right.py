@@ -5,6 +5,9 @@ heads. PyTorch's sources under aten/src/ATen/native/transformers/cuda: mem_eff_a
 kernel_backward.h have CausalFromBottomRight and windows; attention.cu: _efficient_attention_forward takes heads as
 [b m h d]. Each device's kernels are tested once on known values. If they raise an error or differ, the past and the
 diagonal are two calls, and a window becomes a bias.
+
+Sizes: b batch, h heads, m queries, n keys, d and e widths of a head. Query i sees keys i + n - m - left .. i + n - m: `left`
+keys before its own key, and the last query's own key is the last one. `scale` None: 1 / sqrt(d).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ ROWS, KEYS = (2, 150), (2, 152)  # heads and rows of the test
 
 
 def supports(query: Tensor, scale: float | None, bottom_right: BottomRightCausal) -> bool:
-    """Return whether one call computes both the past and the diagonal of these operands."""
+    """Return whether one call computes these queries under this mask: the keys before the chunk and the square diagonal."""
     if scale is not None and scale <= 0:
         return False  # kernel_forward.h: iterative_softmax takes the maximum before scores are scaled
     width = query.shape[3] + -query.shape[3] % layouts.ALIGNMENT
@@ -33,7 +36,7 @@ def supports(query: Tensor, scale: float | None, bottom_right: BottomRightCausal
 
 @kernel_selftest.selftest("memory-efficient attention that ends at the last row")
 def masks_correctly(device: torch.device, dtype: torch.dtype, width: int, has_window: bool) -> bool:
-    """Return whether the device's kernel hides the keys after a query, or outside its window.
+    """Return whether the device's kernel hides the keys after a query, or outside its window, at this head width.
 
     The test has more rows than one kernel tile, and some rows see only a few keys, so that a single extra key would
     be noticed.
@@ -48,7 +51,10 @@ def masks_correctly(device: torch.device, dtype: torch.dtype, width: int, has_wi
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and log-sum-exp [b h m] of aligned operands with equal head counts."""
+    """Return the output [b h m e] and log-sum-exp [b h m] of operands [b h . .] with equal head counts.
+
+    They have the layout of `cuda_attention.to_kernel_layout`.
+    """
     by_rows = (operand.transpose(1, 2) for operand in (query, key, value))
     ends = (None, None, None, None)
     options = {"scale": scale, **_window(left, key)}
@@ -59,7 +65,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float |
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, left: int, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv)."""
+    """Return (dq, dk, dv); `gradient` is the gradient of the output, `out` and `lse` are the results of `forward`."""
     out, lse = layouts.rows_contiguous(out), cuda_attention.padded_lse(lse)  # kernel_backward.h: o_strideM()
     gradient, query, key, value, out = (operand.transpose(1, 2) for operand in (gradient, query, key, value, out))
     seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
@@ -72,5 +78,8 @@ def backward(
 
 
 def _window(left: int, key: Tensor) -> dict[str, Any]:
-    """Return the kernel's window option. Kernels count the query's own key. A window over all keys needs no option."""
+    """Return the kernel's keyword argument for a window of `left` keys before a query's own key; {} if it has all keys [b h n d].
+
+    The kernel's `window_size` counts the query's own key.
+    """
     return {"window_size": left + 1} if left + 1 < key.shape[2] else {}

@@ -1,7 +1,9 @@
 """Packed documents on CUDA: one variable-length call of flash attention for all documents of a chunk.
 
 A chunk contains the end of one document, complete documents, and the beginning of another. Each has some rows and the
-keys that these rows see; the causal mask, or the window, is aligned at the bottom right.
+keys that these rows see; the causal mask, or the window, is aligned at the bottom right. A `Varlen` has the ends of documents:
+document i has the rows `rows[i] .. rows[i + 1]` and the keys `keys[i] .. keys[i + 1]`. Sizes: b batch, h heads, m rows
+(queries), d and e widths of a head. `scale` multiplies the scores; None: 1 / sqrt(d).
 
 PyTorch's sources under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_varlen_fwd and
 mha_varlen_bwd take the rows of all sequences as [m h d], and the indices at which each sequence begins and ends. Each
@@ -61,7 +63,7 @@ def backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv).
+    """Return (dq, dk, dv); `gradient` is the gradient of the output, `out` and `lse` are the results of `forward`.
 
     Packed documents (`Varlen`) take the variable-length kernels, one batch item at a time, and ignore `bias`; any other
     mask goes to `flash_window.backward`.
@@ -77,7 +79,7 @@ def backward(
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Return whether one call computes all documents of these operands."""
+    """Return whether one call computes all documents of these operands: the kernel supports them and passes its test."""
     if not cuda_attention.flash_supports(query, value, scale):
         return False
     width = query.shape[3] + -query.shape[3] % layouts.ALIGNMENT
@@ -91,7 +93,7 @@ def separates_documents(device: torch.device, dtype: torch.dtype, width: int) ->
 
 
 def _matches_reference(documents: Varlen, device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Return whether the kernels match plain operators on these documents."""
+    """Return whether the kernels match plain operators on random operands of these documents, at this head width."""
     return kernel_selftest.matches_reference(
         lambda q, k, v: forward(q, k, v, None, documents, None),
         lambda g, q, k, v, out, lse: backward(g, q, k, v, out, lse, None, documents, None),
@@ -116,11 +118,14 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _gradients(operands: Operands, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of one batch item, from as many kernel calls as the memory limit requires."""
+    """Return (dq, dk, dv) of one batch item, from as many kernel calls as the memory limit requires.
+
+    Each call has some consecutive documents, and so a slice of the rows and of the keys; results are concatenated.
+    """
     gradient, query, key, value, out, lse = operands
     results = []
     for first, stop in _calls(query, key, documents):
-        rows, keys = (slice(ends[first], ends[stop]) for ends in (documents.rows, documents.keys))
+        rows, keys = slice(documents.rows[first], documents.rows[stop]), slice(documents.keys[first], documents.keys[stop])
         call_operands = gradient[:, rows], query[:, rows], key[:, keys], value[:, keys], out[:, rows], lse[:, rows]
         results.append(_call_gradients(call_operands, _documents_slice(documents, first, stop), scale))
     dq, dk, dv = (per_call[0] if len(per_call) == 1 else torch.cat(per_call, 1) for per_call in zip(*results, strict=True))
@@ -128,7 +133,7 @@ def _gradients(operands: Operands, documents: Varlen, scale: float | None) -> tu
 
 
 def _calls(query: Tensor, key: Tensor, documents: Varlen) -> Iterator[tuple[int, int]]:
-    """Yield the documents [first, stop) of each call.
+    """Yield the indices [first, stop) of the documents of each call, for operands [h m d] and [g n d] of one batch item.
 
     A call has no more keys than `cuda_attention` allows, and no more documents than keep the workspace for padding
     rows small compared with that for the rows.
@@ -181,7 +186,10 @@ def _flash_backward(operands: Operands, documents: Varlen, scale: float | None) 
 
 
 def _ends(documents: Varlen, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Return the cumulative rows and keys as device tensors, and the longest lengths. The host does not wait for the copy."""
+    """Return four arguments of the kernel: the ends of rows and of keys as tensors on the device, and the longest of each.
+
+    The host does not wait for the copy to the device.
+    """
     ends = torch.tensor((documents.rows, documents.keys), dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_initialized())
     rows, keys = ends.to(device, non_blocking=True).unbind()
     longest_rows, longest_keys = (
@@ -191,7 +199,7 @@ def _ends(documents: Varlen, device: torch.device) -> tuple[Tensor, Tensor, int,
 
 
 def _window(documents: Varlen) -> dict[str, Any]:
-    """Return the window options.
+    """Return the kernel's keyword arguments for the mask inside each document; -1 means unbounded.
 
     mha_varlen_fwd: no left bound and a right bound of 0 is a causal mask; the `is_causal` flag is ignored if all
     documents have one row.

@@ -3,6 +3,9 @@ a bias.
 
     attention_window(q [b h m d], k [b g n d], v [b g n e], left)       query i sees keys i + n - m - left .. i + n - m
 
+Sizes: b batch, h query heads, g heads of keys and values, m queries, n keys, d and e widths of a head. `bias` is added to the
+scores, `causal` is one of `plain_attention.Causal`, `scale` multiplies the scores (None: 1 / sqrt(d)).
+
 PyTorch's sources under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_fwd and mha_bwd take
 `window_size_left` and `window_size_right`, and mask.h aligns them at the last query and key. Each device's kernels are
 tested once on known values. If they raise an error or differ, a bias replaces the window. Operands that flash attention
@@ -25,7 +28,7 @@ aten = torch.ops.aten
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and the log-sum-exp [b h m].
+    """Return the output [b h m e] and the log-sum-exp [b h m] of a chunk's queries.
 
     Windows take one call without `bias`; any other mask goes to `cuda_attention.forward`.
     """
@@ -48,7 +51,7 @@ def backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv).
+    """Return (dq, dk, dv); `gradient` is the gradient of the output, `out` and `lse` are the results of `forward`.
 
     Windows take one call, which ignores `bias`; any other mask goes to `cuda_attention.backward`.
     """
@@ -74,9 +77,10 @@ def supports_bottom_right(
 
 
 def _left(causal: Causal, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> int | None:
-    """Return how many keys before its own a query sees; None if the mask is not a window.
+    """Return how many keys before its own a query sees; None if the call does not need the window's kernels.
 
-    If flash attention does not support the operands, a bottom-right causal mask counts as a window over all keys.
+    If flash attention does not support the operands, a bottom-right causal mask counts as a window over all keys: then
+    `efficient_bottom_right.py` runs it.
     """
     if not isinstance(causal, BottomRightCausal):
         return None
@@ -88,7 +92,10 @@ def _left(causal: Causal, query: Tensor, key: Tensor, value: Tensor, scale: floa
 def _to_kernel_layout(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """Return aligned operands and the scale; keys and values for all heads, unless flash attention supports the operands."""
+    """Return (query, key, value, scale) with padded and aligned heads, as the kernels load them.
+
+    Keys and values are repeated for all query heads, unless flash attention supports the operands.
+    """
     query, key, value, scale = cuda_attention.to_kernel_layout(query, key, value, scale)
     if not cuda_attention.flash_supports(query, value, scale):
         key, value = (plain_attention.for_all_heads(heads, query) for heads in (key, value))
@@ -96,7 +103,10 @@ def _to_kernel_layout(
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Implement `streamfx::attention_window`: with a bias instead of a window if the device's kernels are wrong."""
+    """Implement `streamfx::attention_window`, by the first kernel that supports it; return the output and the log-sum-exp.
+
+    If the window of the device's flash attention is wrong, a bias replaces the window.
+    """
     if not cuda_attention.flash_supports(query, value, scale):
         return efficient_bottom_right.forward(query, key, value, left, scale)
     if masks_correctly(query.device, query.dtype, query.shape[3]):
@@ -116,7 +126,7 @@ def _backward(
     left: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement `streamfx::attention_window_backward`; return (dq, dk, dv)."""
+    """Implement `streamfx::attention_window_backward`, by the kernel that ran the forward; return (dq, dk, dv)."""
     if not cuda_attention.flash_supports(query, value, scale):
         return efficient_bottom_right.backward(grad_out, query, key, value, out, logsumexp, left, scale)
     if masks_correctly(query.device, query.dtype, query.shape[3]):

@@ -33,7 +33,9 @@ HALF_CAPABILITY = (8, 0)  # capability of devices whose tensor cores Triton supp
 
 
 def arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the row order sorted by group, and the end of each group in that order.
+    """Return the row order [s] sorted by group, and the end [groups] of each group in that order, for group indices [s].
+
+        group [1, 0, 1], groups 3 -> order [1, 0, 2], ends [1, 3, 3]
 
     A group ends where the next index begins. That index is searched in int64 or float64, because the group's own
     dtype may not hold it.
@@ -44,7 +46,10 @@ def arrange(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def arranged_mm(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-    """Return [s n]: each row of x [s k] times its group's weight [k n] of weight [e k n], given the order of `arrange`."""
+    """Return [s n]: each row of x [s k] times its group's weight [k n] of weight [e k n]; zero for rows of no group.
+
+    `order` and `ends` are the results of `arrange`. The rows of the result are in the order of x.
+    """
     if not has_kernel(x, weight) and multiplies_by_group(x, weight):
         return _triton().multiply(x, weight, order, ends)  # type: ignore[no-any-return]
     rows = x[order]
@@ -60,7 +65,10 @@ def arranged_mm(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor) -> Tenso
 
 
 def arranged_outer(x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-    """Return [e k n]: for each group, the sum of the outer products of its rows of x [s k] and y [s n]."""
+    """Return [e k n]: for each group, the sum of the outer products of its rows of x [s k] and y [s n]; zeros without rows.
+
+    `order` and `ends` are the results of `arrange`.
+    """
     if has_kernel(x, y):
         result = torch.nn.functional.grouped_mm(x[order].t(), y[order], offs=ends)
         is_empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
@@ -71,7 +79,7 @@ def arranged_outer(x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> Tensor:
 
 
 def add_arranged_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
-    """total [e k n] += arranged_outer(x, y, order, ends), in place"""
+    """total [e k n] += arranged_outer(x, y, order, ends), in place, by the best kernel that the device has."""
     if adds_by_group(total, x, y):
         _triton().add_outer(total, x, y, order, ends)
         return
@@ -85,13 +93,19 @@ def add_arranged_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends:
 
 
 def _group_ranges(ends: Tensor) -> list[tuple[int, int]]:
-    """Return the rows [start, stop) of each group in sorted order; on CUDA the host waits for the device."""
+    """Return (start, stop) of each group's rows in sorted order; on CUDA the host waits for the device.
+
+    ends [1, 3, 3] -> [(0, 1), (1, 3), (3, 3)]
+    """
     stops = ends.tolist()
     return list(zip([0, *stops], stops, strict=False))
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the device multiplies all groups in one call, without their sizes on the host."""
+    """Return whether PyTorch's grouped product runs these operands: all groups in one call, without their sizes on the host.
+
+    It needs bfloat16, aligned rows, and a device with `GROUPED_CAPABILITY`.
+    """
     kind = device_kind(x.device)
     if kind.type != "cuda" or kind.capability < GROUPED_CAPABILITY or x.dtype != torch.bfloat16 or weight.dtype != x.dtype:
         return False
@@ -101,9 +115,10 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 
 def adds_by_group(total: Tensor, x: Tensor, y: Tensor) -> bool:
-    """Return whether a Triton kernel accumulates outer products in place, only into groups that have rows.
+    """Return whether a Triton kernel adds outer products of x and y to `total` in place, only to groups that have rows.
 
-    The host does not need to know the groups' sizes. If the device is only planned for, support is assumed.
+    The host does not need to know the groups' sizes. If the device is only planned for, the kernel is assumed to pass its
+    self-test.
     """
     if total.dtype not in (torch.float32, *HALF_DTYPES) or not _has_half_products(x, y):
         return False
@@ -111,7 +126,10 @@ def adds_by_group(total: Tensor, x: Tensor, y: Tensor) -> bool:
 
 
 def multiplies_by_group(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a Triton kernel multiplies rows by their group's weight, without the groups' sizes on the host."""
+    """Return whether a Triton kernel multiplies rows by their group's weight, without the groups' sizes on the host.
+
+    If the device is only planned for, the kernel is assumed to pass its self-test.
+    """
     return _has_half_products(x, weight) and (_is_simulated(x) or _multiply_is_correct(x.device, x.dtype))
 
 
@@ -122,7 +140,7 @@ def _has_half_products(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_simulated(x: Tensor) -> bool:
-    """Return whether the device is only planned for: tensors are fake, or on the CPU."""
+    """Return whether the device is only planned for: tensors are fake, or on the CPU in place of a CUDA device."""
     return isinstance(x, FakeTensor) or x.device.type != "cuda"
 
 
@@ -162,5 +180,8 @@ implement(ADD_ARRANGED_OUTER, add_arranged_outer)
 
 
 def add_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
-    """Call `add_arranged_outer` as a Python function, because a compiler would reject the in-place total."""
+    """Add outer products of rows to total [e k n], in place: `add_arranged_outer`, called by loop bodies.
+
+    It is a Python function, not an operator, because Inductor would reject an operator that changes the total.
+    """
     ADD_ARRANGED_OUTER(total, x, y, order, ends)

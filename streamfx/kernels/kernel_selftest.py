@@ -4,9 +4,9 @@
     def masks_correctly(device, dtype, width): return matches_reference(...)
 
 On CUDA the test runs in a child process, because a kernel that reads out of bounds destroys the CUDA context of its
-process, and with it all tensors of a training run. The child answers one question per line, and exits if it gets none
-for a few seconds. Answers are cached in the user's cache folder, keyed by device, versions and source, so each machine
-runs a test once.
+process, and with it all tensors of a training run. The child reads one question per line (JSON: the test, its arguments, the
+device), answers with an `Outcome` on one line, and exits if it gets no question for a few seconds. Answers are cached in the
+user's cache folder, keyed by device, versions and source, so each machine runs a test once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ KERNELS_NOT_USED = (
 
 Forward: TypeAlias = "Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]"
 Backward: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]"
-Question: TypeAlias = "dict[str, Any]"
+Question: TypeAlias = "dict[str, Any]"  # "check": module:function, "arguments", "flash": the active flash attention, "device"
 
 
 class Outcome(NamedTuple):
@@ -78,7 +78,10 @@ class AttentionSizes(NamedTuple):
 
 
 def matches_reference(forward: Forward, backward: Backward, causal: Causal, sizes: AttentionSizes) -> bool:
-    """Return whether the kernels match plain operators; their arguments are (q, k, v) and (gradient, q, k, v, out, lse).
+    """Return whether kernels match plain operators on random operands of these sizes: results and gradients.
+
+    The arguments of `forward` are (q, k, v), those of `backward` (gradient, q, k, v, out, lse). `causal` is the mask that
+    the kernels should apply.
 
     Raises:
         RuntimeError: if the build has no such kernels.
@@ -92,13 +95,13 @@ def matches_reference(forward: Forward, backward: Backward, causal: Causal, size
 
 
 def _reference(causal: Causal, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-    """Return the output, the log-sum-exp and the gradients (dq, dk, dv) of plain operators."""
+    """Return the expected (output, log-sum-exp, dq, dk, dv), by plain operators; `gradient` is that of the output."""
     results = plain_attention.forward(query, key, value, None, causal, None)
     return (*results, *plain_attention.backward(gradient, query, key, value, *results, None, causal, None))
 
 
 def _random(sizes: AttentionSizes, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return normal random numbers of the given shape that depend only on the seed.
+    """Return normal random numbers, with a batch dimension of 1 before `shape`, that depend only on the seed.
 
     Sines of integers do not work: at some widths gradients cancel and only rounding error is left, which failed the
     test of cuDNN's attention on an H100.
@@ -130,13 +133,17 @@ class KernelSelftest:
         return self.outcome(device, *arguments).is_correct
 
     def outcome(self, device: torch.device, *arguments: Any) -> Outcome:
-        """Return whether the kernels are correct, and the reason if not. Arguments are dtypes and numbers."""
+        """Return whether the kernels are correct, and the reason if not; test each device and arguments only once.
+
+        Arguments are dtypes and numbers. If the kernels are wrong, the user gets a warning that others run instead.
+        """
         flash = torch.nn.attention.current_flash_attention_impl()
         key = (device, flash, arguments)
         outcome = self._outcomes.get(key)
         if outcome is None:
             question = {"check": self.name, "arguments": [_encode(item) for item in arguments], "flash": flash}
-            outcome = self._outcomes[key] = _ask_child(question, device) if device.type == "cuda" else _run_test(question, device)
+            outcome = _ask_child(question, device) if device.type == "cuda" else _run_test(question, device)
+            self._outcomes[key] = outcome
             if not outcome.is_correct:
                 log.warning(KERNELS_NOT_USED, self.label, device, ", ".join(map(str, arguments)), outcome.reason)
         return outcome
@@ -163,20 +170,24 @@ def _decode(item: Any) -> Any:
 
 
 def _run_test(question: Question, device: torch.device) -> Outcome:
-    """Run a test in this process, and return its outcome."""
+    """Run a test in this process, and return its outcome; an exception of the test is an outcome, too.
+
+    Raises:
+        torch.AcceleratorError: if the device's context is lost, so that the process must end.
+    """
     module, name = question["check"].split(":")
     try:
         check = getattr(importlib.import_module(module), name).check
         is_correct = check(device, *map(_decode, question["arguments"]))
     except torch.AcceleratorError:
-        raise  # the context is lost, so no further test can run in this process
+        raise
     except Exception as error:  # the build has no such kernels, Triton has no compiler, or the device lacks a resource
         return Outcome(False, f"they do not run ({describe_error(error)})", is_permanent=not is_out_of_memory(error))
     return Outcome(is_correct) if is_correct else Outcome(False, "their results differ from those of plain operators")
 
 
 def _ask_child(question: Question, device: torch.device) -> Outcome:
-    """Return the outcome of a test on a CUDA device, from the cache or from the child process."""
+    """Return the outcome of a test on a CUDA device, from the cache or from the child process; cache permanent outcomes."""
     index = torch.cuda.current_device() if device.index is None else device.index
     key = _cache_key(question, index)
     if (cached := _cached_outcomes().get(key)) is not None:
@@ -208,7 +219,7 @@ class Child:
         return self._answer(question)[0] if was_running and has_ended else outcome
 
     def _answer(self, question: Question) -> tuple[Outcome, bool]:
-        """Return the outcome, and whether the child exited normally instead of an answer (it was idle)."""
+        """Send a question to the child; return the outcome, and whether the child exited normally instead (it was idle)."""
         try:
             process = self._running_process()
             assert process.stdin is not None
@@ -233,7 +244,7 @@ class Child:
         return Outcome(False, f"the process that tested them {reason}", is_permanent=False), has_ended
 
     def _read_line(self, process: subprocess.Popen[bytes]) -> bytes | None:
-        """Read the child's output until a line or the output ends; return None on timeout."""
+        """Return the child's next line, or less if the child closes its output; None if `TEST_SECONDS` pass."""
         assert process.stdout is not None
         answers, deadline, output = process.stdout.fileno(), time.monotonic() + TEST_SECONDS, b""
         while not output.endswith(b"\n"):
@@ -246,7 +257,11 @@ class Child:
         return output
 
     def _running_process(self) -> subprocess.Popen[bytes]:
-        """Return the child process; start one if there is none or it has ended."""
+        """Return the child process; start one if there is none or it has ended.
+
+        Raises:
+            OSError: if no process can be started.
+        """
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -321,20 +336,20 @@ def _cache_folder() -> Path | None:
 
 @cache
 def _sources() -> str:
-    """Return a fingerprint of the code that calls the kernels."""
+    """Return a hash of the source files of this package: if one changes, cached outcomes no longer count."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def _cache_key(question: Question, index: int) -> str:
-    """Return the cache key of a question: with the device, the versions and the source."""
+    """Return the cache key of a question on CUDA device `index`: with the card, the versions and the source."""
     card = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     versions = version("torch"), torch.version.cuda, torch.backends.cudnn.version()
     return json.dumps([question, card, versions, _sources()])
 
 
 def _cached_outcomes() -> dict[str, Outcome]:
-    """Return the outcomes in the cache file, by key; none if it is missing or has another format."""
+    """Return the outcomes in the cache file, by `_cache_key`; none if it is missing or has another format."""
     folder = _cache_folder()
     try:
         entries = json.loads((folder / "trials.json").read_text()) if folder is not None else {}

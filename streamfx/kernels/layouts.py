@@ -17,7 +17,7 @@ def dense_last(tensor: Tensor) -> Tensor:
 
 
 def align(tensor: Tensor) -> Tensor:
-    """Return the tensor with contiguous rows that begin at multiples of `ALIGNMENT` elements."""
+    """Return the tensor, or a contiguous copy if its layout is not the one that `is_aligned` describes."""
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -29,14 +29,14 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor. A fake tensor's storage is assumed to begin at an allocator's boundary."""
+    """Return the address of a tensor's first element; for a fake tensor, as if its storage began at address 0."""
     if isinstance(tensor, FakeTensor):
         return int(tensor.storage_offset()) * tensor.element_size()
     return tensor.data_ptr()
 
 
 def rows_contiguous(tensor: Tensor) -> Tensor:
-    """Return heads [b h m e] whose memory is contiguous as [b m h e]: all heads of a row are adjacent."""
+    """Return heads [b h m e] (batch, heads, rows, width) whose memory is contiguous as [b m h e]; a copy only if needed."""
     rows = tensor.transpose(1, 2)
     heads, width = rows.shape[2:]
     if is_aligned(tensor) and tensor.stride(2) == heads * width:

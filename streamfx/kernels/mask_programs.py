@@ -1,5 +1,9 @@
 """Data-dependent masks: evaluated once per step, for all layers and for both the forward and the backward graph.
 
+A mask program computes the part [b h m n] of an attention mask that a chunk's queries see (batch, heads, queries, keys; any size
+may be 1). Attention does not use this dense mask but its tiles (`mask_tiles.py`): ranges of queries and keys, most of which need
+no mask. Inputs of a program are tensors and integers of a chunk, such as slices of token ids and positions.
+
 # NOTE [Identity of mask inputs]
 The inputs of a mask program are views of values that no loop writes to. A step caches results (`MaskCache`) by the
 address, shape and version of the inputs, and keeps their memory alive, so that no other tensor can be allocated
@@ -33,8 +37,10 @@ class MaskCache:
     """The results of mask programs in one step, keyed by program and inputs, and the memory of these inputs."""
 
     def __init__(self) -> None:
-        """Start without results; `_tiles` caches the tiles for each batch size and number of rows and keys."""
+        """Start without results."""
+        # keyed by program and inputs: the visible keys of each row, and the storages of the inputs
         self._intervals: dict[Hashable, tuple[VisibleIntervals, list[Any]]] = {}
+        # keyed by that key, and by the sizes of the operands
         self._tiles: dict[Hashable, tuple[MaskTile, ...]] = {}
 
     def __contains__(self, key: Hashable) -> bool:
@@ -48,7 +54,10 @@ class MaskCache:
         self._intervals[key] = intervals, [value.untyped_storage() for value in inputs if isinstance(value, Tensor)]
 
     def tiles(self, key: Hashable, batch: int, rows: int, keys: int, packs_documents: bool) -> tuple[MaskTile, ...] | None:
-        """Return the tiles for a batch size and numbers of rows and keys, or None if the mask has not been evaluated."""
+        """Return the tiles for a batch size and numbers of queries and keys, or None if `key` has not been evaluated.
+
+        With `packs_documents`, consecutive documents form one tile.
+        """
         sizes = (batch, rows, keys, packs_documents)
         tiles = self._tiles.get((key, sizes))
         if tiles is None and key in self._intervals:
@@ -62,7 +71,10 @@ _upcoming: ContextVar[Callable[[Any], Iterable[Inputs]] | None] = ContextVar("st
 
 @contextmanager
 def upcoming_inputs(inputs: Callable[[Any], Iterable[Inputs]]) -> Iterator[None]:
-    """Context manager for the run of a loop: `inputs(program)` yields the inputs of a mask program for all chunks."""
+    """Context manager for the run of a loop over chunks: `inputs(program)` yields a mask program's inputs for each chunk.
+
+    So the first chunk can evaluate the masks of all of them.
+    """
     token = _upcoming.set(inputs)
     try:
         yield
@@ -72,7 +84,7 @@ def upcoming_inputs(inputs: Callable[[Any], Iterable[Inputs]]) -> Iterator[None]
 
 @contextmanager
 def use_mask_cache(cache: MaskCache) -> Iterator[MaskCache]:
-    """Context manager for the run of a forward or backward graph: mask programs use `cache`."""
+    """Context manager for the run of a forward or backward graph: inside it, mask programs use `cache`; yields the cache."""
     token = _mask_cache.set(cache)
     try:
         yield cache
@@ -83,7 +95,8 @@ def use_mask_cache(cache: MaskCache) -> Iterator[MaskCache]:
 class MaskProgram(nn.Module):
     """Computes the mask of a chunk. All loops with the same mask and all runs share it, so it holds no state of a run.
 
-    `literals` identify, for each input that the graph itself creates, how it is computed.
+    `body` computes the mask from the inputs. `literals` has an entry for each input: how it is computed, if the graph itself
+    creates it (see NOTE [Identity of mask inputs]), else None.
     """
 
     def __init__(self, body: fx.GraphModule, literals: Sequence[Hashable | None]) -> None:
@@ -100,7 +113,11 @@ class MaskProgram(nn.Module):
     def tiles(
         self, mask: Mask, batch: int, rows: int, keys: int, finite_hides: bool, packs_documents: bool
     ) -> tuple[MaskTile, ...] | None:
-        """Return the tiles of the chunk's queries, or None if the mask differs between heads."""
+        """Return the tiles of the chunk's queries and keys; None if the mask is fake, or differs between heads.
+
+        They come from the cache if possible. Otherwise the masks of all chunks of the loop are evaluated. `finite_hides`:
+        large negative values hide a key as minus infinity does. `packs_documents`: consecutive documents form one tile.
+        """
         key = self._identity(mask.inputs, finite_hides)
         cached = None if key is None else mask.cache.tiles(key, batch, rows, keys, packs_documents)
         if cached is not None:
@@ -114,7 +131,10 @@ class MaskProgram(nn.Module):
         return mask.cache.tiles(key, batch, rows, keys, packs_documents)
 
     def _evaluate_all(self, mask: Mask, key: Hashable, finite_hides: bool) -> None:
-        """Evaluate the masks of all chunks of the loop, and cache the results: see NOTE [One evaluation for all chunks]."""
+        """Evaluate the masks of all chunks of the loop, and cache the results: see NOTE [One evaluation for all chunks].
+
+        `key` is the cache key of `mask`, the mask of the current chunk.
+        """
         upcoming = _upcoming.get() or (lambda _: ())
         evaluated: dict[Hashable, tuple[Inputs, Tensor, int]] = {}
         for inputs in (mask.inputs, *upcoming(self)):
@@ -139,7 +159,7 @@ class MaskProgram(nn.Module):
     def _identity(self, inputs: Inputs, finite_hides: bool) -> Hashable | None:
         """Return a cache key that is equal only for equal inputs, while their memory is kept alive.
 
-        None if an input is fake or has no version counter.
+        None if an input is fake or has no version counter: then nothing is cached. See NOTE [Identity of mask inputs].
         """
         if any(isinstance(value, Tensor) and (isinstance(value, FakeTensor) or value.is_inference()) for value in inputs):
             return None
@@ -161,7 +181,12 @@ class Mask:
         return self._dense
 
     def tiles(self, rows: int, keys: int, batch: int, finite_hides: bool, packs_documents: bool = False) -> tuple[MaskTile, ...]:
-        """Return the tiles of the chunk's queries and keys; with `packs_documents`, consecutive documents form one tile."""
+        """Return the tiles of the chunk's queries (`rows`) and keys, for `batch` items.
+
+        If there are none (see `MaskProgram.tiles`), a single tile has the dense mask.
+        `finite_hides`: large negative values hide a key as minus infinity does. `packs_documents`: consecutive documents form
+        one tile. If no tile needs the dense mask, it is freed.
+        """
         tiles = (
             self.program.tiles(self, batch, rows, keys, finite_hides, packs_documents)
             if batch and rows > 0 and keys > 0
@@ -175,7 +200,10 @@ class Mask:
 
 
 def _identity(value: Any, literal: Hashable | None) -> Hashable:
-    """Return the identity of an input: its memory and version, or the literal from which it is computed, and its layout."""
+    """Return the identity of an input: a tensor's layout, and its memory and version, or the literal from which it is computed.
+
+    An input that is not a tensor is its own identity. See NOTE [Identity of mask inputs].
+    """
     if not isinstance(value, Tensor):
         return value
     memory = (value.data_ptr(), value._version) if literal is None else (literal, value.storage_offset())

@@ -1,9 +1,10 @@
 """Decompose a mask, row by row, into a few tiles, most of which need no mask.
 
-With padding and packed documents each row sees an interval of keys. Consecutive rows with the same interval are a full
-tile. If their intervals start at the same key and grow by one key per row, they are a causal tile. Other rows keep
-their mask, limited to the keys that it shows. If a kernel takes many documents in one call, consecutive documents form
-one tile (see `varlen_intervals.py`).
+A row is a query, and a tile a range of rows with the range of keys that they see. The mask [b m n] (batch, rows, keys) is
+added to scores: 0 shows a key, minus infinity hides it. With padding and packed documents each row sees an interval of
+keys. Consecutive rows with the same interval are a full tile. If their intervals start at the same key and grow by one
+key per row, they are a causal tile. Other rows keep their mask, limited to the keys that it shows. If a kernel takes many
+documents in one call, consecutive documents form one tile (see `varlen_intervals.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from streamfx.kernels.varlen_intervals import RowInterval, documents_in
 
 MIN_TILE_ROWS = 16  # adjacent tiles with fewer rows become one call with a mask, because a kernel launch takes longer than a tile
 
-# (least visible value, greatest hiding value): if only minus infinity hides; for dtypes with the range of float32;
-# for float16.
+# (least visible value, greatest hiding value) of a mask: if only minus infinity hides; for dtypes with the range of float32;
+# for float16. Values between them are added to the scores.
 INFINITE, FINITE, FINITE_HALF = (-INFINITY, -INFINITY), (VISIBLE_SCORE, HIDDEN_SCORE), (MIN_VISIBLE_MASK_HALF, HIDDEN_SCORE_HALF)
 
 
@@ -36,7 +37,7 @@ class TileKind(Enum):
 
 @dataclass(frozen=True)
 class MaskTile:
-    """Rows [first, stop) of the queries with their visible keys [first, stop), of the batch items [first, stop)."""
+    """Three ranges (first, stop): rows (queries), the keys that they see, and the batch items for which this holds."""
 
     kind: TileKind
     rows: tuple[int, int]
@@ -62,7 +63,11 @@ class VisibleIntervals:
 
 
 def tiles_of_mask(mask: Tensor, batch: int, finite_hides: bool = True, packs_documents: bool = False) -> tuple[MaskTile, ...]:
-    """Return the tiles of a mask [b m n] that is added to the scores of all heads; b is `batch` or 1."""
+    """Return the tiles of a mask [b m n] that is added to the scores of all heads, for `batch` items; b is `batch` or 1.
+
+    `finite_hides`: large negative values hide a key as minus infinity does. `packs_documents`: consecutive documents form
+    one tile.
+    """
     return tiles_of_intervals(
         VisibleIntervals(visible_intervals(mask, finite_hides), mask.shape[2]),
         batch,
@@ -75,11 +80,12 @@ def tiles_of_mask(mask: Tensor, batch: int, finite_hides: bool = True, packs_doc
 def tiles_of_intervals(seen: VisibleIntervals, batch: int, rows: int, keys: int, packs_documents: bool) -> tuple[MaskTile, ...]:
     """Return the tiles for a batch size and numbers of rows and keys; adjacent batch items with equal tiles share them.
 
-    With `packs_documents`, consecutive documents form one tile.
+    For example, three items of which the first two have one causal tile each: a tile with `batch` (0, 2), then the tiles of
+    the third. With `packs_documents`, consecutive documents form one tile.
     """
     tiles_by_item = [
         tuple(_tiles_of_item(intervals if len(intervals) == rows else intervals * rows, packs_documents))
-        for intervals in _intervals(seen, keys)
+        for intervals in _intervals(seen, keys)  # one interval, for all rows, if the mask is broadcast along rows
     ]
     if len(tiles_by_item) == 1:
         return tuple(replace(tile, batch=(0, batch)) for tile in tiles_by_item[0])
@@ -91,7 +97,7 @@ def tiles_of_intervals(seen: VisibleIntervals, batch: int, rows: int, keys: int,
 
 
 def visible_intervals(mask: Tensor, finite_hides: bool) -> Tensor:
-    """Return the integers [b m 3] of `VisibleIntervals` for a mask [b m n], on the mask's device.
+    """Return the integers [b m 3] of `VisibleIntervals` for a mask [b m n], on the mask's device: (first, stop, sees all).
 
     The interval of a row that sees nothing contains all keys, and the row keeps its mask. Minus infinity always hides a
     key. Large negative values hide it only if scores are known to be small (`finite_hides`).
@@ -109,7 +115,7 @@ def visible_intervals(mask: Tensor, finite_hides: bool) -> Tensor:
 
 
 def _intervals(seen: VisibleIntervals, keys: int) -> list[list[RowInterval]]:
-    """Return, for each batch item, the interval of visible keys of each row."""
+    """Return, for each batch item, the interval of visible keys of each row; `keys` is the number of keys, if not broadcast."""
     is_broadcast = seen.keys != keys  # the mask is broadcast along keys
     return [
         [RowInterval(first, keys if is_broadcast else stop, bool(sees_all)) for first, stop, sees_all in rows]
@@ -118,16 +124,19 @@ def _intervals(seen: VisibleIntervals, keys: int) -> list[list[RowInterval]]:
 
 
 def _tiles_of_item(rows: Sequence[RowInterval], packs_documents: bool) -> Iterator[MaskTile]:
-    """Yield the tiles of one batch item; adjacent short tiles are merged into one tile with a mask."""
-    runs = list(_packed(rows) if packs_documents else _runs(rows, 0, len(rows)))
-    for is_short, group in groupby(runs, key=_is_short):
-        group_runs = list(group)
-        if not is_short or (len(group_runs) == 1 and group_runs[0].kind is not TileKind.MIXED):
-            yield from group_runs
+    """Yield the tiles of one batch item, given the visible keys of each row.
+
+    Adjacent tiles that are short, or have a mask, are merged into one tile with a mask.
+    """
+    tiles = list(_packed(rows) if packs_documents else _runs(rows, 0, len(rows)))
+    for is_short, adjacent in groupby(tiles, key=_is_short):
+        adjacent_tiles = list(adjacent)
+        if not is_short or (len(adjacent_tiles) == 1 and adjacent_tiles[0].kind is not TileKind.MIXED):
+            yield from adjacent_tiles
             continue
-        group_rows = range(group_runs[0].rows[0], group_runs[-1].rows[1])
-        keys = min(rows[i].first for i in group_rows), max(rows[i].stop for i in group_rows)
-        yield MaskTile(TileKind.MIXED, (group_rows.start, group_rows.stop), keys)
+        merged_rows = range(adjacent_tiles[0].rows[0], adjacent_tiles[-1].rows[1])
+        keys = min(rows[i].first for i in merged_rows), max(rows[i].stop for i in merged_rows)
+        yield MaskTile(TileKind.MIXED, (merged_rows.start, merged_rows.stop), keys)
 
 
 def _is_short(tile: MaskTile) -> bool:
@@ -136,7 +145,7 @@ def _is_short(tile: MaskTile) -> bool:
 
 
 def _packed(rows: Sequence[RowInterval]) -> Iterator[MaskTile]:
-    """Yield tiles of packed documents, and the runs of rows between them."""
+    """Yield, in the order of rows, tiles of several documents each (for variable-length kernels), and the tiles between them."""
     start = 0
     for document_rows, keys, documents in documents_in(rows, MIN_TILE_ROWS):
         yield from _runs(rows, start, document_rows[0])
@@ -146,7 +155,10 @@ def _packed(rows: Sequence[RowInterval]) -> Iterator[MaskTile]:
 
 
 def _runs(rows: Sequence[RowInterval], start: int, end: int) -> Iterator[MaskTile]:
-    """Yield maximal runs of rows [start, end) that see one interval, in full or causally; each row with a mask is one run."""
+    """Yield the tiles of rows [start, end): each a longest run of rows that all see one interval, in full or causally.
+
+    Causally: each row sees one key more than the row before it. A row that is not solid (it needs the mask) is a tile alone.
+    """
     while start < end:
         row, stop = rows[start], start + 1
         is_causal = stop < end and rows[stop].stop == row.stop + 1

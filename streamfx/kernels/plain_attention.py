@@ -1,4 +1,8 @@
-"""Attention in plain operators, for operands that no fused kernel supports, and helpers for heads that share keys."""
+"""Attention in plain operators, for operands that no fused kernel supports, and helpers for heads that share keys.
+
+Sizes: b batch, h query heads, g heads of keys and values (each shared by h / g query heads), m queries, n keys, d and e widths
+of a head. `bias` is added to the scores [b h m n]; `scale` multiplies them, None: 1 / sqrt(d).
+"""
 
 from __future__ import annotations
 
@@ -35,13 +39,14 @@ class Varlen:
 
 BOTTOM_RIGHT: Final = BottomRightCausal()
 Causal: TypeAlias = bool | BottomRightCausal | Varlen
-"""A causal mask. True: query i sees keys 0 .. i. BOTTOM_RIGHT: the last query sees all keys, each query before it one fewer."""
+"""False: all keys are visible. True: query i sees keys 0 .. i. BOTTOM_RIGHT: the last query sees all keys, each query before it
+one fewer."""
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and log-sum-exp [b h m].
+    """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d], keys [b g n d] and values [b g n e].
 
     The output of a row without visible keys is 0. Half dtypes are computed in float32.
     """
@@ -63,7 +68,7 @@ def backward(
     causal: Causal,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv): the gradients of queries, keys and values."""
+    """Return (dq, dk, dv); `gradient` is the gradient of the output, `out` and `lse` are the results of `forward`."""
     dtype, (gradient, query, key, value, out) = query.dtype, _to_float32(gradient, query, key, value, out)
     keys, values = (for_all_heads(heads, query) for heads in (key, value))
     weights = _weights(_scores(query, keys, bias, causal, scale), lse)
@@ -80,7 +85,10 @@ def _to_float32(*values: Tensor) -> list[Tensor]:
 
 
 def causal_bias(query: Tensor, key: Tensor, causal: Causal) -> Tensor:
-    """Return a bias that hides later keys, keys before a window, and keys of other documents."""
+    """Return the mask as a bias [1 1 m n]: minus infinity for hidden keys, else 0.
+
+    It hides the keys after a query, before its window, and of other documents. `causal` is True or a mask, not False.
+    """
     if isinstance(causal, Varlen):
         return _document_bias(query, causal)
     past = key.shape[2] - query.shape[2] if isinstance(causal, BottomRightCausal) else 0
@@ -92,7 +100,7 @@ def causal_bias(query: Tensor, key: Tensor, causal: Causal) -> Tensor:
 
 
 def _document_bias(query: Tensor, documents: Varlen) -> Tensor:
-    """Return a bias [1 1 m n] that shows each row the keys of its document."""
+    """Return a bias [1 1 m n]: minus infinity, but 0 for the keys of a row's own document that the mask inside it shows."""
     bias = query.new_full((documents.rows[-1], documents.keys[-1]), float("-inf"))
     for (start, stop), (first, end) in zip(pairwise(documents.rows), pairwise(documents.keys), strict=True):
         document_query, keys = query[:, :, start:stop], query.new_empty(1, 1, end - first, 1)
@@ -108,7 +116,7 @@ def for_all_heads(heads: Tensor, query: Tensor) -> Tensor:
 
 
 def for_groups(gradient: Tensor, groups: int) -> Tensor:
-    """Return the gradient of all query heads [b h n d], summed over the heads that share keys: [b g n d]."""
+    """Return a gradient of keys or values [b h n d], summed over the query heads that share them: [b g n d]; `groups` is g."""
     return gradient if gradient.shape[1] == groups else gradient.unflatten(1, (groups, -1)).sum(2)
 
 
@@ -125,5 +133,5 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: Causal, sca
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """Return the softmax probabilities. They are zero in a row without visible keys."""
+    """Return the softmax of scores [b h m n] with their log-sum-exp [b h m]; it is zero in a row without visible keys."""
     return (scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 def limit_of(resource_name: str) -> int | None:
-    """Return the soft limit of a resource in bytes, by its name in the module `resource`, or None if it is unlimited."""
+    """Return the soft limit of a resource in bytes, by its name in Python's module `resource`, for example "RLIMIT_AS".
+
+    None if it is unlimited, or if the system has no such limit.
+    """
     try:
         import resource
 

@@ -3,6 +3,9 @@
 All kernels compute the output and the log-sum-exp of each query, and take both in the backward. They differ in names,
 in the layout of a bias, and in support for grouped queries. The passes write `streamfx::attention` for all of them
 (`passes/rewrite/attention/sdpa_variants.py`).
+
+Sizes: b batch, h query heads, g heads of keys and values (each shared by h / g query heads), m queries, n keys, d and e widths
+of a head. `bias` (at most [b h m n]) is added to the scores; `scale` multiplies them, None: 1 / sqrt(d).
 """
 
 from __future__ import annotations
@@ -46,9 +49,10 @@ class Kernels(NamedTuple):
 def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Result:
     """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
-    If `causal` is True, query i sees keys 0 .. i, for any number of keys. With BOTTOM_RIGHT, which not all kernels
-    support, the last query sees all keys and each query before it one key fewer; with `BottomRightCausal(left)`
-    each query also sees at most `left` keys before its own key. With `Varlen`, documents are separate.
+    If `causal` is False, queries see all keys; if True, query i sees keys 0 .. i, for any number of keys. With
+    BOTTOM_RIGHT, which not all kernels support, the last query sees all keys and each query before it one key fewer; with
+    `BottomRightCausal(left)` each query also sees at most `left` keys before its own key. With `Varlen`, documents are
+    separate.
     """
     if not math.prod(query.shape[:3]) or not key.shape[2]:  # kernels divide by these sizes
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
@@ -70,7 +74,7 @@ def backward(
     causal: Causal,
     scale: float | None,
 ) -> Gradients:
-    """Return (dq, dk, dv): the gradients of queries, keys and values."""
+    """Return (dq, dk, dv); `gradient` is the gradient of the output, `out` and `lse` are the results of `forward`."""
     if not math.prod(query.shape[:3]) or not key.shape[2]:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     if bias is not None:  # if it hides all keys of a row, all probabilities of the row are 0: exp(x - inf)
@@ -93,7 +97,7 @@ def supports_bottom_right(
 
 
 def supports_documents(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Return whether one call computes all documents of a chunk."""
+    """Return whether one call computes several documents: whether `causal` may be a `Varlen` for these operands."""
     return _kernels(query).supports_documents(query, key, value, scale)
 
 
@@ -104,7 +108,10 @@ def _kernels(query: Tensor) -> Kernels:
 
 
 def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values with equal head counts: kernels use the count of the keys for both."""
+    """Return (key, value) with equal head counts, because kernels use the count of the keys for both.
+
+    If the counts differ, both are repeated for all query heads.
+    """
     if key.shape[1] == value.shape[1]:
         return key, value
     return plain_attention.for_all_heads(key, query), plain_attention.for_all_heads(value, query)
@@ -113,10 +120,10 @@ def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
 def _bias_and_causal(
     query: Tensor, key: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
 ) -> tuple[Tensor | None, Causal]:
-    """Return the bias with four dimensions, and the causal mask that the kernel applies.
+    """Return (bias, causal) as kernels take them: a bias with four dimensions or None, and a mask that they apply themselves.
 
-    Kernels apply minus infinity before they scale, which is wrong if the scale is not positive. Then the mask becomes
-    a bias.
+    Kernels apply minus infinity before they scale, which is wrong if the scale is not positive. Then the causal mask becomes
+    a part of the bias, and False is returned in its place.
     """
     if bias is not None and bias.dim() < 4:
         bias = bias[(None,) * (4 - bias.dim())]
@@ -146,7 +153,7 @@ def _cpu_backward(
     causal: Causal,
     scale: float | None,
 ) -> Gradients:
-    """Run the backward of the CPU's flash attention; return (dq, dk, dv)."""
+    """Run the backward of the CPU's flash attention; return (dq, dk, dv), as wide as the padded heads."""
     query, key, value, scale = _for_cpu(query, key, value, scale)
     gradient, out = (layouts.dense_last(layouts.padded_last(heads, query.shape[3])) for heads in (gradient, out))
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -155,8 +162,9 @@ def _cpu_backward(
 
 
 def _for_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """Return (query, key, value, scale) with heads padded to a common width, with a dense last dimension.
+    """Return (query, key, value, scale) with heads padded by zeros to one width, and with a dense last dimension.
 
+    Padding would change the default scale, so that of the original width is returned.
     aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: cpu_flash_attention takes no stride of the last dimension; all
     operands have one width (attention.cpp: _scaled_dot_product_flash_attention_cpu).
     """

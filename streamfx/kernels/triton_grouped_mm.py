@@ -3,8 +3,10 @@
     add_outer    total[e] += x[rows of e]^T @ y[rows of e]      in place; a group without rows is neither read nor written
     multiply     out[rows of e] = x[rows of e] @ weight[e]      rows of no group are zero
 
-The kernels gather rows by index, so no sorted copies are allocated. Each kernel is tested once per device and dtype,
-on small integers, so that results must match bit by bit.
+Sizes: s rows, e groups, k and n columns. `order` [s] sorts the rows by group, `ends` [e] are the ends of the groups in
+that order: group g has the rows order[ends[g - 1]] .. order[ends[g] - 1]. The kernels gather rows by index, so no sorted
+copies are allocated. Each kernel is tested once per device and dtype, on small integers, so that results must match bit
+by bit.
 
 Only PyTorch's CUDA builds include Triton, so this module is imported on first use by a CUDA device.
 """
@@ -27,7 +29,10 @@ def _add_outer(  # type: ignore[no-untyped-def]
     total_group, total_row, total_column, x_row, x_column, y_row, y_column,
     TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate one tile of the total of one group."""
+    """Add to one tile of one group's total [height width] the product of the group's rows of x and y.
+
+    Program (tile, group). `total_group`, `total_row`, ... `y_column` are strides.
+    """
     group = tl.program_id(1)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     stop = tl.load(ends + group)
@@ -57,7 +62,11 @@ def _multiply(  # type: ignore[no-untyped-def]
     out_row, out_column, x_row, x_column, weight_group, weight_row, weight_column,
     GROUPS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute one output tile: `ROWS` rows of one group. Tiles are numbered group by group, so the group is searched."""
+    """Compute one output tile: `ROWS` rows of one group, by `TILE` columns.
+
+    Program (row tile, column tile). Row tiles are numbered group by group, so the group of a tile is searched. `depth` is the
+    number of columns of x; `out_row`, ... `weight_column` are strides.
+    """
     tile = tl.program_id(0)
     indices = tl.arange(0, GROUPS)
     stops = tl.load(ends + indices, mask=indices < groups, other=0)
@@ -85,10 +94,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 def add_outer(total: Tensor, x: Tensor, y: Tensor, order: Tensor, ends: Tensor) -> None:
-    """Add to total [e k n], for each group, the outer products of its rows of x [s k] and y [s n], in place.
-
-    `order` [s] sorts rows by group, `ends` [e] are the ends of the groups in this order.
-    """
+    """Add to total [e k n], for each group, the outer products of its rows of x [s k] and y [s n], in place."""
     groups, height, width = total.shape
     tiles = triton.cdiv(height, TILE) * triton.cdiv(width, TILE)
     if not tiles or not groups or not len(order):
@@ -150,11 +156,11 @@ def multiply_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _rows() -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return a row order, the end of each group in it, and the rows of each group."""
+    """Return test data: a random row order, the end of each group in it (sizes: `GROUP_SIZES`), and the rows of each group."""
     order = torch.randperm(sum(GROUP_SIZES) + UNGROUPED_ROWS, generator=torch.Generator().manual_seed(0))
     return order, torch.tensor(GROUP_SIZES).cumsum(0).to(torch.int32), order[: sum(GROUP_SIZES)].split(list(GROUP_SIZES))
 
 
 def _integers(*shape: int) -> Tensor:
-    """Return small integers of the given shape, so that every dtype holds the sums of their products exactly."""
+    """Return a float64 tensor of -1, 0 and 1, so that every dtype holds the sums of their products exactly."""
     return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(sum(shape))).double()

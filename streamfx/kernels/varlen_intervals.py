@@ -1,4 +1,4 @@
-"""Find the rows of a mask that are consecutive documents, from the intervals of keys that rows see.
+"""Find the rows of a mask that are consecutive documents, from the intervals of keys that rows (queries) see.
 
 The keys of a document follow the keys of the document before it. Either all its rows see all its keys; or the mask is
 causal, so that its last row sees all keys and each row before it one fewer; or it is causal with a window.
@@ -21,7 +21,7 @@ class RowInterval(NamedTuple):
 
 
 class DocumentInterval(NamedTuple):
-    """Rows [first, stop) and the keys [first, stop) of their documents."""
+    """Rows (first, stop) that are consecutive documents, the keys (first, stop) of these, and the ends of each (`Varlen`)."""
 
     rows: tuple[int, int]
     keys: tuple[int, int]
@@ -29,9 +29,9 @@ class DocumentInterval(NamedTuple):
 
 
 def documents_in(rows: Sequence[RowInterval], min_rows: int) -> Iterator[DocumentInterval]:
-    """Yield, in order, the intervals that contain several documents, or one document with a window.
+    """Yield, in order, the ranges of rows that contain several documents, or one document with a window.
 
-    Each interval has at least `min_rows` rows, or all rows.
+    `rows`: the visible keys of each row. Each range has at least `min_rows` rows, or all rows.
     """
     start = 0
     while start < len(rows):
@@ -44,9 +44,11 @@ def documents_in(rows: Sequence[RowInterval], min_rows: int) -> Iterator[Documen
 
 
 def _longest(rows: Sequence[RowInterval], start: int, causal: bool) -> DocumentInterval:
-    """Return the longest interval of documents that starts at row `start`: all causal, or (not `causal`) none.
+    """Return the longest range of documents that starts at row `start`: all causal, or (not `causal`) none.
 
-    Causal documents have a window if both ends of the visible interval move by one key from one row to the next.
+    A row begins a document (`is_next`) if its keys begin where those of the row before it end. It continues one if it sees the
+    same keys, or, causally, one more. It slides if both ends move by one key: then causal documents have a window, whose
+    `width` in keys is that of a sliding row, and no row may see more.
     """
     starts, width, index = [start], None, start + 1
     max_length = rows[start].stop - rows[start].first
@@ -65,7 +67,10 @@ def _longest(rows: Sequence[RowInterval], start: int, causal: bool) -> DocumentI
 
 
 def _interval(rows: Sequence[RowInterval], ends: Sequence[int], causal: bool, left: int | None) -> DocumentInterval:
-    """Return the interval of consecutive documents: document i has the rows from `ends[i]` to `ends[i + 1]`."""
+    """Return the range of consecutive documents: document i has the rows from `ends[i]` to `ends[i + 1]`.
+
+    `left`: a row sees at most this many keys before its own; None: no window.
+    """
     first, stop = rows[ends[0]].first, rows[ends[-1] - 1].stop
     keys = (*(rows[end].first - first for end in ends[:-1]), stop - first)
     documents = Varlen(tuple(end - ends[0] for end in ends), keys, causal, left)
