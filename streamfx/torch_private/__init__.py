@@ -1,7 +1,9 @@
 """All uses of torch's private interfaces, each with the versions on which it was tested.
 
 The package knows torch and nothing about chunks, plans, or passes. It may import torch, `node_meta`, `errors`, and the
-other modules below it; no other package uses a private interface of torch.
+other modules below it; no other package uses a private interface of torch. "(2.11, 2.13)" in a docstring or comment: the
+torch versions on which it was tested. AOTAutograd stores a description of each input and result in a graph's
+`meta[DESCRIPTION]`; it says, for example, whose gradient a result is.
 """
 
 from __future__ import annotations
@@ -102,14 +104,17 @@ SET_GRAD = torch._C._set_grad_enabled  # 2.11, 2.13: in Dynamo graphs
 
 
 def assert_true(condition: torch.Tensor, otherwise: str) -> None:
-    """Raise an error with this text if the condition is false at run time; also works in a graph (2.11, 2.13)."""
+    """Raise an error with the text `otherwise` if the condition, a boolean scalar, is false when this runs, or its graph does.
+
+    On a device, the error is raised later, without a wait (2.11, 2.13).
+    """
     torch._assert_async(condition, otherwise)
 
 
 def keep_saved_tensors() -> None:
-    """Allow the backward to run with `retain_graph=True` at any time: saved tensors are freed, never donated (2.11, 2.13).
+    """Forbid the backward to donate (overwrite) saved tensors, so that it can run with `retain_graph=True` (2.11, 2.13).
 
-    Call this in a forward compiler, which runs after partitioning.
+    Changes AOTAutograd's metadata of the graph being compiled. Call this in a forward compiler, after partitioning.
     """
     context = torch._guards.TracingContext.try_get()
     donated = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
@@ -118,7 +123,7 @@ def keep_saved_tensors() -> None:
 
 
 def static_inputs() -> list[int]:
-    """Return the indices of parameters and buffers among the inputs of the graph being compiled (2.11, 2.13)."""
+    """Return the indices of parameters and buffers among the inputs of the graph being compiled; [] if unknown (2.11, 2.13)."""
     context = torch._guards.TracingContext.try_get()
     return list(getattr(getattr(context, "fw_metadata", None), "static_input_indices", ()))
 
@@ -129,7 +134,10 @@ def retains_graph() -> bool:
 
 
 def mutated_inputs(joint: fx.Graph) -> list[int] | None:
-    """Return the indices of the inputs that a joint graph mutates; None if AOTAutograd does not report them (2.11, 2.13)."""
+    """Return the indices of the inputs that the traced function mutates; None if the joint graph has no descriptions.
+
+    A joint graph is functional: its results include the new value of each mutated input (2.11, 2.13).
+    """
     descriptions = joint.output_node().meta.get(DESCRIPTION)
     if descriptions is None:
         return None
@@ -141,8 +149,8 @@ def mutated_inputs(joint: fx.Graph) -> list[int] | None:
 def inputs_of_gradients(joint: fx.Graph, first_gradient: int) -> list[fx.Node | None] | None:
     """Return, for each result of a joint graph from index `first_gradient` on, the input whose gradient it is (2.11, 2.13).
 
-    Return None if AOTAutograd does not report it. A sharded tensor is several inputs; it has several gradients, or one
-    None.
+    An entry is None if the result is no gradient. Return None if the graph has no descriptions. A sharded tensor is several
+    inputs, with a gradient each, or one None for all.
     """
     descriptions = joint.output_node().meta.get(DESCRIPTION)
     if descriptions is None:
@@ -152,7 +160,10 @@ def inputs_of_gradients(joint: fx.Graph, first_gradient: int) -> list[fx.Node | 
 
 
 def _input_of(gradient: Any) -> Any:
-    """Return the description of a gradient's input, from the description of the gradient."""
+    """Return the description of the input to which a gradient belongs, from the description of the gradient.
+
+    For a part of a sharded gradient, that of the same part of the input. None if `gradient` describes no gradient.
+    """
     if isinstance(gradient, GradAOTOutput):
         return gradient.grad_of
     if isinstance(gradient, SubclassGetAttrAOTOutput):
@@ -162,28 +173,34 @@ def _input_of(gradient: Any) -> Any:
 
 
 def is_token(placeholder: fx.Node) -> bool:
-    """Return whether an input is an effect token, which has no content; such inputs come first (2.11, 2.13)."""
+    """Return whether an input is an effect token: an empty tensor that orders operators with side effects (2.11, 2.13).
+
+    Such inputs come first.
+    """
     return isinstance(placeholder.meta.get(DESCRIPTION), ForwardTokenAOTInput)
 
 
 def dynamo_input_indices(graph: fx.Graph, count: int) -> list[int | None]:
-    """Return the index of the Dynamo input for each of the first `count` inputs of a traced graph (2.11, 2.13).
+    """Return, for each of the first `count` inputs of AOTAutograd's graph, its index among Dynamo's inputs (2.11, 2.13).
 
-    Tokens are omitted. The index is None for a part of a Dynamo input, such as the local shard of a sharded tensor.
+    Tokens are omitted. None for a part of a Dynamo input, such as the local shard of a sharded tensor.
     """
     inputs = [node for node in graph.find_nodes(op="placeholder")[:count] if not is_token(node)]
     return [getattr(node.meta.get(DESCRIPTION), "idx", None) for node in inputs]
 
 
 def placeholder_source(node: fx.Node) -> str:
-    """Return Dynamo's source of an input, as `L['self']._modules['0']._parameters['weight']`; "" if unknown (2.11, 2.13)."""
+    """Return the Python expression for an input of a Dynamo graph; "" if unknown (2.11, 2.13).
+
+    For example `L['self']._modules['0']._parameters['weight']`, where L are the local variables of the frame.
+    """
     source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get(GRAPH_ARGUMENT), "source", None)
     name = getattr(source, "name", "") if source is not None else ""
     return str(name() if callable(name) else name)
 
 
 def is_held_by_model(node: fx.Node) -> bool:
-    """Return whether an input is an attribute of a module or a global, rather than an argument of the call (2.11, 2.13)."""
+    """Return whether an input of a Dynamo graph is a global, or held by a module, rather than an argument (2.11, 2.13)."""
     source = placeholder_source(node)
     return source.startswith(("G[", "L['self'].")) or "._buffers[" in source or "._modules[" in source
 
@@ -194,7 +211,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def rewrap(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a wrapper subclass with `change` applied to its inner tensors (2.11, 2.13: `__tensor_flatten__`)."""
+    """Return a copy of a wrapper subclass tensor, such as a DTensor, with `change` applied to its inner tensors (2.11, 2.13)."""
     names, context = value.__tensor_flatten__()
     inner_tensors = {name: change(inner) if isinstance(inner := getattr(value, name), torch.Tensor) else inner for name in names}
     return type(value).__tensor_unflatten__(inner_tensors, context, value.shape, value.stride())
@@ -212,7 +229,7 @@ def dynamo_copy(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, f
 
 
 def dynamo_module(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """Build a module from a graph, with the attributes that AOTAutograd reads from a Dynamo module (2.11, 2.13)."""
+    """Return a module for `graph`, with the submodules of a Dynamo module and all that AOTAutograd reads (2.11, 2.13)."""
     new_module = fx.GraphModule(module, graph)
     new_module.meta = dict(module.meta)
     for name in ("_param_name_to_source", "compile_subgraph_reason"):
@@ -228,7 +245,7 @@ def untraced(function: F) -> F:
 
 
 def wrapper_tensor(cls: type[torch.Tensor], like: torch.Tensor, device: torch.device) -> Any:
-    """Create a tensor of a subclass, with the sizes of `like` and without memory (2.11, 2.13)."""
+    """Create a tensor of the subclass `cls` without memory, with the sizes, strides and dtype of `like` (2.11, 2.13)."""
     return torch.Tensor._make_wrapper_subclass(
         cls,
         like.size(),
@@ -240,7 +257,7 @@ def wrapper_tensor(cls: type[torch.Tensor], like: torch.Tensor, device: torch.de
 
 
 def is_composite(operator: Any) -> bool:
-    """Return whether an ATen operator is implemented by other operators, including its gradient (2.11, 2.13)."""
+    """Return whether an ATen operator is implemented by other operators (CompositeImplicitAutograd) (2.11, 2.13)."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"))
 
 
@@ -251,10 +268,10 @@ def no_dispatch() -> Any:
 
 @contextmanager
 def reentrant_dispatch() -> Iterator[None]:
-    """Context manager: inside `__torch_dispatch__`, dispatch operators as outside of it (2.11, 2.13).
+    """Context manager: inside the `__torch_dispatch__` of a mode, dispatch operators as outside of it (2.11, 2.13).
 
-    A mode leaves the stack while it handles a call, but the dispatch keys still include it. So if the stack is empty, the
-    keys are excluded.
+    A mode leaves the mode stack while it handles a call, but the thread's dispatch keys still include it. So if no other
+    mode is on the stack, these keys are excluded.
     """
     keys = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot)
     with enable_reentrant_dispatch():
@@ -265,7 +282,7 @@ def reentrant_dispatch() -> Iterator[None]:
 
 
 def no_modes() -> Any:
-    """Return a context in which operators bypass active dispatch modes (2.11, 2.13)."""
+    """Return a context in which operators bypass the active dispatch modes, such as a FakeTensorMode (2.11, 2.13)."""
     return torch.utils._python_dispatch._disable_current_modes()
 
 
@@ -288,7 +305,7 @@ def register_logger(name: str) -> None:
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Write a text to `TORCH_TRACE` for tlparse (2.11, 2.13)."""
+    """Write a text to `TORCH_TRACE` for tlparse; `text` is called only if that is set (2.11, 2.13)."""
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
@@ -296,7 +313,10 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 @contextmanager
 def reset_tracing_on_error() -> Iterator[None]:
-    """Context manager: if the block raises, restore AOTAutograd's tracing context, so that a retrace can follow (2.11, 2.13)."""
+    """Context manager: if the block raises, restore torch's TracingContext, so that the graph can be traced again.
+
+    Errors are not suppressed (2.11, 2.13).
+    """
     context = torch._guards.TracingContext.try_get()
     saved_state = {} if context is None else dict(vars(context))
     try:
@@ -310,13 +330,13 @@ def reset_tracing_on_error() -> Iterator[None]:
 class NoMaskForCudnn(torch.overrides.TorchFunctionMode):
     """Trace `scaled_dot_product_attention` with a mask to an operator other than cuDNN's.
 
-    For hidden keys of a boolean mask, 2.11 passes -65504 to cuDNN (pytorch#177842), from which no pass can prove that a
-    key is hidden; the other operators get minus infinity. Loops choose their kernels themselves. If only cuDNN is
-    enabled, it is used (2.11, 2.13).
+    For hidden keys of a boolean mask, torch 2.11 passes -65504 to cuDNN (pytorch#177842), from which no pass can prove that
+    a key is hidden; the other operators get minus infinity. This changes only the traced graph: streamfx chooses its kernels
+    itself. If not all kernels are enabled, the user's choice stays (2.11, 2.13).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function. During attention with a mask, disable cuDNN, unless it is the only kernel that is enabled."""
+        """Run a torch function. During attention with a mask, disable cuDNN if all kernels are enabled."""
         keywords = kwargs or {}
         mask = args[3] if len(args) > 3 else keywords.get("attn_mask")
         if func is not torch.nn.functional.scaled_dot_product_attention or mask is None:
@@ -332,11 +352,11 @@ class NoMaskForCudnn(torch.overrides.TorchFunctionMode):
 
 
 def in_trace_context(function: Callable[[], T]) -> Callable[[], T]:
-    """Wrap a function so that each call runs in the tracing context that is active now (2.11, 2.13)."""
+    """Wrap a function so that each later call runs in torch's TracingContext that is active now, or in none (2.11, 2.13)."""
     context = torch._guards.TracingContext.try_get()
 
     def run() -> T:
-        """Run the function with the tracing context of its creation."""
+        """Run the function with the tracing context that was active when it was wrapped."""
         with torch._guards.tracing(context):
             return function()
 
@@ -354,7 +374,7 @@ def real_values() -> Any:
 
 
 def fake_mode_of(values: Any) -> Any:
-    """Return the FakeTensorMode that is active or that some values belong to; None if there is none (2.11, 2.13)."""
+    """Return the FakeTensorMode that is active, or to which values in this tree belong; None if there is none (2.11, 2.13)."""
     return torch._guards.detect_fake_mode(values)
 
 

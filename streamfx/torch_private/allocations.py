@@ -1,4 +1,7 @@
-"""Private interfaces of torch's profiler: the bytes that allocators allocate and free, and when."""
+"""Private interfaces of torch's profiler: the bytes that allocators allocate and free, and when.
+
+"(2.13)": the torch version on which it was tested.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ PROBE_BYTES = 12_347  # size of a tensor that is allocated at the end: if the pr
 class Allocations:
     """Allocations that a profiler recorded.
 
-    `moves` are in order: the time in nanoseconds since the epoch, the bytes allocated or freed, and the device type.
-    `is_complete`: the profiler was active until the end, which is unsure because another profiler replaces it.
+    `moves`, in order of time: (nanoseconds since the epoch, bytes: negative if they are freed, device type such as "cuda").
+    `is_complete`: the profiler was active until the end. Another profiler that starts meanwhile replaces it.
     """
 
     moves: list[tuple[int, int, str]] = field(default_factory=list)
@@ -31,9 +34,10 @@ def is_profiled() -> bool:
 
 @contextmanager
 def allocations() -> Iterator[Allocations]:
-    """Context manager that records the allocations of this thread, including allocations by Inductor's code (2.13).
+    """Context manager that records the allocations of this thread, on the host and on devices (2.13).
 
-    It covers the host and devices. The yielded object is filled when the block ends.
+    It covers allocations by Inductor's code, too. The yielded object is filled when the block ends. A last allocation of
+    `PROBE_BYTES` shows whether the profiler was still active then.
     """
     recorded = Allocations()
     profiler = torch.autograd.profiler.profile(profile_memory=True)

@@ -1,4 +1,8 @@
-"""AOTAutograd's descriptions of the inputs and results of a joint graph, and its fake values."""
+"""AOTAutograd's descriptions of the inputs and results of a joint graph, and its fake values.
+
+A description says, for example, that a result is the gradient of Dynamo's input 3. It is in `node.meta[DESCRIPTION]` of an input,
+and a list in that of the output node. "(2.11, 2.13)": the torch versions on which it was tested.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,10 @@ from streamfx.node_meta import DESCRIPTION
 
 
 def has_default_descriptors(graph: fx.Graph, num_inputs: int) -> bool:
-    """Return whether the first `num_inputs` inputs of a joint graph are Dynamo's inputs in order (2.11, 2.13).
+    """Return whether a joint graph has only the inputs and results that `set_default_descriptors` can describe (2.11, 2.13).
 
-    Its results must also be results of the Dynamo graph and gradients: no parts of subclasses, mutated inputs or tokens.
+    Its first `num_inputs` inputs are Dynamo's inputs in order, and its results are Dynamo's results and gradients: no parts
+    of tensor subclasses, mutated inputs or tokens. False if it has no descriptions.
     """
     inputs = [node.meta.get(DESCRIPTION) for node in graph.find_nodes(op="placeholder")[:num_inputs]]
     results = graph.output_node().meta.get(DESCRIPTION)
@@ -26,9 +31,10 @@ def has_default_descriptors(graph: fx.Graph, num_inputs: int) -> bool:
 
 
 def set_default_descriptors(graph: fx.Graph, num_inputs: int, num_outputs: int) -> None:
-    """Set AOTAutograd's descriptors of the inputs and gradients of a joint graph, in place (2.11, 2.13).
+    """Set AOTAutograd's descriptions of the inputs and gradients of a joint graph, in place (2.11, 2.13).
 
-    Input i is Dynamo's input i, and the results after the first `num_outputs` are the gradients of the inputs.
+    Its i-th input becomes Dynamo's input i. The results after the first `num_outputs` are the gradients of the inputs, in order;
+    a result that is None gets no description.
     """
     inputs = graph.find_nodes(op="placeholder")[:num_inputs]
     for i, node in enumerate(inputs):
@@ -41,7 +47,7 @@ def set_default_descriptors(graph: fx.Graph, num_inputs: int, num_outputs: int) 
 
 
 def copy_fake_tensor(value: FakeTensor) -> FakeTensor:
-    """Return a new fake tensor with the layout of `value`, in another storage (2.11, 2.13)."""
+    """Return a fake tensor like `value` (sizes, strides, dtype, device, `requires_grad`), with another storage (2.11, 2.13)."""
     with torch._C._DisableTorchDispatch():
         meta_tensor = torch.Tensor._make_subclass(torch.Tensor, value, value.requires_grad)
     return FakeTensor(value.fake_mode, meta_tensor, value.device)

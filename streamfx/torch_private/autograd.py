@@ -1,4 +1,7 @@
-"""Private interfaces of autograd: the running backward, saved tensors, and hooks on gradients."""
+"""Private interfaces of autograd: the running backward, saved tensors, and hooks on gradients.
+
+"(2.11, 2.13)": the torch versions on which it was tested.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ EXCLUDED_INSIDE_OPERATORS = (  # 2.11, 2.13: dispatch keys that an operator's im
 
 
 def current_autograd_node() -> Any:
-    """Return the autograd node for which this code runs; None if no backward is running (2.11, 2.13)."""
+    """Return the autograd node whose backward runs this code; None if no backward is running (2.11, 2.13)."""
     return torch._C._current_autograd_node()
 
 
@@ -58,10 +61,10 @@ def is_transformed() -> bool:
 
 
 def are_gradients_awaited(tensors: Iterable[Tensor]) -> bool:
-    """Return whether something uses the gradients of these tensors as soon as they are computed (2.11, 2.13).
+    """Return whether some consumer uses the gradients of these tensors as soon as they are computed (2.11, 2.13).
 
-    That is a hook, DDP (if this code is in its forward), or an existing gradient to which they are added. Hooks on the
-    accumulators (`grad_fn.next_functions[0][0].register_hook`) cannot be detected.
+    That is a hook on a leaf's gradient, DDP (if this code is in its forward), or an existing gradient to which a new one is
+    added. Hooks on autograd's AccumulateGrad nodes (`grad_fn.next_functions[0][0].register_hook`) cannot be detected.
     """
     return is_in_data_parallel() or any(
         tensor.is_leaf and _is_awaited(tensor) for tensor in tensors if isinstance(tensor, Tensor)
@@ -89,9 +92,9 @@ def inputs_in_results() -> list[int] | None:
 
 
 def owner_indices(graph: fx.Graph) -> list[int | None]:
-    """Return, for each input of a traced graph, the index of the Dynamo input that it is or is a part of (2.11, 2.13).
+    """Return, for each input of AOTAutograd's graph, the index of the Dynamo input that it is, or is a part of (2.11, 2.13).
 
-    None for an input that is neither, such as a token.
+    A part is for example the local shard of a DTensor. None for an input that is neither, such as an effect token.
     """
     indices = []
     for node in graph.find_nodes(op="placeholder"):
@@ -103,16 +106,16 @@ def owner_indices(graph: fx.Graph) -> list[int | None]:
 
 
 def is_inner_tensor(node: fx.Node) -> bool:
-    """Return whether an input of a traced graph is a part of a Dynamo input, perhaps its only part (2.11, 2.13)."""
+    """Return whether an input of AOTAutograd's graph is an inner tensor of a subclass: a DTensor's shard (2.11, 2.13)."""
     return isinstance(node.meta.get(DESCRIPTION), SubclassGetAttrAOTInput)
 
 
 def inputs_with_gradients(graph: fx.Graph) -> list[bool]:
-    """Return, for each input of the forward graph being compiled, whether it may require a gradient (2.11, 2.13).
+    """Return, for each input of the forward graph being compiled, whether it may require a gradient; [] if unknown.
 
-    Empty if unknown. True for parts of tensor subclasses, because autograd checks the subclass tensor, and torch recompiles
-    if its `requires_grad` changes. (The flag of the part is unreliable: `DTensor.from_local` copies a result's to the part, but
-    AOTAutograd records False.)
+    True for inner tensors of tensor subclasses: autograd checks the subclass tensor, and torch recompiles if its
+    `requires_grad` changes. The inner tensor's flag is unreliable: `DTensor.from_local` copies a result's to it, but
+    AOTAutograd records False (2.11, 2.13).
     """
     context = torch._guards.TracingContext.try_get()
     inputs = getattr(getattr(context, "fw_metadata", None), "input_info", ())
@@ -123,7 +126,10 @@ def inputs_with_gradients(graph: fx.Graph) -> list[bool]:
 
 
 def nodes_to_execute(edges: Iterable[tuple[Any, int]]) -> frozenset[Any]:
-    """Return the nodes at the ends of these edges that the running backward will execute, except leaves (2.11, 2.13)."""
+    """Return the autograd nodes at the ends of some edges that the running backward will execute, except leaves (2.11, 2.13).
+
+    `edges`: (node or None, index of its input), as in `grad_fn.next_functions`. Call it only inside a backward.
+    """
     nodes = {node for node, _ in edges if node is not None and not hasattr(node, "variable")}
     return frozenset(node for node in nodes if torch._C._will_engine_execute_node(node))
 

@@ -1,6 +1,7 @@
 """Private interfaces of torch's activation checkpointing wrapper, which engines put around layers.
 
-The wrapper is not imported here: if it is not imported elsewhere, nothing is wrapped.
+The wrapper is not imported here: if it is not imported elsewhere, nothing is wrapped. "(2.11, 2.13)": the torch versions on
+which it was tested.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ WRAPPED_MODULE = "_checkpoint_wrapped_module"
 
 
 def checkpoints_around(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the wrappers in a model that run one of these modules with torch's own checkpoint function (2.11, 2.13)."""
+    """Return the checkpoint wrappers in a model that wrap one of `layers` and use torch's own checkpoint function.
+
+    Empty if no code has imported the wrapper class (2.11, 2.13).
+    """
     wrapper_class: Any = getattr(sys.modules.get(WRAPPER_CLASS[0]), WRAPPER_CLASS[1], None)
     if not isinstance(wrapper_class, type):
         return []
@@ -36,17 +40,20 @@ def _is_torch_checkpoint(function: Any) -> bool:
 
 
 def disable_checkpointing(wrapper: Any) -> Any:
-    """Make a wrapper call its module without checkpointing; return its function for `restore_checkpointing` (2.11, 2.13)."""
+    """Change a wrapper so that it calls its module without checkpointing.
+
+    Return the checkpoint function that it had, for `restore_checkpointing` (2.11, 2.13).
+    """
     checkpoint_fn, wrapper.checkpoint_fn = wrapper.checkpoint_fn, _call_directly
     return checkpoint_fn
 
 
 def restore_checkpointing(wrapper: Any, checkpoint_fn: Any) -> None:
-    """Undo `disable_checkpointing`, unless another function was set after it."""
+    """Undo `disable_checkpointing`, which returned `checkpoint_fn`, unless the wrapper was given another function since."""
     if wrapper.checkpoint_fn is _call_directly:
         wrapper.checkpoint_fn = checkpoint_fn
 
 
 def _call_directly(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function as `checkpoint` would, but without checkpointing."""
+    """Call a function with these arguments: what a wrapper calls in place of `checkpoint(function, *args)`."""
     return function(*args, **kwargs)

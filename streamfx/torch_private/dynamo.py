@@ -1,4 +1,7 @@
-"""Private interfaces of Dynamo: its errors, its graph breaks, and the state that it keeps per compilation."""
+"""Private interfaces of Dynamo: its errors, its graph breaks, and the state that it keeps per compilation.
+
+"(2.11, 2.13)": the torch versions on which it was tested.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -27,21 +30,21 @@ from torch._dynamo.external_utils import wrap_inline
 from torch._guards import CompileContext, TracingContext
 
 from streamfx.errors import StreamFXError
-from streamfx.node_meta import EXAMPLE_VALUE
 from streamfx.torch_private.lines import source_line
 
 ORIGINAL, WRAPPER = "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"  # attributes of the results of `torch.compile`
 
 
 def is_compiled(model: Any) -> bool:
-    """Return whether a module is a result of `torch.compile` (2.11, 2.13)."""
+    """Return whether a model is a module that `torch.compile` returned (2.11, 2.13)."""
     return isinstance(model, torch._dynamo.OptimizedModule)
 
 
 def unwrap_compiled(model: Any) -> Any:
-    """Unwrap one level of `torch.compile`; return None if nothing is wrapped (2.11, 2.13).
+    """Return the model or function that `torch.compile` was given; None if `model` is no result of it (2.11, 2.13).
 
-    A decorator around a compiled function copies its attributes but is a different function; so is a bound method.
+    Only one level is unwrapped. For a bound method, return the method of the unwrapped function. A decorator around a compiled
+    function copies the attributes that Dynamo sets; the wrapper id shows that it is another function: the result is None.
     """
     if is_compiled(model):
         return model._orig_mod
@@ -56,7 +59,10 @@ def unwrap_compiled(model: Any) -> Any:
 
 
 def backend_of(model: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return the backend function that `torch.compile` was given, and its keyword arguments (2.11, 2.13)."""
+    """Return the backend function that `torch.compile` was given, and its keyword arguments (2.11, 2.13).
+
+    `model` is a result of `torch.compile`; for any other, the backend is None.
+    """
     cells = [] if is_compiled(model) else getattr(model, "__closure__", None) or ()  # for a method, the cells of its function
     contexts = [model.dynamo_ctx] if is_compiled(model) else [cell.cell_contents for cell in cells]
     backend: Any = next((context.callback for context in contexts if isinstance(context, eval_frame._TorchDynamoContext)), None)
@@ -66,10 +72,10 @@ def backend_of(model: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def register_backend_names(names: Iterable[str], where: str) -> None:
-    """Register a backend, given as an import path, under names for `torch.compile(backend=name)` (2.11, 2.13).
+    """Register a backend, given as an import path `where`, under names for `torch.compile(backend=name)` (2.11, 2.13).
 
-    It is registered as an entry point, like one of an installed package, not as a function: Dynamo loads it on demand,
-    and refuses a function that is already registered.
+    It is registered as an entry point, like one of an installed package: Dynamo loads it on demand. Registering a function
+    twice would raise an error. A name that is already registered stays as it is.
     """
     for name in names:
         registry._BACKENDS.setdefault(name, EntryPoint(name, where, "torch_dynamo_backends"))
@@ -83,17 +89,20 @@ SWITCH_ON = (
 
 
 def is_switched_off() -> bool:
-    """Return whether the environment or a setting disables `torch.compile` (2.11, 2.13)."""
+    """Return whether the environment or a setting disables `torch.compile`, so that calls run in eager (2.11, 2.13)."""
     return is_disabled_by_environment() or bool(config.disable) or eval_frame._stance.stance == "force_eager"
 
 
 def is_disabled_by_environment() -> bool:
-    """Return whether `torch.compile` returns its argument, even if the environment changes afterwards (2.11, 2.13)."""
+    """Return whether `torch.compile` now returns its argument unchanged, by an environment variable (2.11, 2.13).
+
+    Such a result stays uncompiled even if the variable changes later.
+    """
     return os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
 
 
 def is_traced_here() -> bool:
-    """Return whether a tracer runs the caller in this thread (2.11, 2.13).
+    """Return whether a tracer (Dynamo, AOTAutograd, export) runs the caller in this thread (2.11, 2.13).
 
     `torch.compiler.is_compiling()` is per process: it is also true while another thread compiles.
     """
@@ -106,14 +115,17 @@ def is_traced_here() -> bool:
 
 
 def compiling() -> Any:
-    """Return a context in which only this thread compiles, even with Dynamo, because tracers patch global state (2.11, 2.13)."""
+    """Return Dynamo's compile lock, a context in which only this thread compiles: tracers patch global state (2.11, 2.13)."""
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
 
 
 def isolation_keywords() -> dict[str, Any]:
-    """Return keywords for `torch.compile` that isolate its recompile count (2.13)."""
+    """Return keywords for `torch.compile` with which its result shares no compiled code and recompile limit with others.
+
+    Empty in torch versions before this option exists (2.13).
+    """
     return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
@@ -167,14 +179,14 @@ def unwrapped_errors(graph: fx.Graph) -> Iterator[None]:
 
 
 def _note_location(error: StreamFXError, graph: fx.Graph) -> None:
-    """Add a note with the user's line that was being compiled."""
+    """Add a note to an error with the user's last source line in the graph; none if no line is known."""
     line = next(filter(None, map(source_line, reversed(graph.nodes))), "")
     if line and hasattr(error, "add_note"):  # Python 3.11
         error.add_note(f"  raised while the code up to this line was compiled: {line}")
 
 
 def _user_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return the frames that led to the compiler, without torch's."""
+    """Return a traceback without torch's frames, up to the frame in which Dynamo starts to compile; None if none is left."""
     frames: list[TracebackType] = []
     while trace is not None and (module := trace.tb_frame.f_globals.get("__name__", "")) != "torch._dynamo.convert_frame":
         frames += [trace] if module.split(".")[0] != "torch" else []
@@ -186,9 +198,10 @@ def _user_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def user_error_of(error: BaseException) -> Exception | None:
-    """Return the error that a user sees after a failed compilation: streamfx's or the model's; None for others (2.11, 2.13).
+    """Return the error to raise for a failed compilation: streamfx's own, or the one that the model raised while traced.
 
-    Dynamo wraps the model's errors, and their traceback is the tracer's, so the line in the model is added as a note.
+    None for errors of torch itself. Dynamo wraps the model's errors, and their traceback is the tracer's, so the line in the
+    model is added as a note (2.11, 2.13).
     """
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
@@ -208,7 +221,10 @@ def user_error_of(error: BaseException) -> Exception | None:
 
 
 def line_reading_data(error: BaseException) -> str:
-    """Return the user's line that reads numbers from data, if it caused the error; else an empty text (2.11, 2.13)."""
+    """Return the user's line that reads numbers from data, as `.item()` does, if it caused a tracing error; else "" (2.11, 2.13).
+
+    Such errors are looked for in the chain of causes.
+    """
     from torch._dynamo.exc import UserError
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -224,7 +240,7 @@ def line_reading_data(error: BaseException) -> str:
 
 
 def _is_library_file(file: str) -> bool:
-    """Return whether a file belongs to torch or streamfx, or is not a file."""
+    """Return whether the file of a stack frame belongs to torch or streamfx, or is generated code such as "<string>"."""
     return file.startswith("<") or any(
         root in Path(file).parents for root in (Path(torch.__file__).parent, Path(__file__).parents[1])
     )
@@ -232,9 +248,10 @@ def _is_library_file(file: str) -> bool:
 
 @contextmanager
 def record_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
-    """Yield a list, which gets the (file, line, reason) of each graph break (2.11, 2.13).
+    """Context manager: yield a list, to which each graph break in the block adds (file, line, reason) (2.11, 2.13).
 
-    They come from log records of `TORCH_LOGS="graph_breaks"`, even if `logging.config` has disabled existing loggers.
+    They are parsed from the records of Dynamo's logger for `TORCH_LOGS="graph_breaks"`, which is enabled for the block, even
+    if `logging.config` has disabled it.
     """
     breaks: list[tuple[str, int, str]] = []
     record_pattern = re.compile(r"in user code at (.+):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
@@ -262,7 +279,10 @@ def record_graph_breaks() -> Iterator[list[tuple[str, int, str]]]:
 
 
 def cause_of_break(reason: str) -> tuple[str, str, bool]:
-    """Parse a graph-break reason: (cause, first hint, whether Dynamo runs the rest of the function in eager) (2.11, 2.13)."""
+    """Parse Dynamo's text about a graph break: return (cause, hint, whether the whole function runs in eager) (2.11, 2.13).
+
+    The cause is one line; the hint is Dynamo's first one, or "" if there is none or it only asks to report a bug.
+    """
     runs_in_eager = "falling back to eager" in reason
     cause = reason.split("Graph break encountered:", 1)[-1].strip()
     if explained := re.search(r"^(\S.*)\n(?:  Higher Order Operator: (.*)\n)?  Explanation: (.*)", cause, re.MULTILINE):
@@ -270,34 +290,6 @@ def cause_of_break(reason: str) -> tuple[str, str, bool]:
         in_operator = f" in {explained[2]}" if explained[2] else ""
         return f"{explained[1]}{in_operator}: {explained[3]}", hint[1] if hint and "report" not in hint[1] else "", runs_in_eager
     return cause.split("\n", 1)[0], "", runs_in_eager
-
-
-def dropped_writes(graph: fx.Graph) -> list[str]:
-    """Return the lines that write in place to a zero-dimensional float64 input or buffer on the CPU (2.11, 2.13).
-
-    AOTAutograd drops these writes with any backend, because it treats such tensors as Python numbers. Writes to a view,
-    such as `seen[...] = x`, are kept.
-    """
-    writes = (node for node in graph.nodes if node.op in ("call_method", "call_function") and _is_in_place(node.target))
-    written_inputs = ((node, node.args[0].meta.get(EXAMPLE_VALUE)) for node in writes if _is_placeholder(node.args[:1]))
-    dropped = (node for node, value in written_inputs if isinstance(value, torch.Tensor) and _is_like_a_number(value))
-    return list(dict.fromkeys(source_line(node) for node in dropped))
-
-
-def _is_in_place(target: Any) -> bool:
-    """Return whether a method, or a function such as `iadd`, writes to its first argument."""
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return bool(re.fullmatch(r"[a-z].*[^_]_|i(add|sub|mul|truediv|floordiv|pow|mod)", name))
-
-
-def _is_placeholder(arguments: Sequence[Any]) -> bool:
-    """Return whether one of the arguments is an input of the graph."""
-    return any(isinstance(argument, fx.Node) and argument.op == "placeholder" for argument in arguments)
-
-
-def _is_like_a_number(value: torch.Tensor) -> bool:
-    """Return whether AOTAutograd treats a tensor as a Python number: zero-dimensional, float64, on the CPU."""
-    return value.dim() == 0 and value.dtype is torch.float64 and value.device.type == "cpu"
 
 
 @contextmanager
@@ -320,12 +312,16 @@ def mark_length_dynamic(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def record_compilations() -> Iterator[list[tuple[int, int]]]:
-    """Yield a list, which gets the (start, end) of compilations in any thread, in nanoseconds since the epoch (2.11, 2.13)."""
+    """Context manager: yield a list, to which each compilation adds (start, end), in nanoseconds since the epoch (2.11, 2.13).
+
+    Compilations of all threads are recorded, if they start and end inside the block.
+    """
     from torch._dynamo.callback import callback_handler
 
     intervals, start_times = list[tuple[int, int]](), list[int]()
 
     def begin(about: Any) -> None:
+        """Record the start of a compilation."""
         start_times.append(time.time_ns())
 
     def end(about: Any) -> None:
@@ -345,10 +341,10 @@ def record_compilations() -> Iterator[list[tuple[int, int]]]:
 
 @contextmanager
 def isolated_compilation(backend: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """Yield keywords for `torch.compile(..., backend=backend)`; at the end, drop Dynamo's state of such compilations.
+    """Context manager: compilations in the block do not depend on earlier ones, and leave no state in Dynamo (2.11, 2.13).
 
-    This state is the compiled code, and the sizes that Dynamo has learned to be dynamic. Functions that Dynamo skips since
-    an earlier call are retried, so that the result does not depend on earlier calls (2.11, 2.13).
+    Yield keywords for `torch.compile(..., backend=backend)`. Functions that Dynamo skips since an earlier call are tried again.
+    At the end, the backend's compiled code is dropped, and the sizes that Dynamo has learned to be dynamic are restored.
     """
     from torch._dynamo import pgo
     from torch._dynamo.convert_frame import compile_lock
@@ -369,9 +365,9 @@ def isolated_compilation(backend: Callable[..., Any]) -> Iterator[dict[str, Any]
 
 
 def _reset_skipped() -> None:
-    """Reset the functions that Dynamo skips, because tracing failed (a graph break in a loop) or hit the recompile limit.
+    """Make Dynamo try all functions again that it skips: tracing failed (a graph break in a loop), or hit the recompile limit.
 
-    The next compilation tries them and, if necessary, skips them. Compiled code stays.
+    Compiled code stays.
     """
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
     from torch._dynamo.convert_frame import input_codes
@@ -383,7 +379,7 @@ def _reset_skipped() -> None:
 
 
 def _drop_compiled_code(backend: Callable[..., Any]) -> None:
-    """Drop a backend's compiled code; code compiled by other backends stays."""
+    """Drop the code that Dynamo compiled with a backend; code compiled with other backends stays."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.guards import DeletedGuardManagerWrapper

@@ -1,6 +1,7 @@
 """Private interfaces of torch's sharded data parallel engines: which modules they wrap, and when they free weights.
 
-Neither engine is imported here: if it is not imported elsewhere, nothing is wrapped.
+FSDP1 (`FullyShardedDataParallel`) wraps modules; FSDP2 (`fully_shard`) changes their class. Neither is imported here: if it is
+not imported elsewhere, nothing is wrapped. "(2.11, 2.13)": the torch versions on which it was tested.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def unwrap_fsdp(wrapper: Any) -> nn.Module:
 
 
 def allow_tracing(module: nn.Module) -> list[nn.Module]:
-    """Let Dynamo trace modules that FSDP1 wraps with `use_orig_params=False`; return these modules (2.11, 2.13).
+    """Change modules that FSDP1 wraps with `use_orig_params=False`, so that Dynamo traces them; return them (2.11, 2.13).
 
-    Dynamo refuses them by an attribute that nothing else reads. Their weights are views of one flat parameter, set in each
-    forward, and can be inputs of a graph like any other tensors.
+    Dynamo refuses them by an attribute that nothing else reads; it is set to True. Their weights are views of one flat
+    parameter, set in each forward, and can be inputs of a graph like any other tensors.
     """
     refused = [submodule for submodule in module.modules() if submodule.__dict__.get(ORIGINAL) is False]
     for submodule in refused:
@@ -48,15 +49,16 @@ def allow_tracing(module: nn.Module) -> list[nn.Module]:
 
 
 def restore_tracing_refusal(modules: list[nn.Module]) -> None:
-    """Undo `allow_tracing`."""
+    """Undo `allow_tracing`, which returned `modules`: Dynamo refuses them again."""
     for module in modules:
         module.__dict__[ORIGINAL] = False
 
 
 def frees_weights(owner: Any) -> bool:
-    """Return whether full weights are freed when the forward of this module or wrapper ends; True if unknown (2.11, 2.13).
+    """Return whether the full weights, gathered from all ranks, are freed when the forward of this module ends.
 
-    The answer is reliable after the forward has started, because FSDP determines the root module then.
+    `owner`: an FSDP2 module or an FSDP1 wrapper; True for any other. By default, the root module keeps its weights until
+    backward. FSDP determines the root when the forward starts, so the answer is reliable only after that (2.11, 2.13).
     """
     if is_fully_sharded(owner):
         state = owner._get_fsdp_state()

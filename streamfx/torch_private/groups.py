@@ -1,4 +1,7 @@
-"""Private interfaces of torch.distributed: process groups by name, features of their backends, and simulated ranks."""
+"""Private interfaces of torch.distributed: process groups by name, features of their backends, and simulated ranks.
+
+"(2.11, 2.13)": the torch versions on which it was tested.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-COALESCING = frozenset({("nccl", "cuda"), ("gloo", "cpu"), ("xccl", "xpu"), ("fake", "cpu"), ("fake", "cuda")})  # 2.11, 2.13
+# (backend of a group, device type) for which one collective call can take several tensors (2.11, 2.13)
+COALESCING = frozenset({("nccl", "cuda"), ("gloo", "cpu"), ("xccl", "xpu"), ("fake", "cpu"), ("fake", "cuda")})
 
 
 def group_by_name(name: str) -> Any:
@@ -39,9 +43,9 @@ def members_of(group: Any) -> tuple[int, ...]:
 
 @contextmanager
 def simulated_ranks(world: int, rank: int = 0) -> Iterator[None]:
-    """Context manager: simulate a world of ranks of which only `rank` exists (2.11, 2.13).
+    """Context manager: simulate a process group of `world` ranks, of which this process is `rank` and no other exists.
 
-    Collectives return results of the right sizes.
+    Collectives return results of the right sizes, with arbitrary values. No group may exist before (2.11, 2.13).
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # 2.11, 2.13: also defines the backend
 
@@ -53,5 +57,5 @@ def simulated_ranks(world: int, rank: int = 0) -> Iterator[None]:
 
 
 def has_ranks() -> bool:
-    """Return whether this process already belongs to a group."""
+    """Return whether torch.distributed is initialized in this process."""
     return dist.is_available() and dist.is_initialized()

@@ -1,4 +1,8 @@
-"""Private interfaces of Inductor: whether it has a compiler, its failures, and compilation of graphs and loop bodies."""
+"""Private interfaces of Inductor: whether it has a compiler, its failures, and compilation of graphs and loop bodies.
+
+A *loop body* is a graph without gradients, which runs for one chunk of the sequence after the other. "(2.11, 2.13)": the torch
+versions on which it was tested.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ def has_compiler(device: str) -> bool:
 
 @functools.cache
 def _has_cpp_compiler() -> bool:
-    """Return whether Inductor finds a C++ compiler; the answer is cached."""
+    """Return whether Inductor finds a C++ compiler; False if the search fails. The answer is cached."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
@@ -70,9 +74,9 @@ def inductor_errors_wrapped() -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it wraps, reports that memory ran out, of a device or of the host.
+    """Return whether an error, or one of its causes, reports that memory ran out, of a device or of the host; False for None.
 
-    Drivers' errors have types of many libraries ("Triton Error [CUDA]: out of memory"), so the text decides.
+    Drivers' errors have types of many libraries ("Triton Error [CUDA]: out of memory"), so the text decides, too.
     """
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower():
@@ -83,13 +87,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @contextmanager
 def barriers() -> Iterator[None]:
-    """Context manager: Inductor inserts barriers after the loops of a Triton kernel (2.11, 2.13).
+    """Context manager: in each Triton kernel that Inductor generates, insert a barrier after loops (2.11, 2.13).
 
-    After a loop, a thread may read a value that another thread wrote.
-
-    Triton may assign a store and the load that reads it to different threads (triton#10924, pytorch#190519): without a
-    barrier, the load reads the old contents of memory. On an H100, gradients of a small GPT-OSS were hundreds of times
-    too large.
+    The code after a loop may load values that the loop stored. Triton may assign the store and the load to different threads
+    (triton#10924, pytorch#190519): without a barrier, the load reads the old contents of memory. On an H100, gradients of a
+    small GPT-OSS were hundreds of times too large.
     """
     from torch._inductor.codegen.triton import TritonKernel
 
@@ -106,12 +108,18 @@ def barriers() -> Iterator[None]:
 
 
 def compile_dynamo_graph(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a Dynamo graph, including gradients, as `torch.compile(...)` does; call the result as f(*inputs) (2.11, 2.13)."""
+    """Compile a Dynamo graph and its gradients with Inductor, as `torch.compile(...)` does (2.11, 2.13).
+
+    Return a function, called as f(*inputs). The backward is compiled at once, so that its errors are raised here.
+
+    Raises:
+        InductorFailedError: if Inductor fails.
+    """
     copied = dynamo_copy(module)[0]  # compile_fx modifies its argument
     with (
         inductor_errors_wrapped(),
         torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
-    ):  # fail now, not in the backward
+    ):
         from torch._inductor.compile_fx import compile_fx
 
         with barriers():
@@ -120,7 +128,7 @@ def compile_dynamo_graph(module: fx.GraphModule, inputs: list[Any]) -> Callable[
 
 
 def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    """Compile a graph for the shapes of `inputs`; call the result as f(*inputs) (2.11, 2.13)."""
+    """Compile a loop body for the shapes of `inputs`; return a function, called as f(*inputs) (2.11, 2.13)."""
     with torch.no_grad(), no_modes():  # AOTAutograd runs the graph once under a separate mode
         return _compile_body("from_example_inputs", module, inputs)
 
@@ -128,12 +136,19 @@ def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> 
 def compile_for_sizes(
     module: fx.GraphModule, typical_size: int, shapes: Shapes
 ) -> tuple[Callable[..., Any], Callable[[int], bool]]:
-    """Compile a graph for all sizes that are functions of one size: see `with_sizes` (2.11, 2.13)."""
+    """Compile a loop body whose first input is a number n, for all n: the sizes of its tensors are functions of n (2.11, 2.13).
+
+    `shapes(n)` returns (sizes, strides, a tensor with the dtype and device) of each tensor. Return the compiled function,
+    called as f(n, *tensors), and a predicate for the n for which it holds. `typical_size`: the n for which it is optimized.
+    """
     return with_sizes(functools.partial(_compile_body, "from_tracing_context"), module, typical_size, shapes)
 
 
 def _compile_body(dynamic_shapes: str, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a graph without gradients, with `BODY_SETTINGS` (2.11, 2.13)."""
+    """Compile a graph without gradients, with `BODY_SETTINGS`; return a function, called as f(*inputs) (2.11, 2.13).
+
+    `dynamic_shapes`: where `standalone_compile` looks for dynamic sizes. Raise `InductorFailedError` if Inductor fails.
+    """
     with inductor_errors_wrapped():
         from torch._inductor import standalone_compile
 

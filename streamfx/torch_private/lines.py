@@ -22,7 +22,10 @@ def source_line(node: fx.Node) -> str:
 
 
 def frame_of(node: fx.Node) -> tuple[str, str, str, str] | None:
-    """Return (file, line, function, code) of the innermost frame in user code, or else in any code; None if unknown."""
+    """Return (file, line, function, code) of the innermost frame of a node's stack trace that is in user code.
+
+    If none is, of the innermost frame; None if the node has no stack trace.
+    """
     frames = _FRAME.findall(node.meta.get(STACK_TRACE) or "")
     user_frames = [frame for frame in frames if not any(library in frame[0] for library in _LIBRARY)] or frames
     return user_frames[-1] if user_frames else None

@@ -1,4 +1,10 @@
-"""Private interfaces of torch.distributed: texts that ranks exchange through a store, without a collective."""
+"""Private interfaces of torch.distributed: texts that ranks exchange through a store, without a collective.
+
+While ranks compile a graph, each writes a text, for example a list of its collectives, and reads those of the others, to check
+that they agree. The store is the key-value store of the rendezvous, which all ranks can reach. A rank that cannot analyze its
+graph does not wait: it *leaves* a text for the ranks that compile the same graph (the same `subject`).
+"(2.11, 2.13)": the torch versions on which it was tested.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,10 @@ class RanksMissingError(Exception):
 
 
 def ranks_of(group: str) -> Sequence[int]:
-    """Return the ranks of a group by its name, in order; empty if there is no other process (2.11, 2.13)."""
+    """Return the global ranks of a group, given by name, in order; empty if this is the only process (2.11, 2.13).
+
+    Also empty for the simulated ranks of the "fake" backend.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return ()
     process_group = group_by_name(group)
@@ -43,9 +52,9 @@ def exchange_texts(text: str, group: str, subject: str = "", waits: bool = True,
 
     The n-th text of a rank is exchanged for the n-th texts of the other ranks. Texts go through the store of the rendezvous;
     devices send nothing. `subject` names the graph, as far as a rank knows it before its analysis. If not `waits`, the rank
-    leaves its text for the ranks that write about the same subject, and returns without theirs.
+    leaves its text for the ranks that write about the same subject, and returns only its own text.
 
-    After all ranks have written the same text `about` a topic, that text is no longer exchanged.
+    `about`: a topic. After all ranks have written the same text about it, later calls return only the rank's own text.
 
     Raises:
         RankChangedError: if the text differs from the text on which all ranks have agreed `about` the topic.
@@ -74,12 +83,12 @@ def exchange_texts(text: str, group: str, subject: str = "", waits: bool = True,
 
 
 def _hash(text: str) -> str:
-    """Return the SHA-256 of a text, for keys of the store."""
+    """Return the SHA-256 of a text in hexadecimal, for keys of the store."""
     return sha256(text.encode()).hexdigest()
 
 
 class _Text(NamedTuple):
-    """A rank's text about a subject; `attempt` counts the texts of this rank about the subject."""
+    """A rank's text about a subject (a hash); `attempt` counts the texts of this rank about the subject, from 1."""
 
     subject: str
     attempt: int
@@ -91,7 +100,7 @@ class _Text(NamedTuple):
 
     @classmethod
     def read(cls, stored: str) -> _Text:
-        """Parse a stored text."""
+        """Parse the result of `to_stored`."""
         head, text = stored.split("\n", 1)
         subject, attempt = head.split(" ")
         return cls(subject, int(attempt), text)
@@ -106,16 +115,19 @@ class _Board:
     """
 
     store: Any
-    name: str
-    ranks: tuple[int, ...]
-    rank: int
-    subject: str
+    name: str  # prefix of all keys
+    ranks: tuple[int, ...]  # of the group, in order
+    rank: int  # this process
+    subject: str  # hash of the name of the graph
 
     def exchange(self, text: str) -> list[str]:
-        """Write a text; return the texts of all ranks with the same index, in order of ranks.
+        """Write a text; wait for, and return, the texts of all ranks with the same index, in order of ranks.
 
-        If a failed rank has left a text about the subject, withdraw this text, and return the left texts (with this text for
-        the other ranks).
+        If a failed rank has left a text about the subject instead, withdraw this text, and return the left texts (with this
+        text in place of those of the other ranks).
+
+        Raises:
+            RanksMissingError: if a rank does not write within `WAIT_LIMIT`.
         """
         index = self.store.add(self._counter, 1)
         own_text = self._new_text(text)
@@ -159,30 +171,36 @@ class _Board:
         return _Text(self.subject, int(self.store.add(f"{self.name}/begun/{self.subject}/{self.rank}", 1)), text)
 
     def _read_texts(self, index: int, texts: dict[int, _Text]) -> None:
-        """Add the texts with an index to `texts`, if all ranks have written: one check covers hundreds of ranks."""
+        """Add to `texts` (by rank) the texts with this index that it lacks, once all ranks have written theirs.
+
+        Until then, one check of the store covers hundreds of ranks. Texts that their authors will withdraw are not added.
+        """
         absent = [rank for rank in self.ranks if rank not in texts]
         if self.store.check([self._slot(index, rank) for rank in absent]):
             new_texts = {rank: item for rank in absent if (item := self._load_text(self._slot(index, rank))) is not None}
             texts.update({rank: item for rank, item in new_texts.items() if not self._is_withdrawn(item, {**texts, **new_texts})})
 
     def _missing_ranks(self, index: int) -> str:
-        """Return the ranks whose text is missing."""
+        """Return the ranks that have written no text with this index, as "2, 5", for an error message."""
         texts = {rank: item for rank in self.ranks if (item := self._load_text(self._slot(index, rank))) is not None}
         present_ranks = {rank for rank, item in texts.items() if not self._is_withdrawn(item, texts)}
         return ", ".join(str(rank) for rank in self.ranks if rank not in present_ranks)
 
     def _left_instead_of(self, text: _Text) -> dict[int, str]:
-        """Return, by rank, the texts that failed ranks have left instead of an answer to `text`."""
+        """Return, by rank, the texts that failed ranks have left instead of an answer to `text`.
+
+        Only those of at least the same attempt: an earlier one belongs to an earlier compilation of this subject.
+        """
         if not self.store.check([self._left_flag(text.subject)]):
             return {}
         left_texts = {rank: self._load_text(self._left_key(rank, text.subject)) for rank in self.ranks}
         return {rank: item.text for rank, item in left_texts.items() if item is not None and item.attempt >= text.attempt}
 
     def _is_withdrawn(self, text: _Text, others: Mapping[int, _Text]) -> bool:
-        """Return whether the author of a text will withdraw it, once it reads the text that another rank has left instead.
+        """Return whether the author of a text about another subject will withdraw it.
 
-        It will withdraw it if that other rank is not among the authors of `others` about the same subject. If it is among
-        them, it left its text later, after it had read all of `others`.
+        It will, once it reads a text that a rank left instead of an answer, unless that rank is among the authors of
+        `others` (by rank) about that subject: then it left its text later, after it had read all of `others`.
         """
         if text.subject == self.subject:
             return False
@@ -199,22 +217,22 @@ class _Board:
         self.store.set(key, text.to_stored())
 
     def _slot(self, index: int, rank: int) -> str:
-        """Return the key of a rank's text with an index."""
+        """Return the store's key of the text that a rank has written with an index."""
         return f"{self.name}/{index}/{rank}"
 
     def _left_key(self, rank: int, subject: str) -> str:
-        """Return the key of the text that a rank left about a subject."""
+        """Return the store's key of the text that a rank left about a subject."""
         return f"{self.name}/left/{subject}/{rank}"
 
     def _left_flag(self, subject: str) -> str:
-        """Return the key that is set if any rank has left a text about a subject."""
+        """Return the store's key that is set if any rank has left a text about a subject."""
         return f"{self.name}/left/{subject}"
 
     def _agreed_key(self, about: str) -> str:
-        """Return the key of this rank's agreed text about a topic."""
+        """Return the store's key of the text about a topic that, as this rank knows, all ranks have written."""
         return f"{self.name}/known/{_hash(about)}/{self.rank}"
 
     @property
     def _counter(self) -> str:
-        """The key of the number of texts that this rank has written."""
+        """The store's key of the number of texts that this rank has written and not withdrawn: the index of its last text."""
         return f"{self.name}/count/{self.rank}"

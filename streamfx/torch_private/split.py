@@ -1,4 +1,7 @@
-"""Split a Dynamo graph in two, as torch's DDPOptimizer does between its buckets."""
+"""Split a Dynamo graph in two, as torch's DDPOptimizer does between its buckets.
+
+"(2.11, 2.13)": the torch versions on which it was tested.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ class GraphPart:
 
 
 def split_points(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield the operators before which a graph may be split, except the first (2.11, 2.13).
+    """Yield the operators before which a Dynamo graph may be split, except the first (2.11, 2.13).
 
-    There, no context is open, and the grad mode is that of the start. A call without a value may open a context, unless it
-    writes to a tensor; after such a call, no operator is yielded.
+    There, no context (autocast, vmap) is open, and gradients are enabled. A call without a value may open an unknown context,
+    unless it writes to a tensor; after such a call, no operator is yielded.
     """
     open_contexts, is_grad_on, is_first = 0, True, True
     for node in graph.nodes:
@@ -55,17 +58,21 @@ def writes(node: fx.Node) -> bool:
 
 
 def split_before(module: fx.GraphModule, first_of_second: fx.Node) -> tuple[GraphPart, GraphPart]:
-    """Split a graph before an operator, which is the first of the second part.
+    """Split a Dynamo graph before an operator, which becomes the first of the second part; return both parts.
 
     The results of the first part are the values that the second part, or the caller, needs.
     """
     nodes = list(module.graph.nodes)
-    first, second = nodes[: nodes.index(first_of_second)], nodes[nodes.index(first_of_second) :]
-    return _extract_part(module, first), _extract_part(module, second)
+    split_index = nodes.index(first_of_second)
+    return _extract_part(module, nodes[:split_index]), _extract_part(module, nodes[split_index:])
 
 
 def _extract_part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> GraphPart:
-    """Return some operators as a separate graph; its inputs are the values that they read and do not compute."""
+    """Return a copy of the operators among `nodes` as a separate Dynamo graph.
+
+    Its inputs are the values that they read and do not compute, except attributes of the module, which it reads itself; its
+    results are the values that other nodes use.
+    """
     operators = {node for node in nodes if node.op in COMPUTES}
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     outside_values = [node for node in module.graph.nodes if node not in operators and not operators.isdisjoint(node.users)]
@@ -86,13 +93,13 @@ def _extract_part(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> GraphPart
 
 
 def _with_symbols(graph: fx.Graph, inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return all size inputs of the Dynamo graph, and then the other inputs, whose sizes may be expressions in these sizes."""
+    """Return all dynamic sizes among the inputs of the Dynamo graph, then `inputs`, whose shapes may be expressions in them."""
     sizes = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(EXAMPLE_VALUE), torch.SymInt)]
     return [*sizes, *(node for node in inputs if node not in sizes)]
 
 
 def example_input_of(node: fx.Node) -> Any:
-    """Return the example value with which a part is traced, for an input that the other part computes."""
+    """Return the fake value with which a part is traced, for an input that the other part computes: detached from its graph."""
     value = node.meta[EXAMPLE_VALUE]
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
@@ -104,7 +111,10 @@ def requires_gradient(node: fx.Node) -> bool:
 
 
 def can_be_input(node: fx.Node) -> bool:
-    """Return whether a value can be a graph input: a plain tensor or a number, with sizes known before the graph runs."""
+    """Return whether a value of a Dynamo graph can be the input of another graph.
+
+    True for dense tensors (no subclasses) and integers, if their sizes do not depend on data.
+    """
     value = node.meta.get(EXAMPLE_VALUE)
     if isinstance(value, Tensor):
         is_plain = value.layout is torch.strided and not torch.utils._python_dispatch.is_traceable_wrapper_subclass(value)
@@ -113,7 +123,7 @@ def can_be_input(node: fx.Node) -> bool:
 
 
 def _is_known(size: Any) -> bool:
-    """Return whether a size has a value at trace time."""
+    """Return whether a size has a value at trace time: it does not depend on data."""
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
 
 

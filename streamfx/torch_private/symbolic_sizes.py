@@ -1,4 +1,8 @@
-"""Private interfaces for dynamic sizes: their signs, their hints, and graphs compiled for any size."""
+"""Private interfaces for dynamic sizes: their signs, their hints, and graphs compiled for any size.
+
+A dynamic size is a `SymInt`, an expression in symbols such as s0; its *hint* is the value in the traced call. A comparison of
+sizes adds a *guard*: a call with another outcome is retraced. "(2.11, 2.13)": the torch versions on which it was tested.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ _assumed_sizes: ContextVar[Mapping[Any, int] | None] = ContextVar("streamfx_assu
 
 @contextmanager
 def assuming_sizes(numbers: Mapping[Any, int]) -> Iterator[None]:
-    """Inside this context, `size_hint` uses these values of symbols instead of those of the trace."""
+    """Context manager: `size_hint` uses these values of symbols instead of those of the trace, in this thread or task."""
     token = _assumed_sizes.set(numbers)
     try:
         yield
@@ -32,7 +36,7 @@ def assuming_sizes(numbers: Mapping[Any, int]) -> Iterator[None]:
 
 
 def is_negative(number: Any) -> bool | None:
-    """Return whether a size is negative; a dynamic size may get a guard. Return None if it depends on data."""
+    """Return whether a size is negative, which may add a guard; None if that depends on data."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.11 and 2.13
 
     try:
@@ -42,15 +46,15 @@ def is_negative(number: Any) -> bool | None:
 
 
 def without_guards(mode: Any) -> Any:
-    """Return a context in which comparisons of sizes add no guards (2.11, 2.13)."""
+    """Return a context in which comparisons of sizes add no guards; `mode`: the FakeTensorMode of the sizes (2.11, 2.13)."""
     return nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
 class _FirstProxies(dict[Any, Any]):
-    """A table of proxies by symbol that keeps the first proxy of each symbol."""
+    """The proxy tracer's table of proxies by symbol, which keeps the first proxy of each symbol."""
 
     def __setitem__(self, symbol: Any, proxy: Any) -> None:
-        """Store a proxy unless the symbol has one."""
+        """Store the proxy of a symbol, unless the symbol has one already."""
         super().setdefault(symbol, proxy)
 
 
@@ -66,7 +70,7 @@ class FirstProxyOfSymbol(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Make the active tracer keep the first proxy of each symbol, then run the torch function."""
+        """Run a torch function. Before the first one, change the active tracer: it keeps the first proxy of each symbol."""
         mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
         tracer = getattr(mode, "tracer", None)
         if tracer is not None and not isinstance(tracer.sympy_expr_tracker, _FirstProxies):
@@ -75,10 +79,10 @@ class FirstProxyOfSymbol(TorchFunctionMode):
 
 
 def pair_dimensions(graph: fx.Graph) -> None:
-    """Guard two inputs to have equal shapes, if a guard says that their numbers of elements are equal (2.11, 2.13).
+    """Guard inputs to have equal shapes, if a guard says that their numbers of elements are equal (2.11, 2.13).
 
-    Their traced shapes must be equal, too. For example, torch knows of ids [b t] and labels [c u] only that
-    `b * t == c * u`. A call with other shapes is retraced.
+    Only for inputs whose shapes are equal in the traced call. For example, torch knows of ids [b t] and labels [c u] only that
+    `b * t == c * u`; this adds the guards b == c and t == u, so that a call with other shapes is retraced.
     """
     tensors = [node.meta[VALUE] for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get(VALUE), torch.Tensor)]
     dynamic_shapes = [value.shape for value in tensors if any(isinstance(size, torch.SymInt) for size in value.shape)]
@@ -88,8 +92,8 @@ def pair_dimensions(graph: fx.Graph) -> None:
     zero_differences = {
         difference for guard in getattr(shape_env, "guards", ()) for difference in _differences(shape_env, guard.expr)
     }
-    for position, shape in enumerate(dynamic_shapes if zero_differences else ()):
-        for other_shape in dynamic_shapes[position + 1 :]:
+    for shape_index, shape in enumerate(dynamic_shapes if zero_differences else ()):
+        for other_shape in dynamic_shapes[shape_index + 1 :]:
             is_equal_now = len(shape) == len(other_shape) and all(
                 map(operator.eq, map(size_hint, shape), map(size_hint, other_shape))
             )
@@ -99,7 +103,7 @@ def pair_dimensions(graph: fx.Graph) -> None:
 
 
 def _differences(shape_env: Any, condition: Any) -> list[Any]:
-    """Return expressions that are zero if a guard says that two products are equal."""
+    """Return the expressions that are zero by a guard `left == right`: left - right and its negative; [] for other guards."""
     left_product, right_product = getattr(condition, "lhs", None), getattr(condition, "rhs", None)
     if type(condition).__name__ != "Equality" or left_product is None or right_product is None:
         return []
@@ -108,12 +112,12 @@ def _differences(shape_env: Any, condition: Any) -> list[Any]:
 
 
 def _product(shape: torch.Size) -> Any:
-    """Return the number of elements as an expression."""
+    """Return the number of elements of a shape, as an expression in its symbols."""
     return math.prod(size.node.expr if isinstance(size, torch.SymInt) else size for size in shape)
 
 
 def size_hint(size: Any) -> int:
-    """Return the value of a symbolic size at trace time; 1 if it is unknown (2.11, 2.13)."""
+    """Return the value of a size in the traced call, or under `assuming_sizes`; 1 if it depends on data (2.11, 2.13)."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     assumed = _assumed_sizes.get()
@@ -133,7 +137,7 @@ def upper_bound(size: torch.SymInt) -> int | None:
     )
 
 
-Shapes = Callable[[Any], list[tuple[list[Any], list[Any], torch.Tensor]]]
+Shapes = Callable[[Any], list[tuple[list[Any], list[Any], torch.Tensor]]]  # n -> (sizes, strides, an example) of each tensor
 
 
 def with_sizes(
@@ -141,9 +145,9 @@ def with_sizes(
 ) -> tuple[Callable[..., Any], Callable[[int], bool]]:
     """Compile a graph whose first input is a number n, and whose tensors have sizes that are functions of n (2.11, 2.13).
 
-    `shapes(n)` returns the sizes and strides of each tensor, with a tensor of the same dtype and device. Return the
-    compiled function, called as f(n, *tensors), and a predicate for the n for which it holds. It is optimized for the
-    number `typical_size`.
+    `shapes(n)` returns (sizes, strides, a tensor of the same dtype and device) of each tensor. Return the compiled function,
+    called as f(n, *tensors), and a predicate: whether it holds for a number, by the guards of the trace. It is optimized
+    for n = `typical_size`.
     """
     from torch._dynamo.source import ConstantSource
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -165,7 +169,7 @@ def with_sizes(
 
     @functools.cache
     def holds(number: int) -> bool:
-        """Return whether the compiled function holds for a number: the compiled one, or one that all guards allow."""
+        """Return whether the compiled function holds for a number: `typical_size`, or one that all guards allow."""
         if number == typical_size or replaced:  # it holds at least for the compiled size
             return number == typical_size
         return bool(bounds.lower <= number <= bounds.upper) and all(_is_met(item, symbol, number) for item in conditions)
@@ -174,7 +178,7 @@ def with_sizes(
 
 
 def _is_met(condition: Any, symbol: Any, number: int) -> bool:
-    """Return whether a guard allows a number; False if it cannot be evaluated."""
+    """Return whether a guard, an expression in one symbol, is true for a number; False if it cannot be evaluated."""
     try:
         return bool(condition.subs(symbol, number) == True)  # noqa: E712  (sympy's)
     except (ArithmeticError, TypeError):

@@ -8,7 +8,7 @@ OLDEST, NEWEST = (2, 11), (2, 14)  # the same as in pyproject.toml; docs/version
 
 
 def untested() -> str:
-    """Return a sentence if the tests never ran on this PyTorch version, otherwise an empty text."""
+    """Return a warning for the user if the tests never ran on the installed PyTorch version, otherwise an empty text."""
     number = torch.__version__.split(".")[:2]
     if OLDEST <= tuple(map(int, number)) <= NEWEST:
         return ""

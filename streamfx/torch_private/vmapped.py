@@ -1,4 +1,7 @@
-"""The functions with which Dynamo traces `torch.vmap` into a graph."""
+"""The functions with which Dynamo traces `torch.vmap` into a graph: (arguments: result) in the comments.
+
+vmap runs a function on one row of each operand. Its *level* is the nesting depth of vmaps.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ SLICE: Any = torch.ops.aten.slice  # the packet, which an associative scan calls
 
 
 def traced_on_rows(function: Callable[..., Any], rows: list[torch.Tensor]) -> fx.GraphModule:
-    """Trace a function on values like these to ATen operators, under autocast if it is on (2.11, 2.13)."""
+    """Trace a function to a graph of ATen operators, on the example tensors `rows`, without gradients.
+
+    Active contexts, such as autocast, apply (2.11, 2.13).
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():

@@ -26,7 +26,7 @@ from streamfx.tools.report.fallback_reasons import why_no_stages
 from streamfx.tools.report.notices import predicted
 from streamfx.tools.report.stage_table import source_lines
 from streamfx.tools.report.stage_titles import unnumbered
-from streamfx.torch_private.dynamo import dropped_writes
+from streamfx.torch_private.dropped_writes import dropped_writes
 from streamfx.torch_private.versions import untested
 
 MIN_FLOPS = 10**11  # FLOPs of a graph: below this, a missed optimization does not matter
