@@ -1,6 +1,10 @@
 """Propagate a concatenation to its users: compute each slice of a value from the same slice of its operands.
 
 where(cat(a, b), 0, -inf)     ->   where(a, 0, -inf), where(b, 0, -inf)
+
+The concatenated axis is divided into slices, one per operand of the `cat` (here two). A value without this axis is the same
+for all slices. `axes` (`AxisFacts`) has the axes of each dimension of a value, and an axis label for each dimension of an
+operator's operands and results.
 """
 
 from __future__ import annotations
@@ -53,19 +57,20 @@ class ConcatSlices:
     """The slices of values along one concatenated axis. Each slice is emitted once, right after its value."""
 
     def __init__(self, axes: AxisFacts, writer: GraphWriter, axis: Atom, lengths: Sequence[int]) -> None:
-        """Store the axes, the concatenated axis, and the lengths of its slices."""
+        """Store the axes of all values, the concatenated axis, and the number of rows in each of its slices."""
         self.axes, self.writer, self.axis, self.lengths = axes, writer, axis, tuple(lengths)
         self.slices_by_value: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     def dim(self, value: fx.Node) -> int | None:
-        """Return the dimension of a value along the axis; None if the value lacks the axis and is the same for all slices."""
+        """Return a value's dimension along the concatenated axis; None if it has none, and is the same for all slices."""
         dims_of_axis = (i for i, dim in enumerate(self.axes.shapes[value]) if self.axis in self.axes.table.resolve(dim))
         return next(dims_of_axis, None)
 
     def can_slice(self, value: fx.Node) -> bool:
-        """Return whether each slice of a value can be computed from the operands of a concatenation.
+        """Return whether each slice of a value can be computed from the operands of a concatenation alone.
 
-        All operators in between must keep the concatenated axis.
+        Walk from the value back to concatenations along the axis. All operators in between must compute a slice of their
+        result from the same slice of their operands.
         """
         todo, seen = [value], set[fx.Node]()
         while todo:
@@ -81,18 +86,18 @@ class ConcatSlices:
         return True
 
     def _has_axis_alone(self, value: fx.Node) -> bool:
-        """Return whether at most one dimension of a value contains the axis, and contains nothing else."""
+        """Return whether at most one dimension of a value contains the axis, and is no product of it and other axes."""
         dims = [self.axes.table.resolve(dim) for dim in self.axes.shapes[value]]
         return [dim for dim in dims if self.axis in dim] in ([], [(self.axis,)])
 
     def _is_concat_of_slices(self, node: fx.Node) -> bool:
-        """Return whether a node concatenates operands of the slices' lengths along the axis."""
+        """Return whether a node is a `cat` along the axis, and its operands have the lengths of the slices."""
         dim = self.dim(node)
         if node.target is not aten.cat.default or not self._has_axis_alone(node) or dim != _concat_dim(node):
             return False
-        rank, operands = node.meta[VALUE].dim(), [item.meta[VALUE] for item in tensor_operands(node)]
-        lengths = tuple(item.shape[dim] for item in operands if item.dim() == rank)
-        return lengths == self.lengths and len(operands) == len(lengths)
+        rank, operand_values = node.meta[VALUE].dim(), [operand.meta[VALUE] for operand in tensor_operands(node)]
+        lengths = tuple(value.shape[dim] for value in operand_values if value.dim() == rank)
+        return lengths == self.lengths and len(operand_values) == len(lengths)
 
     def _maps_slices(self, node: fx.Node) -> bool:
         """Return whether a slice of an operator's result depends only on the same slice of its operands."""
@@ -103,9 +108,9 @@ class ConcatSlices:
         return node.target in SHAPE_ARGUMENTS or node.target in MOVES_ALL or (rule_for(node) is broadcast and not is_random(node))
 
     def _keeps_axis(self, node: fx.Node) -> bool:
-        """Return whether an operator keeps the axis and operates along other axes only."""
-        signature, letters = self.axes.signatures.get(node), self.axes.letters.get(node, {})
-        labels_of_axis = [letter for letter, dim in letters.items() if self.axis in self.axes.table.resolve(dim)]
+        """Return whether an operator operates along other axes only: it does not sum over the axis, slice it or shift it."""
+        signature, dim_by_label = self.axes.signatures.get(node), self.axes.letters.get(node, {})
+        labels_of_axis = [label for label, dim in dim_by_label.items() if self.axis in self.axes.table.resolve(dim)]
         return (
             signature is not None
             and not signature.contracted_letters().intersection(labels_of_axis)
@@ -113,7 +118,10 @@ class ConcatSlices:
         )
 
     def slices_of(self, value: fx.Node) -> tuple[fx.Node, ...]:
-        """Return the slices of a value for which `can_slice` is true."""
+        """Return the slices of a value for which `can_slice` is true, in order; emit them if they do not exist yet.
+
+        A concatenation's slices are its operands. A value without the axis is returned once for each slice.
+        """
         if self.dim(value) is None:
             return (value,) * len(self.lengths)
         if value not in self.slices_by_value:
@@ -126,7 +134,10 @@ class ConcatSlices:
         return self.slices_by_value[value]
 
     def _emit_slice(self, value: fx.Node, operands: dict[fx.Node, tuple[fx.Node, ...]], i: int) -> fx.Node:
-        """Emit slice `i` of a value from slice `i` of its operands, with adapted shape arguments."""
+        """Emit the operator of a value on slice `i` of its operands; a shape argument, as of `view`, gets the slice's length.
+
+        `operands` has the slices of each operand.
+        """
         args, kwargs = fx.node.map_arg((value.args, value.kwargs), lambda node: operands[node][i] if node in operands else node)
         if (shape_position := SHAPE_ARGUMENTS.get(value.target)) is not None:
             shape: list[Any] = list(args[shape_position])  # type: ignore[arg-type]
@@ -136,12 +147,12 @@ class ConcatSlices:
 
 
 def _concat_dim(node: fx.Node) -> int:
-    """Return the dimension of a concatenation."""
+    """Return the dimension along which a `cat` concatenates, as a nonnegative number."""
     return int(bound_arguments(node)["dim"]) % node.meta[VALUE].dim()
 
 
 def first_operator_after(value: fx.Node) -> fx.Node:
-    """Return the first operator after a value, in graph order."""
+    """Return the first node after a value, in graph order, that is no input and no `get_attr`: new nodes go before it."""
     node = value.next
     while node.op in ("placeholder", "get_attr"):
         node = node.next

@@ -5,7 +5,9 @@
     roll(x)         ->  cat(last rows of x, rows before them)
     x[2:5] = y      ->  where(2 <= arange < 5, pad(y, before and after), x)
 
-Along any other axis these operators are not changed.
+The sequence is the axis that loops cut into chunks; rows are its positions. `axes` (`AxisFacts`) says which dimensions of a
+value are along it, and which values are static: computed from no input. Along any other axis these operators are not
+changed.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ class DecomposeOnSequence:
     name: ClassVar[str] = "decompose_on_sequence"
 
     def apply(self, facts: Facts) -> Facts:
-        """Decompose the operators along the sequence, and drop the axes if anything changed."""
+        """Decompose the operators along the sequence, in place.
+
+        If the graph changes, the returned facts have no axes: they are then analyzed for the new graph.
+        """
         axes = facts.found_axes
         operators = [] if axes is None or axes.sequence is None else _operators_along_sequence(facts.joint, axes)
         return replace(facts, joint=_decompose(facts.joint, operators), found_axes=None) if operators else facts
@@ -78,22 +83,32 @@ def _decompose(joint: JointGraph, nodes: list[fx.Node]) -> JointGraph:
 
 
 def _is_concat_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
-    """Return whether a few floating-point values are concatenated along the sequence, one longer than the others together."""
+    """Return whether a `cat` extends one sequence by a few rows: it concatenates at most three values along the sequence.
+
+    One of them must be longer than the others together, and all must be floating point.
+    """
     operands: Any = node.args[0]
     dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
     if node in axes.static or len(operands) > MAX_CONCAT_OPERANDS:
         return False
     if not all(_can_be_padded(node, item, dim) for item in operands):
         return False
-    lengths = [item.meta[VALUE].shape[dim] for item in operands]
+    lengths = [operand.meta[VALUE].shape[dim] for operand in operands]
     if 2 * max(lengths) <= sum(lengths):  # operands of similar length are separate sequences, not one that is extended
         return False
-    sequence_atoms = [axes.sequence_atom(axes.shapes[item][dim]) for item in (node, *operands)]
-    return any(atom is not None for atom in sequence_atoms)
+    return any(_is_along_sequence(value, dim, axes) for value in (node, *operands))
+
+
+def _is_along_sequence(value: fx.Node, dim: int, axes: AxisFacts) -> bool:
+    """Return whether dimension `dim` of a value is the sequence, or a product of it and other axes."""
+    return axes.sequence_atom(axes.shapes[value][dim]) is not None
 
 
 def _can_be_padded(node: fx.Node, operand: fx.Node, dim: int) -> bool:
-    """Return whether the padded operand can be added to the others."""
+    """Return whether an operand of a `cat` along `dim`, padded to its result's length, can be added to the other operands.
+
+    It must have the result's dtype, floating point, the result's rank, and a static length.
+    """
     operand_value, value = operand.meta[VALUE], node.meta[VALUE]
     return bool(
         operand_value.dtype == value.dtype
@@ -104,15 +119,14 @@ def _can_be_padded(node: fx.Node, operand: fx.Node, dim: int) -> bool:
 
 
 def _is_norm_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
-    """Return whether a Euclidean norm is taken along the sequence."""
+    """Return whether a `linalg_vector_norm` is a Euclidean norm in float32 or float64, over the sequence among others."""
     arguments, operand = bound_arguments(node), node_argument(node)
     rank, value = len(shape_of_node(operand)), operand.meta[VALUE]
     if not rank:
         return False
     dims = range(rank) if not arguments["dim"] else [dim % rank for dim in arguments["dim"]]
-    is_along_sequence = any(axes.sequence_atom(axes.shapes[operand][dim]) is not None for dim in dims)
     return (
-        is_along_sequence
+        any(_is_along_sequence(operand, dim, axes) for dim in dims)
         and arguments["ord"] == 2
         and arguments["dtype"] is None
         and value.dtype in (torch.float32, torch.float64)
@@ -120,52 +134,60 @@ def _is_norm_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
 
 
 def _is_roll_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
-    """Return whether rows of the sequence are shifted cyclically."""
+    """Return whether a `roll` shifts floating-point rows cyclically along the sequence, by a static number."""
     arguments, operand = bound_arguments(node), node_argument(node)
     if len(arguments["dims"]) != 1 or node in axes.static:
         return False
     dim, value = arguments["dims"][0] % len(shape_of_node(operand)), operand.meta[VALUE]
-    are_known = isinstance(arguments["shifts"][0], int) and isinstance(value.shape[dim], int)
-    return are_known and value.dtype.is_floating_point and axes.sequence_atom(axes.shapes[operand][dim]) is not None
+    is_static = isinstance(arguments["shifts"][0], int) and isinstance(value.shape[dim], int)
+    return is_static and value.dtype.is_floating_point and _is_along_sequence(operand, dim, axes)
 
 
 def _is_write_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
-    """Return whether a contiguous slice of the sequence is overwritten."""
+    """Return whether a `slice_scatter` overwrites adjacent rows along the sequence, at a static place."""
     x, rows = tensor_operands(node)
-    dim, length = _written_dim(node), shape_of_node(node)[_written_dim(node)]
-    are_known = isinstance(length, int) and isinstance(shape_of_node(rows)[dim], int) and bound_arguments(node)["step"] == 1
-    is_static_write = are_known and has_same_type(x, rows) and slice_start(bound_arguments(node)["start"], length) is not None
-    return is_static_write and node not in axes.static and axes.sequence_atom(axes.shapes[x][dim]) is not None
+    dim = _written_dim(node)
+    length = shape_of_node(node)[dim]
+    is_static = isinstance(length, int) and isinstance(shape_of_node(rows)[dim], int) and bound_arguments(node)["step"] == 1
+    is_static_write = is_static and has_same_type(x, rows) and slice_start(bound_arguments(node)["start"], length) is not None
+    return is_static_write and node not in axes.static and _is_along_sequence(x, dim, axes)
 
 
 def _written_dim(node: fx.Node) -> int:
-    """Return the dimension along which `slice_scatter` writes."""
+    """Return the dimension along which a `slice_scatter` writes, as a nonnegative number."""
     return int(bound_arguments(node)["dim"]) % len(shape_of_node(node))
 
 
 def _emit_slice_write(node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Emit a slice write as a `where`, and not as a sum, because the overwritten elements may be NaN or infinite."""
-    (x, rows), dim, rank = tensor_operands(node), _written_dim(node), len(shape_of_node(node))
-    length, count = (item.meta[VALUE].shape[dim] for item in (x, rows))
+    """Emit x[2:5] = rows as where(2 <= arange < 5, padded rows, x).
+
+    It is not a sum, because the overwritten elements of x may be NaN or infinite.
+    """
+    x, rows = tensor_operands(node)
+    dim, rank = _written_dim(node), len(shape_of_node(node))
+    length, num_rows = (value.meta[VALUE].shape[dim] for value in (x, rows))
     start = min(slice_start(bound_arguments(node)["start"], length), length)  # type: ignore[type-var]
-    padded_rows = writer.call(aten.constant_pad_nd.default, rows, [0, 0] * (rank - 1 - dim) + [start, length - start - count], 0)
+    end = start + num_rows
+    padded_rows = writer.call(aten.constant_pad_nd.default, rows, [0, 0] * (rank - 1 - dim) + [start, length - end], 0)
     indices = writer.call(aten.arange.default, length, device=node.meta[VALUE].device)
     column_of_indices = writer.call(aten.view.default, indices, [-1] + [1] * (rank - 1 - dim))
-    bounds = (
+    is_written = writer.call(
+        aten.logical_and.default,
         writer.call(aten.ge.Scalar, column_of_indices, start),
-        writer.call(aten.lt.Scalar, column_of_indices, start + count),
+        writer.call(aten.lt.Scalar, column_of_indices, end),
     )
-    return writer.call(aten.where.self, writer.call(aten.logical_and.default, *bounds), padded_rows, x)
+    return writer.call(aten.where.self, is_written, padded_rows, x)
 
 
 def _emit_roll(node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Emit a roll as the concatenation of the last rows and the rows before them."""
+    """Emit a roll as the concatenation of the last rows and the rows before them; return the operand for a shift by 0 rows."""
     arguments, operand = bound_arguments(node), node_argument(node)
     dim = arguments["dims"][0]
     length = operand.meta[VALUE].shape[dim]
-    first = -arguments["shifts"][0] % max(length, 1)  # the row that becomes the first one
-    halves = [writer.call(aten.slice.Tensor, operand, dim, *bounds) for bounds in ((first, length), (0, first))]
-    return writer.call(aten.cat.default, halves, dim) if first else operand
+    new_first_row = -arguments["shifts"][0] % max(length, 1)  # the index of the row that becomes row 0
+    bounds = (new_first_row, length), (0, new_first_row)
+    parts = [writer.call(aten.slice.Tensor, operand, dim, start, end) for start, end in bounds]
+    return writer.call(aten.cat.default, parts, dim) if new_first_row else operand
 
 
 def _emit_norm(node: fx.Node, writer: GraphWriter) -> fx.Node:
@@ -177,15 +199,19 @@ def _emit_norm(node: fx.Node, writer: GraphWriter) -> fx.Node:
 
 
 def _emit_padded_sum(node: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Emit a concatenation as the sum of padded operands; the padding is -0.0, so that adding it keeps the sign of zeros."""
+    """Emit a concatenation as the sum of its operands, each padded to the length of the result.
+
+    The padding is -0.0, so that adding it keeps the sign of zeros.
+    """
     operands: list[fx.Node] = node.args[0]  # type: ignore[assignment]
     rank, dim = len(shape_of_node(node)), bound_arguments(node)["dim"] % len(shape_of_node(node))
-    lengths = [item.meta[VALUE].shape[dim] for item in operands]
-    total, offsets = sum(lengths), [0, *accumulate(lengths)]
-    total_sum: fx.Node | None = None
+    lengths = [operand.meta[VALUE].shape[dim] for operand in operands]
+    result_length = sum(lengths)
+    offsets = [0, *accumulate(lengths)]  # the row of the result at which each operand starts
+    result: fx.Node | None = None
     for operand, offset, length in zip(operands, offsets, lengths, strict=False):
-        pad = [0, 0] * (rank - 1 - dim) + [offset, total - offset - length]
+        pad = [0, 0] * (rank - 1 - dim) + [offset, result_length - offset - length]
         padded = writer.call(aten.constant_pad_nd.default, operand, pad, -0.0)
-        total_sum = padded if total_sum is None else writer.call(aten.add.Tensor, total_sum, padded)
-    assert total_sum is not None
-    return total_sum
+        result = padded if result is None else writer.call(aten.add.Tensor, result, padded)
+    assert result is not None
+    return result

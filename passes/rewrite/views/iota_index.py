@@ -2,13 +2,16 @@
 
 x[0 1 2 ...] -> x                           zeros.index_add(0, [0 1 2 ...], y) -> y
 x[0 0 1 1 2 2 ...] -> repeat(x, each 2)     zeros.index_add(0, [0 0 1 1 ...], y) -> y.view(n, 2).sum(1)
+
+"Counts up" means that the index is proven to be one of these, for all rows: `arange`, or `arange` with each number repeated.
+Also a short constant index becomes slices.
 """
 
 from __future__ import annotations
 
 import operator
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -33,7 +36,10 @@ VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def simplify_arange_index(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """Return a replacement for a look-up of rows, or for a sum into rows, if its index counts up; else None."""
+    """Emit and return a replacement for a look-up x[index], or for a sum of rows into zeros, if its index counts up; else None.
+
+    The index is 0, 1, 2, ... over all rows, or each number several times in a row.
+    """
     if node.target in (aten.index.Tensor, aten._unsafe_index.Tensor):
         return _emit_lookup(node, writer)
     if node.target in (aten.index_put.default, aten._unsafe_index_put.default, aten.index_add.default):
@@ -42,36 +48,39 @@ def simplify_arange_index(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 
 def _emit_lookup(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """Emit the rows, or each row repeated, if the index of a look-up counts up; else return None."""
+    """Return x for x[0 1 2 ...]; emit x with each row repeated for x[0 0 1 1 ...]; return None for any other index."""
     rows, index = node_argument(node), find_row_index(node)
-    times = None if index is None else find_repeats(index, shape_of_node(rows)[0])
-    if index is None or times is None:
+    repeats = None if index is None else find_repeats(index, shape_of_node(rows)[0])
+    if index is None or repeats is None:
         return None
-    if times == 1:
+    if repeats == 1:
         return rows
     sizes = size_arguments(rows, writer)
-    spread = writer.call(aten.expand.default, writer.call(aten.unsqueeze.default, rows, 1), [sizes[0], times, *sizes[1:]])
-    copied = writer.call(aten.clone.default, spread, memory_format=torch.contiguous_format)
+    expanded = writer.call(aten.expand.default, writer.call(aten.unsqueeze.default, rows, 1), [sizes[0], repeats, *sizes[1:]])
+    copied = writer.call(aten.clone.default, expanded, memory_format=torch.contiguous_format)
     return writer.call(aten.view.default, copied, [*size_arguments(index, writer), *sizes[1:]])
 
 
 def _emit_sum_into(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """Emit the sum of the rows with equal index, if rows are added to zeros and the index counts up; else return None."""
+    """Return y for zeros.index_add(0, [0 1 ...], y), emit the sums of adjacent rows for [0 0 1 1 ...]; else return None.
+
+    Also for `index_put` with `accumulate`. The sum must have the dtype of the rows.
+    """
     arguments = bound_arguments(node)
     base, index = arguments["self"], find_row_index(node)
     rows = arguments["source"] if node.target is aten.index_add.default else arguments["values"]
     accumulates = arguments.get("accumulate", arguments.get("alpha") == 1)
     if index is None or not accumulates or not is_zero(base):
         return None
-    times = find_repeats(index, shape_of_node(base)[0])
-    expected = (*shape_of_node(index), *shape_of_node(base)[1:])
+    repeats = find_repeats(index, shape_of_node(base)[0])
+    one_row_per_index = (*shape_of_node(index), *shape_of_node(base)[1:])
     dtype = node.meta[VALUE].dtype
-    if times is None or shape_of_node(rows) != expected or rows.meta[VALUE].dtype != dtype or dtype == torch.bool:
+    if repeats is None or shape_of_node(rows) != one_row_per_index or rows.meta[VALUE].dtype != dtype or dtype == torch.bool:
         return None
-    if times == 1:
+    if repeats == 1:
         return rows  # type: ignore[no-any-return]
     sizes = size_arguments(base, writer)
-    grouped = writer.call(aten.view.default, rows, [sizes[0], times, *sizes[1:]])
+    grouped = writer.call(aten.view.default, rows, [sizes[0], repeats, *sizes[1:]])
     return writer.call(aten.sum.dim_IntList, grouped, [1], dtype=node.meta[VALUE].dtype)  # a sum of small integers would be int64
 
 
@@ -102,49 +111,58 @@ def index_by_list_to_slices(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
 
     Applies to a short constant index whose rows exist.
     """
-    runs_of_index = _match_constant_runs(node)
-    if runs_of_index is None:
+    match = _match_constant_runs(node)
+    if match is None:
         return None
-    dim, runs = runs_of_index
-    parts = [writer.call(aten.slice.Tensor, node_argument(node), dim, start, end) for start, end, _ in runs]
+    dim, runs = match
+    parts = [writer.call(aten.slice.Tensor, node_argument(node), dim, run.start, run.end) for run in runs]
     return writer.call(aten.cat.default, parts, dim) if len(parts) > 1 else writer.call(aten.clone.default, parts[0])
 
 
 @rewrite_rule(aten.index_put.default)
 def index_put_by_list_to_slice_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """index_put(zeros, [None, [0, 1, -1]], d, accumulate) -> slice_backward(d[:, :2], 0, 2) + slice_backward(d[:, 2:], -1)"""
-    arguments, runs_of_index = bound_arguments(node), _match_constant_runs(node)
+    arguments, match = bound_arguments(node), _match_constant_runs(node)
     base, rows = arguments["self"], arguments["values"]
-    if (
-        runs_of_index is None
-        or not is_zero(base)
-        or not arguments["accumulate"]
-        or rows.meta[VALUE].dtype != base.meta[VALUE].dtype
-    ):
+    if match is None or not is_zero(base) or not arguments["accumulate"] or rows.meta[VALUE].dtype != base.meta[VALUE].dtype:
         return None
-    dim, runs = runs_of_index
+    dim, runs = match
     shape = shape_of_node(base)
-    if shape_of_node(rows) != (*shape[:dim], sum(count for *_, count in runs), *shape[dim + 1 :]):
+    if shape_of_node(rows) != (*shape[:dim], sum(run.num_rows for run in runs), *shape[dim + 1 :]):
         return None
-    base_value, total, begin = base.meta[VALUE], None, 0
-    rows = writer.call(
-        aten.add.Tensor, rows, writer.call(aten.full.default, [], 0, dtype=base_value.dtype, device=base_value.device)
-    )
-    for start, end, count in runs:  # 0 + -0 is 0
-        part = writer.call(aten.slice.Tensor, rows, dim, begin, begin + count) if len(runs) > 1 else rows
-        padded = writer.call(aten.slice_backward.default, part, size_arguments(base, writer), dim, start, end, 1)
-        total, begin = padded if total is None else writer.call(aten.add.Tensor, total, padded), begin + count
-    return total
+    base_value = base.meta[VALUE]
+    zero = writer.call(aten.full.default, [], 0, dtype=base_value.dtype, device=base_value.device)
+    rows = writer.call(aten.add.Tensor, rows, zero)  # 0 + -0 is 0
+    result: fx.Node | None = None
+    offset = 0  # the number of rows in the runs before
+    for run in runs:
+        part = writer.call(aten.slice.Tensor, rows, dim, offset, offset + run.num_rows) if len(runs) > 1 else rows
+        padded = writer.call(aten.slice_backward.default, part, size_arguments(base, writer), dim, run.start, run.end, 1)
+        result = padded if result is None else writer.call(aten.add.Tensor, result, padded)
+        offset += run.num_rows
+    return result
 
 
-def _match_constant_runs(node: fx.Node) -> tuple[int, list[tuple[int, int, int]]] | None:
-    """Return the dimension that a short constant list indexes, and its runs: (first row, end row, number of rows); else None."""
+class IndexRun(NamedTuple):
+    """Adjacent rows [start, end) in an index; `end` is `sys.maxsize` if the run [-1] ends at the last row."""
+
+    start: int
+    end: int
+    num_rows: int
+
+
+def _match_constant_runs(node: fx.Node) -> tuple[int, list[IndexRun]] | None:
+    """Return the dimension that a short constant vector indexes, and its runs of adjacent rows: 0 1 5 -> [0, 2) and [5, 6).
+
+    Return None if the index is anything else, or if its rows may not exist. For a dynamic size, it must be [0] or [-1].
+    """
     arguments = bound_arguments(node)
     index_tensors = [(dim, index) for dim, index in enumerate(arguments["indices"]) if is_tensor(index)]
     constant = index_tensors[0][1].meta.get(CONSTANT) if len(index_tensors) == 1 else None
     if constant is None or constant.dtype not in INDEX_DTYPES or constant.dim() != 1 or not 0 < len(constant) <= MAX_LISTED_ROWS:
         return None
-    (dim, _), numbers = index_tensors[0], constant.tolist()
+    dim = index_tensors[0][0]
+    numbers = constant.tolist()
     size = shape_of_node(arguments["self"])[dim]
     if isinstance(size, int):
         if not all(-size <= number < size for number in numbers):
@@ -152,17 +170,20 @@ def _match_constant_runs(node: fx.Node) -> tuple[int, list[tuple[int, int, int]]
         numbers = [number % size for number in numbers]
     elif numbers not in ([0], [-1]) or not is_at_least(size, 1):
         return None
-    runs: list[tuple[int, int, int]] = []
+    runs: list[IndexRun] = []
     for number in numbers:
-        if runs and runs[-1][1] == number:
-            runs[-1] = runs[-1][0], number + 1, runs[-1][2] + 1
+        if runs and runs[-1].end == number:
+            runs[-1] = IndexRun(runs[-1].start, number + 1, runs[-1].num_rows + 1)
         else:
-            runs.append((number, number + 1, 1))
-    return dim, [(start, sys.maxsize if end == 0 else end, count) for start, end, count in runs]
+            runs.append(IndexRun(number, number + 1, 1))
+    return dim, [run._replace(end=sys.maxsize) if run.end == 0 else run for run in runs]
 
 
 def is_never_negative(index: fx.Node) -> bool:
-    """Return whether an index vector has no negative element: it is from a sort or a range, or a quotient of one."""
+    """Return whether an index is proven to have no negative element.
+
+    It is the indices of a sort or topk, `arange`, or one of these divided by a positive integer.
+    """
     while index.meta[VALUE].dtype in INDEX_DTYPES and (index.target in (*COPIES, *VIEWS) or _is_floor_divided(index)):
         index = node_argument(index)
     if index.target is operator.getitem:
@@ -171,12 +192,15 @@ def is_never_negative(index: fx.Node) -> bool:
 
 
 def _is_floor_divided(node: fx.Node) -> bool:
-    """Return whether a node divides by a positive integer, rounding down."""
+    """Return whether a node divides by a positive integer constant, rounding down."""
     return node.target is aten.floor_divide.default and isinstance(node.args[1], int) and node.args[1] > 0
 
 
 def _match_column_vector(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | None:
-    """Return the vector [s] that an index [s *width] repeats for all columns."""
+    """Return the vector [n] that an index [n *width] repeats for all columns (or the index, if it is a vector); else None.
+
+    expand(unsqueeze(vector, 1), [n, width]) -> vector
+    """
     if len(shape_of_node(index)) == 1:
         return index
     if index.target is not aten.expand.default or shape_of_node(index)[1:] != width:
@@ -190,7 +214,10 @@ def _match_column_vector(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | N
 
 
 def find_row_index(node: fx.Node) -> fx.Node | None:
-    """Return the vector that indexes the first dimension in a look-up or a write; None if another dimension is indexed."""
+    """Return the vector that indexes dimension 0 in an `index`, `index_put`, `index_add` or similar operator.
+
+    Return None if it is no vector, or if another dimension is indexed (as well).
+    """
     arguments = bound_arguments(node)
     if "indices" in arguments:
         first, *other_indices = arguments["indices"]
@@ -201,37 +228,40 @@ def find_row_index(node: fx.Node) -> fx.Node | None:
 
 
 def find_repeats(index: fx.Node, rows: Size) -> int | None:
-    """Return k if an index vector is 0, 1, ... `rows` - 1, with each number k times in a row."""
+    """Return k if an index vector is proven to be 0, 1, ..., `rows` - 1, with each number k times in a row; else None.
+
+    0 0 1 1 2 2 -> 2 for three rows: arange(6) // 2, or arange(3) repeated by an expansion and a view.
+    """
     if index.meta[VALUE].dtype not in INDEX_DTYPES:  # bool and uint8 indices are masks
         return None
     while index.target in COPIES and _holds_row_indices(index, rows):
         index = node_argument(index)
-    times: Any = None
+    repeats: Any = None
     if is_arange(index):
-        times = 1
+        repeats = 1
     elif index.target is aten.floor_divide.default and is_arange(index.args[0]) and _holds_row_indices(index, rows):
-        times = index.args[1]
+        repeats = index.args[1]
     elif index.target in VIEWS:
-        times = _find_matrix_repeats(node_argument(index))
-    is_valid = isinstance(times, int) and times > 0 and product((rows, times)) == shape_of_node(index)[0]
-    return times if is_valid else None
+        repeats = _find_matrix_repeats(node_argument(index))
+    is_valid = isinstance(repeats, int) and repeats > 0 and product((rows, repeats)) == shape_of_node(index)[0]
+    return repeats if is_valid else None
 
 
 def _holds_row_indices(node: fx.Node, rows: Size) -> bool:
-    """Return whether the dtypes of an index vector and of its operand hold all row indices exactly."""
-    types = [node.meta[VALUE].dtype, node_argument(node).meta[VALUE].dtype]
-    return all(not dtype.is_floating_point and is_exact_in(dtype, 0, max_size(rows)) for dtype in types)
+    """Return whether the dtypes of an operator's result and of its operand represent 0, ..., `rows` exactly (as integers)."""
+    dtypes = [node.meta[VALUE].dtype, node_argument(node).meta[VALUE].dtype]
+    return all(not dtype.is_floating_point and is_exact_in(dtype, 0, max_size(rows)) for dtype in dtypes)
 
 
 def _find_matrix_repeats(node: fx.Node) -> Size | None:
-    """Return k if a matrix [n k] repeats the vector 0, 1, ... n - 1 along its columns."""
+    """Return k if a matrix [n k] is expand(arange(n)[:, None], [n, k]): row i holds i, k times; else None."""
     node = node_argument(node) if node.target is aten.clone.default else node
     if node.target is not aten.expand.default or len(shape_of_node(node)) != 2:
         return None
     column = node_argument(node)
     is_column = column.target in (aten.unsqueeze.default, *VIEWS) and is_arange(column.args[0])
-    rows, times = shape_of_node(node)
-    return times if is_column and shape_of_node(column) == (rows, 1) else None
+    n, k = shape_of_node(node)
+    return k if is_column and shape_of_node(column) == (n, 1) else None
 
 
 def is_arange(node: Any) -> bool:

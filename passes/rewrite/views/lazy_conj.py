@@ -1,6 +1,7 @@
 """Materialize lazy conjugates and negatives, which are views with a conj or neg bit.
 
-Loops store resolved values, and compiled code reads memory without regard to these bits.
+If the bit is set, memory holds the numbers before they are conjugated or negated. Loops store resolved values, and compiled
+code reads memory without regard to these bits.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ READS_LAZY_MEMORY = (
 
 
 def find_lazy_memory_read(graph: fx.Graph, results: Sequence[Any]) -> str | None:
-    """Return a diagnostic if a lazy value's memory is read, so that the graph cannot be rewritten; else None.
+    """Return a diagnostic if the memory of a lazy conjugate or negative is read, so that the graph cannot be rewritten.
 
-    The reader of the value, or of a view of it, is the caller, if it is an output, or an operator without a rule.
+    Memory is read by the caller, for the graph's `results`, and by operators without an axis rule. Return None if neither
+    gets a lazy value or a view of one.
     """
     readers = filter(reads_memory, graph.nodes)
-    read = [*filter(is_tensor, results), *(operand for node in readers for operand in tensor_operands(node))]
-    lazy = next((value for value in read if any(map(_is_lazy, view_chain(value)))), None)
-    if lazy is None:
+    read_values = [*filter(is_tensor, results), *(operand for node in readers for operand in tensor_operands(node))]
+    lazy_value = next((value for value in read_values if any(map(_is_lazy, view_chain(value)))), None)
+    if lazy_value is None:
         return None
-    line = source_line(lazy)
-    return READS_LAZY_MEMORY.format(operator=lazy.target, where=f" ({line})" if line else "")
+    line = source_line(lazy_value)
+    return READS_LAZY_MEMORY.format(operator=lazy_value.target, where=f" ({line})" if line else "")
 
 
 def _is_lazy(node: fx.Node) -> bool:

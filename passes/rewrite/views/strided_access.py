@@ -1,6 +1,11 @@
 """Record how opaque operators read memory before anything is rewritten: storage, strides and offsets of operands.
 
 as_strided(slice(x, 1, 1), ...)    ->   strided(x, ..., offset)     it reads the memory of x
+
+Rewrites preserve elements but not strides. An operator without an axis rule (*opaque*) may depend on the strides of its
+operands, and AOTAutograd and the user on those of the results. So both are recorded in metadata, and restored when the graph
+runs. `as_strided` and its relatives read memory beyond their operand: they become operators on the value at the start of
+the chain of views.
 """
 
 from __future__ import annotations
@@ -53,9 +58,10 @@ VIEW_OPERATORS = frozenset(
 
 
 def record_layouts(graph: fx.Graph, num_outputs: int) -> None:
-    """Record in `meta` the strides of each opaque operator's operands, and of the results, before anything is rewritten.
+    """Record in `meta` the strides of each opaque operator's operands, and of the graph's results, in place.
 
-    The first `num_outputs` results are returned to the caller: for these, also record which of them are views.
+    The output node also gets the values whose memory each result may share (`ALIASES`), and, for the first `num_outputs`
+    results, which are returned to the user, where views lie in memory (`RESULT_VIEWS`). `as_strided` operators are replaced.
     """
     writer = GraphWriter(graph)
     for node in list(graph.nodes):
@@ -63,8 +69,8 @@ def record_layouts(graph: fx.Graph, num_outputs: int) -> None:
             (_replace_by_view if _is_only_view(node) else _replace_by_strided_read)(node, writer.before(node))
     for node in graph.nodes:
         if is_opaque(node):
-            strides = (operand.meta[VALUE].stride() for operand in tensor_operands(node))
-            node.meta[TRACED_STRIDES] = tuple(tuple(size_of(stride) for stride in operand_strides) for operand_strides in strides)
+            strides_of_operands = (operand.meta[VALUE].stride() for operand in tensor_operands(node))
+            node.meta[TRACED_STRIDES] = tuple(tuple(size_of(stride) for stride in strides) for strides in strides_of_operands)
     output = graph.output_node()
     results: Any = output.args[0]
     has_dynamic_sizes = any(_has_dynamic_size(node) for node in graph.find_nodes(op="placeholder"))
@@ -80,10 +86,11 @@ def record_layouts(graph: fx.Graph, num_outputs: int) -> None:
 
 
 def _find_memory_place(item: Any, results: Sequence[Any]) -> MemoryPlace | None:
-    """Return where a result that is a view lies in memory; None if it is not a view.
+    """Return where the result `item` lies in memory (base, offset, strides) if it is a view; else None.
 
-    A base that is neither an input nor a result, such as an input that was written to, is an `OtherMemory`. With dynamic
-    sizes AOTAutograd reads the result from this offset; with static sizes it builds the view itself.
+    `results` are all results for the user. A base that is neither an input nor a result, such as an input that was written
+    to, is an `OtherMemory`. With dynamic sizes AOTAutograd reads the result from this offset; with static sizes it builds the
+    view itself.
     """
     base = _base(item) if is_tensor(item) else item
     if base is item or not is_tensor(base):
@@ -98,7 +105,10 @@ def _find_memory_place(item: Any, results: Sequence[Any]) -> MemoryPlace | None:
 
 
 def _is_observable(base: int | str | OtherMemory, views_by_base: Mapping[Any, int]) -> bool:
-    """Return whether a caller who writes into shared memory can observe that a result is a view of this base."""
+    """Return whether a caller who writes into memory can observe that a result is a view of this base.
+
+    The caller has the memory if the base is an input or a result, or if several results are views of it.
+    """
     return views_by_base[base] > 1 or not isinstance(base, OtherMemory)
 
 
@@ -115,7 +125,10 @@ def _makes_view(node: fx.Node) -> bool:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """Return the value at the start of a chain of views, as operators' schemas declare them."""
+    """Return the value of which `node` is a view, directly or through other views; the node itself if it is no view.
+
+    Operators' schemas declare views.
+    """
     return list(view_chain(node))[-1]
 
 
@@ -138,7 +151,7 @@ def _has_dynamic_size(node: fx.Node) -> bool:
 
 
 def _strides(item: Any) -> tuple[Size, ...] | None:
-    """Return the strides of a tensor with at least two dimensions; fewer leave no choice of layout."""
+    """Return the strides of a result; None if it is no tensor, or has less than two dimensions: its layout is then known."""
     value = item.meta[VALUE] if is_tensor(item) else None
     return None if value is None or value.dim() < 2 else tuple(size_of(stride) for stride in value.stride())
 
@@ -146,67 +159,65 @@ def _strides(item: Any) -> tuple[Size, ...] | None:
 def _is_only_view(node: fx.Node) -> bool:
     """Return whether an `as_strided` is only a view: it keeps the operand's layout, or reads a contiguous operand in order.
 
-    PyTorch's decomposition of group norm ends with such an operator.
+    PyTorch's decomposition of group norm ends with such an operator. An explicit offset must be that of the operand, and the
+    memory must not be an input's: its offset may differ in later calls.
     """
     if node.target is not aten.as_strided.default:
         return False
     arguments, operand = bound_arguments(node), node_argument(node).meta[VALUE]
-    size, stride = ([scalar_argument(item) for item in arguments[name]] for name in ("size", "stride"))
+    new_shape, new_strides = ([scalar_argument(item) for item in arguments[name]] for name in ("size", "stride"))
     explicit_offset = arguments["storage_offset"]
     shape, strides = ([size_of(item) for item in items] for items in (operand.shape, operand.stride()))
-    is_offset = explicit_offset is not None and scalar_argument(explicit_offset) != size_of(operand.storage_offset())
-    if is_offset or (explicit_offset is not None and _root(node_argument(node)).op == "placeholder"):
+    is_moved = explicit_offset is not None and scalar_argument(explicit_offset) != size_of(operand.storage_offset())
+    if is_moved or (explicit_offset is not None and _root(node_argument(node)).op == "placeholder"):
         return False
-    is_identity = (size, stride) == (shape, strides)
-    return is_identity or (
-        stride == _contiguous_strides(size) and strides == _contiguous_strides(shape) and product(size) == product(shape)
-    )
+    is_identity = (new_shape, new_strides) == (shape, strides)
+    are_contiguous = new_strides == _contiguous_strides(new_shape) and strides == _contiguous_strides(shape)
+    return is_identity or (are_contiguous and product(new_shape) == product(shape))
 
 
 def _contiguous_strides(shape: Sequence[Size]) -> list[Size]:
-    """Return the strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor of this shape: [2, 3, 4] -> [12, 4, 1]."""
     return [product(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def _replace_by_view(node: fx.Node, writer: GraphWriter) -> None:
-    """Replace `as_strided` of a contiguous operand by a view."""
+    """Replace an `as_strided` that is only a view by a `view` of its shape, in place."""
     node.replace_all_uses_with(writer.call(aten.view.default, node_argument(node), node.args[1]), propagate_meta=False)
     writer.graph.erase_node(node)
 
 
 def _replace_by_strided_read(node: fx.Node, writer: GraphWriter) -> None:
-    """Replace `as_strided` of a view, in place, by an operator on the base value, which owns all of its memory.
+    """Replace `as_strided` or `as_strided_scatter` of a view, in place, by an operator on the value that owns the memory.
 
-    An explicit offset counts from the start of an input's storage, not from the input's first element. The distance
-    between the two may differ in later calls, so operators on inputs with an explicit offset are not rewritten.
+    This value, the *root*, is at the start of the chain of views; offsets are relative to it. An explicit offset counts from
+    the start of an input's storage, not from the input's first element. The distance between the two may differ in later
+    calls, so operators on inputs with an explicit offset are not rewritten.
     """
     operand, arguments = node_argument(node), bound_arguments(node)
     root, explicit_offset = _root(operand), arguments["storage_offset"]
     if root.op == "placeholder" and explicit_offset is not None:
         return
     root_offset, operand_offset = offset_argument(root, writer), offset_argument(operand, writer)
-    geometry = (
-        arguments["size"],
-        arguments["stride"],
-        _emit_difference(operand_offset if explicit_offset is None else explicit_offset, root_offset, writer),
-    )
+    offset = _emit_difference(operand_offset if explicit_offset is None else explicit_offset, root_offset, writer)
+    layout = arguments["size"], arguments["stride"], offset
     if node.target is aten.as_strided.default:
-        result = writer.call(strided, root, *geometry)
+        result = writer.call(strided, root, *layout)
     else:
-        scattered = writer.call(strided_scatter, root, node.args[1], *geometry)
-        layout = size_arguments(operand, writer), stride_arguments(operand, writer)
-        result = writer.call(strided, scattered, *layout, _emit_difference(operand_offset, root_offset, writer))
+        scattered = writer.call(strided_scatter, root, node.args[1], *layout)
+        operand_layout = size_arguments(operand, writer), stride_arguments(operand, writer)
+        result = writer.call(strided, scattered, *operand_layout, _emit_difference(operand_offset, root_offset, writer))
     node.replace_all_uses_with(result, propagate_meta=False)
     writer.graph.erase_node(node)
 
 
 def _emit_difference(left: Any, right: Any, writer: GraphWriter) -> Any:
-    """Return `left - right`, as an integer or a node."""
+    """Return `left - right`: an integer, or a new node if one of them is a node (a dynamic size)."""
     return writer.call(operator.sub, left, right) if isinstance(left, fx.Node) or isinstance(right, fx.Node) else left - right
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return the value at the start of a chain of views, for the operators in `VIEW_OPERATORS`."""
+    """Return the value before all operators in `VIEW_OPERATORS` that lead to `node`: the value that owns the memory."""
     while node.target in VIEW_OPERATORS or (node.target is operator.getitem and node_argument(node).target in VIEW_OPERATORS):
         node = node_argument(node)
     return node
@@ -218,7 +229,9 @@ def nested_getitem_to_item_at(node: fx.Node, writer: GraphWriter) -> fx.Node | N
 
     Also if results are in a dictionary.
     """
-    path, inner = list[Any](), node
-    while inner.target is operator.getitem:
-        path, inner = [inner.args[1], *path], node_argument(inner)
-    return None if len(path) == 1 and isinstance(path[0], int) else writer.call(item_at, inner, *path)
+    path = list[Any]()  # the keys of the nested results, outermost first
+    container = node
+    while container.target is operator.getitem:
+        path.insert(0, container.args[1])
+        container = node_argument(container)
+    return None if len(path) == 1 and isinstance(path[0], int) else writer.call(item_at, container, *path)

@@ -3,9 +3,9 @@
     x.view(n, k), x[2 * k : 3 * k]                    ->    x.view(n, k), x.view(n, k)[2]
     d.view(n * k) + slice_backward(g, 2 * k, 3 * k)   ->    d.view(n * k) + select_backward(g, 2).view(n * k)
 
-Loops over blocks slice them; operators on all blocks have a dimension of blocks. With a dimension of blocks in both cases,
-the analysis does not mistake rows within a block for rows of the sequence. Blocks that such a loop writes, and their
-gradients, are rewritten in the same way.
+A block is one of n equal slices of k rows each. Loops over blocks slice them; operators on all blocks have a dimension of
+blocks. With a dimension of blocks in both cases, the analysis does not mistake rows within a block for rows of the
+sequence. Blocks that such a loop writes, and their gradients, are rewritten in the same way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class RowSlice(NamedTuple):
-    """Rows [start, stop) of a dimension."""
+    """Rows [start, stop) along dimension `dim`."""
 
     dim: int
     start: int
@@ -43,7 +43,7 @@ class RowSlice(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """One of several blocks of `size` rows of a dimension."""
+    """One of several blocks of `size` rows along dimension `dim`: rows [block_index * size, (block_index + 1) * size)."""
 
     dim: int
     block_index: int
@@ -95,10 +95,8 @@ def add_of_views_to_view_of_add(node: fx.Node, writer: GraphWriter) -> fx.Node |
     views = node.all_input_nodes
     if len(views) != 2 or len(node.args) != 2 or node.kwargs or any(view.target not in VIEWS for view in views):
         return None
-    left, right = (node_argument(view) for view in views)
-    has_select_backward = any(
-        map(_is_select_backward, (view for blocks in (left, right) for view in (blocks, *_addends(blocks))))
-    )
+    left, right = (node_argument(view) for view in views)  # with a dimension of blocks
+    has_select_backward = any(_is_select_backward(value) for operand in (left, right) for value in (operand, *_addends(operand)))
     if (
         not has_select_backward
         or shape_of_node(left) != shape_of_node(right)
@@ -120,9 +118,9 @@ def slice_of_view_to_select(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
     if block is None or source.target not in VIEWS:
         return None
     dim, block_index, size = block
-    blocks = node_argument(source)
-    is_joined = shape_of_node(blocks) == _shape_with_blocks(shape_of_node(source), dim, size)
-    return writer.call(aten.select.int, blocks, dim, block_index) if is_joined else None
+    x = node_argument(source)
+    has_blocks = shape_of_node(x) == _shape_with_blocks(shape_of_node(source), dim, size)
+    return writer.call(aten.select.int, x, dim, block_index) if has_blocks else None
 
 
 @rewrite_rule(aten.slice.Tensor)
@@ -131,45 +129,54 @@ def slice_of_padded_sum_to_slice(node: fx.Node, writer: GraphWriter) -> fx.Node 
 
     The addition matters because 0 + -0 is 0.
     """
-    total = node_argument(node)
-    interval, terms = sliced_rows(node, total), total.all_input_nodes
-    if interval is None or total.target is not aten.add.Tensor or len(terms) != 2 or total.kwargs or not _are_alike(total, terms):
+    padded_sum = node_argument(node)
+    read_rows, addends = sliced_rows(node, padded_sum), padded_sum.all_input_nodes
+    if read_rows is None or padded_sum.target is not aten.add.Tensor or len(addends) != 2 or padded_sum.kwargs:
         return None
-    intervals = [sliced_rows(term, term) if term.target is aten.slice_backward.default else None for term in terms]
-    containing = [term for term, rows in zip(terms, intervals, strict=True) if rows is not None and rows.contains(interval)]
-    disjoint = [term for term, rows in zip(terms, intervals, strict=True) if rows is not None and rows.is_disjoint(interval)]
+    if not _are_alike(padded_sum, addends):
+        return None
+    # the rows of each addend that are not padding
+    rows_by_addend = {item: sliced_rows(item, item) if item.target is aten.slice_backward.default else None for item in addends}
+    containing = [item for item, rows in rows_by_addend.items() if rows is not None and rows.contains(read_rows)]
+    disjoint = [item for item, rows in rows_by_addend.items() if rows is not None and rows.is_disjoint(read_rows)]
     if len(containing) != 1 or len(disjoint) != 1 or not node.meta[VALUE].is_floating_point():
         return None
-    start = intervals[terms.index(containing[0])].start  # type: ignore[union-attr]
-    rows = writer.call(aten.slice.Tensor, containing[0].args[0], interval.dim, interval.start - start, interval.stop - start)
+    (addend,) = containing
+    offset = rows_by_addend[addend].start  # type: ignore[union-attr]
+    bounds = read_rows.start - offset, read_rows.stop - offset
+    rows = writer.call(aten.slice.Tensor, addend.args[0], read_rows.dim, *bounds)
     return writer.call(aten.add.Tensor, rows, 0.0)
 
 
 def _is_select_backward(node: fx.Node) -> bool:
-    """Return whether a node is the gradient of a selected block, padded with zeros."""
+    """Return whether a node is a `select_backward`: the gradient of one block, padded with zeros for all other blocks."""
     return node.target is aten.select_backward.default
 
 
 def _addends(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of an addition, none for other operators."""
+    """Return the operands of an addition; the empty list for any other operator."""
     return node.all_input_nodes if node.target is aten.add.Tensor else []
 
 
 def _are_alike(node: fx.Node, addends: Iterable[fx.Node]) -> bool:
-    """Return whether the addends have the sum's shape and dtype, so that none is broadcast or converted."""
+    """Return whether the addends of a sum `node` have its shape and dtype, so that none is broadcast or converted."""
     return all(shape_of_node(addend) == shape_of_node(node) and has_same_type(addend, node) for addend in addends)
 
 
 def sliced_rows(node: fx.Node, source: fx.Node) -> RowSlice | None:
-    """Return the rows of `source` that a slice reads or writes; None if their bounds are not static, or without rows."""
+    """Return the rows that a `slice`, `slice_scatter` or `slice_backward` accesses, as nonnegative numbers.
+
+    `source` is the tensor that has these rows: the operand of a slice, the result of the other two. Return None if the
+    bounds are not static, if there is a step, or if there are no rows.
+    """
     arguments, shape = bound_arguments(node), shape_of_node(source)
     dim = arguments["dim"] % max(len(shape), 1)
     start, end, length = arguments["start"], arguments["end"], shape[dim] if shape else None
-    is_known = all(bound is None or isinstance(bound, int) for bound in (start, end)) and isinstance(length, int)
-    if not is_known or arguments["step"] != 1:
+    is_static = all(bound is None or isinstance(bound, int) for bound in (start, end)) and isinstance(length, int)
+    if not is_static or arguments["step"] != 1:
         return None
-    first, stop, _ = slice(start, end).indices(length)  # type: ignore[arg-type]
-    return RowSlice(dim, first, stop) if first < stop else None
+    first_row, end_row, _ = slice(start, end).indices(length)  # type: ignore[arg-type]
+    return RowSlice(dim, first_row, end_row) if first_row < end_row else None
 
 
 def is_static_shape(shape: Iterable[Size]) -> bool:
@@ -178,9 +185,9 @@ def is_static_shape(shape: Iterable[Size]) -> bool:
 
 
 def _match_block(node: fx.Node, source: fx.Node) -> RowBlock | None:
-    """Return the block of `source` that a slice reads or writes.
+    """Return the block of `source` that a slice, or the gradient of a slice, accesses.
 
-    None unless the rows are one of two or more equal blocks of at least two rows, with static bounds.
+    Return None unless its rows are one of two or more equal blocks of at least two rows, and the shape is static.
     """
     shape, rows = shape_of_node(source), sliced_rows(node, source)
     if rows is None or not is_static_shape(shape):
@@ -192,23 +199,26 @@ def _match_block(node: fx.Node, source: fx.Node) -> RowBlock | None:
 
 
 def _shape_with_blocks(shape: tuple[Size, ...], dim: int, size: int) -> tuple[Size, ...]:
-    """Return the shape with dimension `dim` split into blocks of `size` rows."""
+    """Return the shape with dimension `dim` split into blocks of `size` rows: (6, 4) -> (2, 3, 4) for dim 0 and size 3."""
     return (*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])  # type: ignore[operator]
 
 
 def _largest_sum_with(node: fx.Node) -> fx.Node:
-    """Return the largest sum that a value is added to, as long as each partial sum has one user."""
+    """Return the sum that a value ends in: follow additions from `node` as long as each value has one user.
+
+    For (node + a) + b, return the second addition; return the node itself if its only user is no addition.
+    """
     while len(node.users) == 1 and (user := next(iter(node.users))).target is aten.add.Tensor:
         node = user
     return node
 
 
 def _nested_addends(total: fx.Node) -> Iterator[fx.Node]:
-    """Yield the addends of a nested sum."""
+    """Yield the addends of a nested sum: a, b and c for (a + b) + c, in any order."""
     todo = [total]
     while todo:
-        part = todo.pop()
-        if part.target is aten.add.Tensor:
-            todo.extend(part.all_input_nodes)
+        value = todo.pop()
+        if value.target is aten.add.Tensor:
+            todo.extend(value.all_input_nodes)
         else:
-            yield part
+            yield value

@@ -1,4 +1,7 @@
-"""Decompose sliding windows: each position within the window is a slice."""
+"""Decompose sliding windows with step 1: each position within the window is a slice.
+
+The windows of size 3 of n rows are n - 2 windows; position i of all windows together are rows [i, i + n - 2).
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ def unfold_to_stack(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     length = value.shape[dim] if value.dim() else 1
     if arguments["step"] != 1 or not isinstance(length, int) or not 1 < size <= min(WIDEST, length):
         return None
-    count = length - size + 1
-    rows = [writer.call(aten.slice.Tensor, node_argument(node), dim, i, i + count) for i in range(size)]
+    num_windows = length - size + 1
+    rows = [writer.call(aten.slice.Tensor, node_argument(node), dim, i, i + num_windows) for i in range(size)]
     return writer.call(aten.stack.default, rows, value.dim())
 
 
@@ -34,10 +37,10 @@ def unfold_backward_to_slice_backward(node: fx.Node, writer: GraphWriter) -> fx.
     sizes, dim, size = arguments["input_sizes"], arguments["dim"] % max(len(arguments["input_sizes"]), 1), arguments["size"]
     if arguments["step"] != 1 or not isinstance(sizes[dim], int) or not 1 < size <= min(WIDEST, sizes[dim]):
         return None
-    count = sizes[dim] - size + 1
-    total: fx.Node | None = None
-    for i in range(size):
+    num_windows = sizes[dim] - size + 1
+    gradient: fx.Node | None = None
+    for i in range(size):  # the last dimension of `grad_in` has the positions within a window
         rows = writer.call(aten.select.int, arguments["grad_in"], len(sizes), i)
-        padded = writer.call(aten.slice_backward.default, rows, sizes, dim, i, i + count, 1)
-        total = padded if total is None else writer.call(aten.add.Tensor, total, padded)
-    return total
+        padded = writer.call(aten.slice_backward.default, rows, sizes, dim, i, i + num_windows, 1)
+        gradient = padded if gradient is None else writer.call(aten.add.Tensor, gradient, padded)
+    return gradient
