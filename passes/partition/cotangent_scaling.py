@@ -49,7 +49,7 @@ class Scaling:
         value = scale.meta[VALUE]
         sizes = self._sizes(scale, self.writer.before(before))
         ones = self.writer.call(aten.full.default, sizes, 1.0, dtype=value.dtype, device=value.device)
-        self._record_facts(ones, (), self._letters(self.shape(scale)), self.shape(scale))
+        self._record_facts(ones, (), self._labels(self.shape(scale)), self.shape(scale))
         return self.new_nodes
 
     def product(self, gradient: fx.Node, scale: fx.Node, row_mask: RowMask | None = None) -> list[fx.Node]:
