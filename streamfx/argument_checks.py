@@ -22,7 +22,7 @@ BY_NAME = "write options={'chunk_size': 1024}, or name each option: chunk_size=1
 
 
 def describe_value(value: Any) -> str:
-    """Return a value and its type in one line.
+    """Return a value and its type in one line; if the value takes more than `MAX_VALUE_LENGTH` characters, only its type.
 
     >>> describe_value(3), describe_value(int)
     ('3 (int)', 'the class int')

@@ -1,7 +1,8 @@
 """Options of the backend: their names, their values, and the places where they are set.
 
-Options of one call of `torch.compile` override those that `configure` sets, which override the environment variable. An
-`origin` is the text that names such a place in an error.
+Options of one call of `torch.compile` override those that `configure` sets, which override the environment variable. Each call
+of `configure` sets a *layer* of options: of the process, or, as a context manager, of a block of code. Later layers override
+earlier ones. An `origin` is the text that names the place of an option in an error.
 """
 
 from __future__ import annotations
@@ -329,7 +330,7 @@ _context_layers: ContextVar[tuple[_OptionLayer, ...]] = ContextVar(
 
 
 def _configured() -> dict[str, Any]:
-    """Return the options that `configure` has set: those of the process, overridden by those of the `with` blocks around.
+    """Return the options that `configure` has set: layers of the process, overridden by layers of the blocks around this code.
 
     Options that another thread has just set may belong to a block that it is about to enter: wait up to a second for that.
     """
@@ -363,7 +364,7 @@ class configure:
 
     @check_call(OptionError, "streamfx.configure(...)")
     def __init__(self, *, options: Any = None, **keywords: Any) -> None:
-        """Set the options for the process; `__enter__` limits them to a block, if one follows."""
+        """Set the options for the process, as a layer that `__enter__` replaces by one of a block, if a block follows."""
         environment_options()  # raises now rather than at the first call of a model
         self._options = merge_options(options, keywords, "streamfx.configure(...)")
         self._process_layer = _OptionLayer(self._options)
@@ -371,7 +372,10 @@ class configure:
         _process_layers.append(self._process_layer)
 
     def __enter__(self) -> configure:
-        """Set the options for the block that begins, instead of the process."""
+        """Set the options for the block that begins: replace the layer of the process by a layer of this context.
+
+        Other threads, which wait to know whether a block follows (`decided`), go on.
+        """
         if self._process_layer in _process_layers:
             _process_layers.remove(self._process_layer)
         self._process_layer.decided.set()
@@ -380,7 +384,7 @@ class configure:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Remove the options of the block."""
+        """Remove the layer of options of the block that ends."""
         ended_block = self._blocks.pop()
         ended_block.is_open = False  # also in contexts that copied the layers of this one
         _context_layers.set(tuple(layer for layer in _context_layers.get() if layer is not ended_block))

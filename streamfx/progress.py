@@ -63,7 +63,10 @@ class _StatusLine:
             self._shown = ""
 
     def refresh(self) -> None:
-        """Write the current activities, if they have taken long and the text has changed."""
+        """Write the line with all current activities, if the first has taken `DELAY` seconds and the text has changed.
+
+        An activity is omitted if the text of the one around it begins with the same words: "planning" inside of "planning".
+        """
         with self._lock:
             texts = [activity.text for activity in self._activities]
             distinct_texts = [

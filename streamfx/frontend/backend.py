@@ -262,9 +262,11 @@ class Compilation(ChunkableCompilation):
             return partitioner(graph, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others)
 
         def unchunked() -> tuple[fx.GraphModule, fx.GraphModule]:
+            """Return AOTAutograd's own forward and backward graphs."""
             return partitioned(min_cut_rematerialization_partition if has_unused_waits(joint.graph) else default_partition, joint)
 
         def partition_copy(partitioner: Callable[..., Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+            """Return the graphs of another partitioner, to compare their memory; `joint` stays unchanged."""
             return partitioned(partitioner, fx.GraphModule(joint, graph_copy(joint.graph)))
 
         if not isinstance(joint_inputs, tuple):  # the body of a nested region, which is not rewritten; else (primals, tangents)
@@ -276,8 +278,8 @@ class Compilation(ChunkableCompilation):
         patterns = self.patterns(joint.graph, num_primals)
         capture = partial(initial_facts, joint, num_primals, num_fwd_outputs, static, patterns, mutated_inputs(joint.graph))
         self.check_part(capture().joint if self.is_part else None)
-        may_run_whole = not has_collectives(joint.graph)  # with collectives, another rank could decide differently
-        budget = self.options.memory_budget if self.options.chunk_size == "auto" and may_run_whole else None
+        is_on_one_rank = not has_collectives(joint.graph)  # otherwise another rank could choose differently
+        budget = self.options.memory_budget if self.options.chunk_size == "auto" and is_on_one_rank else None
         if budget is not None and may_fit_unchunked((unchunked_facts := capture()).joint, budget):
             halves = unchunked()
             if self.check_fits_unchunked(unchunked_facts, *halves):

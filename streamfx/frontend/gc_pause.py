@@ -38,7 +38,7 @@ _pause_count = _PauseCount()
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Context manager: disable automatic collection in a block, and restore its state afterwards. Blocks may nest."""
+    """Context manager: disable Python's garbage collector in a block, and restore its state afterwards. Blocks may nest."""
     _pause_count.change(1)
     try:
         yield

@@ -271,7 +271,7 @@ def _source_dims(dims: tuple[SourceDim, ...], shape: tuple[Size, ...]) -> Iterat
 
 
 def _match_masked_fill(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match masked_fill(x, complement of a triangle c - z >= offset, number)."""
+    """Match masked_fill(x, mask, number) whose mask is True where c - z < an offset, the complement of a triangle."""
     arguments = arguments_of(node, "input", "mask", "value")
     triangle = None if arguments is None else reader.triangle(arguments["mask"])
     if arguments is None or triangle is None or triangle.inside:
@@ -320,7 +320,8 @@ def _match_fill_above(reader: Reader, node: fx.Node, filled: fx.Node, min_offset
     if fact.kind is FactKind.REPEATED:
         fact = replace(fact, rows=fact.dims[-2])
     square_sizes, mask_sizes = shape_of(node.meta[EXAMPLE_VALUE])[-2:], shape_of(mask.meta[EXAMPLE_VALUE])
-    kind = _KINDS_AFTER_FILL.get((fact.kind, min_offset, -inf if value <= EXP_UNDERFLOW else float(value)))
+    fill_value = -inf if value <= EXP_UNDERFLOW else float(value)  # such a number has the exp of minus infinity: zero
+    kind = _KINDS_AFTER_FILL.get((fact.kind, min_offset, fill_value))
     if kind is None or not fact.has_last_square or square_sizes[0] != square_sizes[1] or mask_sizes[-2:] != square_sizes:
         return None
     return replace(fact, kind=kind) if mask is node or all(size == 1 for size in mask_sizes[:-2]) else None

@@ -45,7 +45,8 @@ class StreamCallback(TrainerCallback):
         check_dynamic(dynamic)
         self.options, self.dynamic = merge_options(options, keywords, ORIGIN), dynamic
         self.enabled: EnabledModules | None = None  # the current or the last handle
-        self._owns_handle = self._has_reported = False
+        self._owns_handle = False  # whether this callback has enabled the model, and so disables it
+        self._has_reported = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
         """Enable the model. If it is enabled already, with the same options, its handle is kept, and not disabled at the end."""

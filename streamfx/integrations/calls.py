@@ -58,7 +58,8 @@ class Calls:
         self.module, self.counts = module, CallCounts()
         setattr(self, ENABLED, self)
         self._was_off_at_start = is_disabled_by_environment()
-        self._enable_wrapped, self._has_checked_parts = enable_wrapped, False
+        self._enable_wrapped = enable_wrapped
+        self._has_checked_parts = False  # whether submodules were checked for an engine that took over their weights
         keywords = {"dynamic": dynamic, "options": dict(options), **isolation_keywords()}
         self.needs_boundaries = packing.needs_boundaries(self.module)
         wrap = packing.with_boundaries if self.needs_boundaries else _without_boundaries

@@ -55,8 +55,8 @@ class SharedFunctions:
         self.options, self.keywords = dict(options), {"dynamic": dynamic, **isolation_keywords()}
         self.parts: list[CompiledModule] = []
         self.generating = 0  # active generation calls: nested calls are not compiled, either
-        self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self._distinct: dict[tuple[Any, ...], list[nn.Module]] = {}
+        self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}  # compiled functions by key: see `compiled_function`
+        self._distinct: dict[tuple[Any, ...], list[nn.Module]] = {}  # by key, modules with buffers that differ from each other
 
     def compiled_function(
         self, key: tuple[Any, ...], module_call: Callable[..., Any], with_cache: bool, dense: bool
@@ -98,7 +98,7 @@ class CompiledModule:
         """Prepare to replace a target's call, or its forward if an engine's hooks surround it; compiled at the first call."""
         self.module, self.owner, self.within_hooks = target.module, target.owner, target.within_hooks
         self.is_rest, self.is_wrapped = target.is_rest, target.is_wrapped
-        self._returned_deferred: bool | None = None
+        self._returned_deferred: bool | None = None  # whether the last output was deferred; None before the first call
         self.shared, self.counts, self.note, self.engine = shared, CallCounts(), "", ""
         self.enabled: Any = None  # the `EnabledModules` that holds this object
         shared.parts.append(self)
@@ -106,8 +106,8 @@ class CompiledModule:
         self._original: Callable[..., Any] = original
         self._function, self._base_key, self._leading_args = _unbound(original, self.module)
         self._signature = inspect.signature(original)
-        self._key: tuple[Any, ...] | None = None
-        self._had_forward = "forward" in self.module.__dict__
+        self._key: tuple[Any, ...] | None = None  # `_base_key` and a number for the module's buffers, from the first call on
+        self._had_forward = "forward" in self.module.__dict__  # as an attribute of the instance, not of the class
         # A compiled root may call this function; Dynamo must not trace its frame.
         self._installed = torch.compiler.disable(self._run)
         functools.update_wrapper(self._installed, original)

@@ -178,7 +178,7 @@ class DeferredOutput(torch.autograd.Function):
         """Return None for `source` and `like`, and the gradients (or None) of the values that the recipe reads."""
         if gradient is None:
             return (None,) * (2 + len(ctx.source.recipe.program.inputs))
-        running = nodes_to_execute(ctx.next_functions)
+        running = nodes_to_execute(ctx.next_functions)  # autograd nodes that get these gradients in this backward pass
         if not ctx.freed.isdisjoint(running):
             raise RuntimeError(FREED)  # these nodes would also raise it, but only after the head's weight got a second gradient
         ctx.freed |= frozenset() if retains_graph() else running

@@ -242,7 +242,7 @@ def _result_metas(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
     An error that the operator raises on them passes to the caller.
     """
-    on_meta = {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
+    on_meta = {"device": torch.device("meta")} if kwargs.get("device") is not None else {}  # replaces the `device` of a factory
     args, kwargs = pytree.tree_map(_meta_operand, (tuple(args), dict(kwargs)))
     results = func(*args, **{**kwargs, **on_meta})
     return [results] if isinstance(results, Tensor) else list(results)
