@@ -1,4 +1,8 @@
-"""Convert a timeline to the shapes of an SVG picture, in the picture's own units, for a template to draw."""
+"""Convert a timeline to the shapes of an SVG picture, in pixels, for a template to draw.
+
+A timeline has the bytes alive at each moment of a step, by *memory category* (keys, gradients, ...). It has one *course* for each
+*way* of running the step: streamfx first, then baselines such as eager.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from streamfx.cost.categories import (
 from streamfx.tools.report.text import in_seconds
 from streamfx.tools.report.timeline import LoopTime, MemoryTimeline, Timeline
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 960, 78, 14, 16, 26
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 960, 78, 14, 16, 26  # pixels: width of the picture, margins of the axes
 STRIP = 14  # height of the row of loops under a chart
 MAX_MOMENTS = 1400  # per chart: no chart is wider than this many pixels
 TICKS = 5
@@ -50,7 +54,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tick:
-    """A tick of an axis: its coordinate and label."""
+    """A tick of an axis: its coordinate in pixels, and its label."""
 
     at: float
     label: str
@@ -58,7 +62,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class LoopBar:
-    """A loop under the chart."""
+    """A bar for a loop under the chart; odd bars have another color, to tell neighbors apart."""
 
     x: float
     width: float
@@ -77,9 +81,10 @@ class ChartMark:
 
 @dataclass(frozen=True)
 class Chart:
-    """Shapes from back to front, axes, the start of the backward pass (None without one), peaks, and loops.
+    """Shapes from back to front, ticks of both axes, marks at peaks, and bars of loops (`blocks`).
 
-    Baselines in `beyond` are cut off at the top.
+    `floor`: the y coordinate of zero bytes. `backward_start`: the x coordinate at which the backward pass starts; None without
+    one. Baselines in `beyond` are cut off at the top.
     """
 
     height: int
@@ -95,7 +100,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Scale:
-    """Map seconds and bytes to coordinates in the picture."""
+    """Maps seconds and bytes to coordinates in the picture, whose axes end at `seconds` and `max_bytes`."""
 
     seconds: float
     max_bytes: int
@@ -109,7 +114,7 @@ class Scale:
 
 
 def stacked_chart(course: MemoryTimeline, height: int = 330) -> Chart:
-    """Stack the live bytes of one step by memory category, and draw its loops below."""
+    """Return a chart of one way of running a step: live bytes stacked by memory category, and its loops below."""
     shortened = course.shortened(MAX_MOMENTS)
     scale = Scale(course.end, axis_limit(course.peak_bytes), height)
     totals = [0] * len(shortened.seconds)
@@ -122,16 +127,15 @@ def stacked_chart(course: MemoryTimeline, height: int = 330) -> Chart:
 
 
 def comparison_chart(timeline: Timeline, height: int = 240) -> Chart:
-    """Draw the memory of all ways of running the step on one scale, the streamed one filled.
+    """Return a chart of the total bytes of all ways of running a step on one scale, the streamed one in front.
 
-    The scale fits the streamed step and the first baseline; baselines far above it are cut off.
+    The scale fits the streamed step and the first baseline; baselines far above these are cut off.
     """
     compared = timeline.courses[:2]
-    most = max(course.peak_bytes for course in compared)
-    highest = max(course.peak_bytes for course in timeline.courses)
-    scale = Scale(
-        max(course.end for course in timeline.courses), axis_limit(highest if highest <= MAX_PEAK_RATIO * most else most), height
-    )
+    compared_peak = max(course.peak_bytes for course in compared)
+    highest_peak = max(course.peak_bytes for course in timeline.courses)
+    shown_peak = highest_peak if highest_peak <= MAX_PEAK_RATIO * compared_peak else compared_peak
+    scale = Scale(max(course.end for course in timeline.courses), axis_limit(shown_peak), height)
     shapes = []
     for index, course in enumerate(timeline.courses):
         shortened = course.shortened(MAX_MOMENTS)
@@ -141,7 +145,10 @@ def comparison_chart(timeline: Timeline, height: int = 240) -> Chart:
 
 
 def _chart(scale: Scale, shapes: Sequence[Shape], marked: Sequence[MemoryTimeline]) -> Chart:
-    """Build a chart from its shapes. The first timeline in `marked` is the streamed step."""
+    """Return a chart with these shapes, with axes for `scale`, and with a mark at the peak of each course in `marked`.
+
+    The first of them is the streamed step, whose backward pass is marked, too.
+    """
     ours = marked[0]
     backward_start = scale.x(ours.backward_start) if ours.backward_start < ours.end else None
     xs = tuple(Tick(scale.x(at), in_seconds(at) if at else "0 s") for at in _tick_seconds(scale.seconds))
@@ -157,7 +164,10 @@ def _peak_mark(course: MemoryTimeline, scale: Scale) -> ChartMark:
 
 
 def area(seconds: Sequence[float], sizes: Sequence[int], end: float, scale: Scale) -> str:
-    """Return a step-shaped path: each size holds until the next moment, and the last size until the end."""
+    """Return the SVG path of the area under bytes over time: `sizes[i]` from `seconds[i]` to the next moment or the end.
+
+    Coordinates that do not change between two moments are omitted.
+    """
     commands, last_point = [f"M{scale.x(0):.1f} {scale.y(0):.1f}"], ("", "")
     for at, size in zip(seconds, sizes, strict=True):
         x, y = f"{scale.x(at):.1f}", f"{scale.y(size):.1f}"
@@ -167,7 +177,7 @@ def area(seconds: Sequence[float], sizes: Sequence[int], end: float, scale: Scal
 
 
 def colour_of(term: str, terms: Sequence[str]) -> int:
-    """Return the color index of a category: its fixed color, or one of the spare colors."""
+    """Return the color index of category `term`: its fixed color, or one of the spare colors, by its order in `terms`."""
     if term in COLOURS:
         return COLOURS.index(term)
     others = [name for name in terms if name not in COLOURS]
@@ -185,7 +195,10 @@ def axis_limit(size: int) -> int:
 
 
 def _tick_distance(most: int) -> int:
-    """Return the distance between two ticks in bytes: a round multiple of a power of 1024."""
+    """Return the distance between two ticks of an axis up to `most` bytes: a round multiple of a power of 1024.
+
+    It is the smallest with which `TICKS` ticks reach the end of the axis.
+    """
     unit = 1
     while most >= 1024 * unit:
         unit *= 1024
@@ -207,20 +220,20 @@ def _tick_text(size: int) -> str:
 
 
 def _tick_seconds(seconds: float) -> list[float]:
-    """Return tick times from 0 on, a round number of seconds apart."""
+    """Return the ticks of an axis up to `seconds`, from 0 on, with a distance of 1, 2 or 5 times a power of ten."""
     if seconds <= 0:
         return [0.0]
     power = 10.0**-20
     while True:
         for factor in (1, 2, 5):
             if power * factor * (TICKS + 1) >= seconds:
-                step = power * factor
-                return [number * step for number in range(int(seconds / step) + 1)]
+                distance = power * factor
+                return [tick_index * distance for tick_index in range(int(seconds / distance) + 1)]
         power *= 10
 
 
 def _loop_bars(loops: Sequence[LoopTime], scale: Scale) -> Iterator[LoopBar]:
-    """Yield a bar per loop with name, chunks and seconds as its title."""
+    """Yield a bar per loop, with the loop's name, number of chunks, and seconds as its title."""
     for i, loop in enumerate(loops):
         x = scale.x(loop.start)
         sampled = f", {loop.sampled_chunks} of them drawn" if loop.sampled_chunks < loop.chunks else ""

@@ -1,4 +1,9 @@
-"""Draw stages, loops, and the values that flow between loops as text for Mermaid and Graphviz."""
+"""Draw stages, loops, and the values that flow between loops as text for Mermaid and Graphviz.
+
+A *stage* is a segment of the graph, which runs in loops over chunks of the sequence in forward and in backward. Similar stages,
+such as those of equal layers, are drawn once, as one `Group` of boxes; a `StageRow` (here `line`) describes them: `line.stage`
+is the first of them, `line.every` are all, `line.count` is their number. `runs` lists the loops of a stage.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from streamfx.tools.report.text import extent
 
 @dataclass(frozen=True)
 class Box:
-    """A loop, or equal loops of several similar stages. A stage without loops is a single box."""
+    """A loop, or equal loops of several similar stages; `half` is "forward" or "backward". A stage without loops is one box."""
 
     key: str
     lines: tuple[str, ...]
@@ -32,7 +37,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Arrow:
-    """The traffic from one box to another; `saved` leads from the forward to the backward graph."""
+    """The values that one box passes to another, both given by key; `saved`: from the forward to the backward graph."""
 
     source: str
     target: str
@@ -49,12 +54,15 @@ class Diagram:
 
 
 def diagram_of(lines: Sequence[StageRow], flows: Sequence[Iterable[LoopTraffic]]) -> Diagram:
-    """Build a diagram. `lines` are the stages as a page lists them; `flows` is the traffic between the loops of each graph."""
+    """Return a diagram of stages, given as a report lists them, and of the bytes that loops pass to each other.
+
+    `flows` has, for each graph, (source loop, target loop, bytes) of each transfer.
+    """
     boxes: dict[tuple[int, str], Box] = {}  # by graph index and loop name
     groups = []
-    for number, line in enumerate(lines):
-        line_boxes = list(_boxes(line, f"s{number}"))
-        groups.append(Group(f"s{number}", _group_title(line), tuple(line_boxes)))
+    for group_index, line in enumerate(lines):
+        line_boxes = list(_boxes(line, f"s{group_index}"))
+        groups.append(Group(f"s{group_index}", _group_title(line), tuple(line_boxes)))
         for stage in line.every if line.stage["runs"] else ():
             names = [run["name"] for run in stage["runs"]]
             boxes.update(((stage["graph"], name), box) for name, box in zip(names, line_boxes, strict=True))
@@ -62,14 +70,14 @@ def diagram_of(lines: Sequence[StageRow], flows: Sequence[Iterable[LoopTraffic]]
 
 
 def _group_title(line: StageRow) -> str:
-    """Return the name of similar stages, how much of them is chunked, and the kinds of attention."""
+    """Return the name of similar stages, a note if they are not fully chunked, and their kinds of attention: `head (causal)`."""
     kinds = ", ".join(line.stage["attention"])
     suffix = {"streamed": "", "in part": " falls back in part", "whole": " runs unchunked"}[extent(line.stage)]
     return f"{line.name}{suffix}" + (f" ({kinds})" if kinds else "")
 
 
 def _boxes(line: StageRow, key: str) -> Iterator[Box]:
-    """Yield a box per loop of similar stages, or one box if they have no loops."""
+    """Yield a box per loop of similar stages, or one box if they have no loops; `key` is the start of their keys."""
     runs = line.stage["runs"]
     if not runs:
         yield Box(f"{key}_0", ("unchunked",), "forward")
@@ -80,14 +88,19 @@ def _boxes(line: StageRow, key: str) -> Iterator[Box]:
 
 
 def _arrows(boxes: dict[tuple[int, str], Box], flows: Sequence[Iterable[LoopTraffic]]) -> Iterator[Arrow]:
-    """Yield one arrow per pair of boxes, labeled with the bytes of one transfer, or with the largest if transfers differ."""
-    traffic: dict[tuple[str, str, bool], set[int]] = {}
-    for graph, flow in enumerate(flows):
-        for source, target, size in flow:
-            ends = boxes.get((graph, source)), boxes.get((graph, target))
-            if ends[0] is not None and ends[1] is not None:
-                traffic.setdefault((ends[0].key, ends[1].key, ends[0].half != ends[1].half), set()).add(size)
-    for (source, target, saved), sizes in traffic.items():
+    """Yield one arrow per pair of boxes that exchange values, labeled with the bytes of a transfer.
+
+    If the transfers of similar stages differ, with the largest: `up to 2 MiB`. `boxes`: by graph index and loop name; loops
+    without a box are omitted.
+    """
+    sizes_by_ends: dict[tuple[str, str, bool], set[int]] = {}
+    for graph_index, flow in enumerate(flows):
+        for source_loop, target_loop, size in flow:
+            source_box, target_box = boxes.get((graph_index, source_loop)), boxes.get((graph_index, target_loop))
+            if source_box is not None and target_box is not None:
+                ends = source_box.key, target_box.key, source_box.half != target_box.half
+                sizes_by_ends.setdefault(ends, set()).add(size)
+    for (source, target, saved), sizes in sizes_by_ends.items():
         label = format_bytes(max(sizes)) if len(sizes) == 1 else f"up to {format_bytes(max(sizes))}"
         yield Arrow(source, target, label, saved)
 
@@ -120,8 +133,8 @@ def _mermaid_lines(diagram: Diagram) -> Iterator[str]:
 
 
 def _in_mermaid(text: str) -> str:
-    """Escape a label: characters that Mermaid, or HTML within it, would interpret become numeric character references."""
-    return "".join(letter if letter.isalnum() or letter in " .,:()_-+/=[]" else f"#{ord(letter)};" for letter in text)
+    """Escape a label: characters that Mermaid, or HTML within it, would interpret become numeric references: `<` -> `#60;`."""
+    return "".join(char if char.isalnum() or char in " .,:()_-+/=[]" else f"#{ord(char)};" for char in text)
 
 
 def as_dot(diagram: Diagram) -> str:

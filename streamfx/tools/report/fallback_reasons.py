@@ -1,4 +1,8 @@
-"""Explain to users why an operator is not chunked: the operator, the obstacle, the source line, and a suggested change."""
+"""Explain to users why an operator is not chunked: the operator, the obstacle, the source line, and a suggested change.
+
+Such an operator *falls back*: it runs on the full sequence, outside the loops over chunks. It is *opaque* if streamfx has no rule
+that says how it treats the axes of its operands.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +103,10 @@ ADVICE_BY_BREAK = {  # fragments of Dynamo's break reasons for which its own hin
 
 @dataclass(frozen=True)
 class Obstacle:
-    """An operator that is not chunked. `matters` is False if it works on little data; its full-sequence values take `bytes`."""
+    """An operator that is not chunked: its name, the reason (`found`), its source line (`where`), and advice (`do`).
+
+    `matters` is False if it works on little data. `bytes`: the size of its operands and result that have the sequence.
+    """
 
     operator: str
     found: str
@@ -115,7 +122,7 @@ class Obstacle:
 
 
 def obstacles(facts: Facts) -> dict[fx.Node, Obstacle]:
-    """Return the operators that fall back to the full sequence, by node."""
+    """Return the obstacle of each operator that falls back, by node; {} if no analysis of the graph has run."""
     if facts.found_access is None:
         return {}
     widest = max((bytes_like(node.meta.get(VALUE)) for node in facts.joint.nodes), default=0)
@@ -123,7 +130,7 @@ def obstacles(facts: Facts) -> dict[fx.Node, Obstacle]:
 
 
 def _obstacle(node: fx.Node, reason: str, facts: Facts, widest: int) -> Obstacle:
-    """Describe why a node is not chunked; `widest` is the size of the largest value in the graph."""
+    """Return why a node falls back, for the user; `reason` is the analysis', `widest` the bytes of the graph's largest value."""
     sizes = {value: bytes_like(value.meta[VALUE]) for value in (node, *tensor_operands(node)) if is_tensor(value)}
     matters = node.target in CONTRACTIONS or max(sizes.values(), default=0) * MIN_BYTES_DIVISOR >= widest
     sequence_bytes = sum(size for value, size in sizes.items() if _is_along_sequence(value, facts))
@@ -132,7 +139,10 @@ def _obstacle(node: fx.Node, reason: str, facts: Facts, widest: int) -> Obstacle
 
 
 def is_from_ranks(node: fx.Node, facts: Facts) -> bool:
-    """Return whether collectives supply all rows that an operator reads, and no loop works on them in between."""
+    """Return whether collectives supply all rows that an operator reads, and no loop works on them in between.
+
+    Then other ranks, not this operator, are why it falls back. Follows operands with a sequence axis back to collectives.
+    """
     if is_collective(node) or is_opaque(node):
         return False
     pending, visited, has_collective = [node], {node}, False
@@ -157,7 +167,7 @@ def _is_along_sequence(value: fx.Node, facts: Facts) -> bool:
 
 
 def _advice(node: fx.Node, facts: Facts) -> str:
-    """Return a suggested change for an operator that falls back to the full sequence."""
+    """Return a suggested change of the model's code for an operator that falls back to the full sequence."""
     if is_collective(node):
         return RANKS
     if is_opaque(node):
@@ -189,7 +199,7 @@ def _advice_on_opaque(node: fx.Node) -> str:
 
 
 def advice_on_break(reason: str, hint: str) -> str:
-    """Return advice for a graph break: Dynamo's own hint, unless a better one is known."""
+    """Return advice for a graph break, given Dynamo's reason: Dynamo's own hint, unless a better one is known."""
     return next((advice for fragment, advice in ADVICE_BY_BREAK.items() if fragment in reason), hint)
 
 
@@ -201,12 +211,12 @@ def _is_of_recurrent_layer(node: fx.Node) -> bool:
 
 
 def why_smaller(ours: int, other: int) -> str:
-    """Explain why a graph that could be chunked runs unchunked."""
+    """Explain why a graph that could be chunked runs unchunked: it takes fewer bytes (`other`) than in loops (`ours`)."""
     return SMALLER.format(ours=format_bytes(ours), other=format_bytes(other))
 
 
 def why_no_stages(facts: Facts) -> str:
-    """Explain why a graph has no stages."""
+    """Return a text that explains why a graph has no stages, so that it runs unchunked."""
     if facts.fits is not None:
         runs = ", and Inductor compiles it" if facts.fits == "compiled" else ""
         return f"{facts.unchunked_reason or FITS}{runs}"
@@ -234,7 +244,7 @@ def _is_single_row(facts: Facts) -> bool:
 
 
 def _sizes_of_rows(value: torch.Tensor) -> Sequence[int | torch.SymInt]:
-    """Return the sizes of a value's dimensions except the feature dimension."""
+    """Return the sizes of a value's dimensions except features: (2, 40) for floats [2 40 16], and (2, 40) for ids [2 40]."""
     return value.shape[:-1] if value.is_floating_point() and value.dim() > 1 else value.shape
 
 
@@ -245,7 +255,7 @@ def _opaque_text(node: fx.Node) -> str:
 
 
 def check_strict(facts: Facts, options: Options) -> None:
-    """Raise an error if `strict=True` requires that everything streams and part of the graph does not."""
+    """Raise `NotStreamedError` if the option is `strict=True` and an operator of the graph falls back."""
     if options.strict and (reasons := facts.reasons()):
         raise NotStreamedError(
             "strict=True requires every stage to stream",
@@ -255,7 +265,7 @@ def check_strict(facts: Facts, options: Options) -> None:
 
 
 def check_budget(facts: Facts, options: Options) -> None:
-    """Raise an error if a graph runs unchunked because a pass failed although a memory budget is set."""
+    """Raise `OverBudgetError` if a memory budget is set, other than "auto", and a graph runs unchunked because a pass failed."""
     failed = facts.analysis_error or "; ".join(facts.faults)
     if failed and facts.program is None and options.memory_budget not in (None, AUTO):
         raise OverBudgetError(

@@ -1,4 +1,9 @@
-"""Print a rewritten program as code: host programs, and for each loop its inputs, its body and its results."""
+"""Print a rewritten program as code: host programs, and for each loop its inputs, its body and its results.
+
+A *host program* replaces the forward or the backward graph: loops, and the few operators between them. A loop runs its *body*, a
+graph, for one chunk of rows [s, e) after the other. The *joint graph* is AOTAutograd's graph of both, before the rewrite; values
+are printed with their names in it.
+"""
 
 from __future__ import annotations
 
@@ -39,21 +44,24 @@ from streamfx.torch_private import OpOverload
 
 @dataclass(frozen=True)
 class ListingContext:
-    """Axes of values by their names in the joint graph, and names of fake values that copied nodes still hold."""
+    """How to name values: `shapes` has the axes, such as `[b t d]`, of each value by its name in the joint graph.
+
+    `names`: by the id of a fake tensor, the name of the value in the joint graph; nodes that are copied share fake tensors.
+    """
 
     shapes: Mapping[str, str]
     names: Mapping[int, str]
 
     def name(self, node: fx.Node) -> str | None:
-        """Return the name, in the joint graph, of the value that a node of a host program or loop body computes."""
+        """Return the name, in the joint graph, of the value that a node of a host program or loop body computes, or None."""
         return node.meta.get(JOINT) or self.names.get(id(node.meta.get(VALUE)))
 
 
 class Scope:
-    """Names for the nodes of one graph: names from the joint graph, as long as they are unique."""
+    """Names for the nodes of a host program or loop body: names from the joint graph, if they are unique in it."""
 
     def __init__(self, graph: fx.Graph, joint: ListingContext) -> None:
-        """Assign names; a joint name that several nodes share is not used."""
+        """Assign names; if several nodes have the same name in the joint graph, they keep their own names."""
         self.joint = joint
         computed_nodes = [node for node in graph.nodes if node.op != "placeholder"]
         name_counts = Counter(joint.name(node) or node.name for node in computed_nodes)
@@ -77,7 +85,7 @@ class Scope:
 
 
 def program_lines(program: Program, joint: ListingContext) -> Iterator[str]:
-    """Yield the full program: host programs, then loops."""
+    """Yield the lines of the full program: host programs, then each loop that they call."""
     yield from outer_lines(program, joint)
     for module in (program.forward, program.backward):
         for node in module.graph.find_nodes(op="call_module") if module is not None else ():
@@ -91,14 +99,14 @@ def program_lines(program: Program, joint: ListingContext) -> Iterator[str]:
 
 
 def outer_lines(program: Program, joint: ListingContext) -> Iterator[str]:
-    """Yield both host programs, without loop bodies."""
+    """Yield the lines of both host programs, without loop bodies."""
     for name, host in {"forward": program.forward, "backward": program.backward}.items():
         if host is not None:
             yield from _host_lines(name, host, joint)
 
 
 def _host_lines(name: str, module: fx.GraphModule, joint: ListingContext) -> Iterator[str]:
-    """Yield a host program: its inputs, operators, loop calls and outputs."""
+    """Yield the lines of a host program: its inputs, operators, loop calls and outputs."""
     scope = Scope(module.graph, joint)
     yield f"{name}({', '.join(scope.name(node) for node in module.graph.find_nodes(op='placeholder'))})"
     for node in module.graph.nodes:
@@ -113,13 +121,13 @@ def _host_lines(name: str, module: fx.GraphModule, joint: ListingContext) -> Ite
 
 
 def _is_part_of_loop(node: fx.Node) -> bool:
-    """Return whether a node extracts one result of a loop call."""
-    source = node.args[0] if node.args else None
-    return node.target is operator.getitem and isinstance(source, fx.Node) and source.op == "call_module"
+    """Return whether a node extracts one result of a loop call; the line of the call names all its results."""
+    operand = node.args[0] if node.args else None
+    return node.target is operator.getitem and isinstance(operand, fx.Node) and operand.op == "call_module"
 
 
 def _result_names(call: fx.Node, scope: Scope) -> str:
-    """Return the names of a loop's results in index order; unused results are omitted."""
+    """Return the names of a loop call's results in index order, as `x, y`; without used results, the name of the call."""
     parts = [user for user in call.users if user.target is operator.getitem]
     parts.sort(key=lambda part: part.args[1])  # type: ignore[arg-type,return-value]
     return ", ".join(scope.name(part) for part in parts) or call.name
@@ -129,7 +137,10 @@ def _result_names(call: fx.Node, scope: Scope) -> str:
 
 
 def _loop_lines(spec: LoopSpec, call: fx.Node, joint: ListingContext) -> Iterator[str]:
-    """Yield a loop: chunk size, buffers, inputs, body, and where each result is stored."""
+    """Yield the lines of a loop: chunk size, buffers, inputs, body, and where each result is stored.
+
+    `call`: the node of the host program that calls it; its arguments are numbers for `spec.symbols`, then tensors.
+    """
     outer, scope = Scope(call.graph, joint), Scope(spec.body.graph, joint)
     tensors = call.args[len(spec.symbols) :]
     yield f"loop {spec.name}: {chunk_text(spec.chunk_size)} [s, e), {'last to first' if spec.reverse else 'first to last'}"
@@ -155,21 +166,21 @@ def _loop_lines(spec: LoopSpec, call: fx.Node, joint: ListingContext) -> Iterato
 
 
 def chunk_text(chunk: ChunkSize) -> str:
-    """Describe the chunk size; it may be unknown until the sequence length is known."""
+    """Describe the chunk size, as `chunks of 64 rows`; an automatic one depends on the sequence length at run time."""
     if isinstance(chunk, AutoChunk):
         return f"chunks sized at run time ({chunk.row_bytes} bytes per row inside, {chunk.stream_bytes} at cuts)"
     return f"chunks of {chunk} rows"
 
 
 def _buffer_text(buffer: Buffer, joint: ListingContext) -> str:
-    """Describe a buffer: its initial content, dtype, axes, and the value that it holds."""
+    """Describe a buffer that all chunks share, as `zeros f32[b t d] for keys`: content, dtype, axes, and the value it holds."""
     return (
         f"{'zeros' if buffer.zeroed else 'empty'} {dtype_text(buffer.dtype)}{joint.shapes.get(buffer.name, '')} for {buffer.name}"
     )
 
 
 def feed_text(feed: Any, source: str) -> str:
-    """Describe how an input of a loop body is computed."""
+    """Describe what a loop body gets for one of its inputs; `source` names the loop's argument, if the feed reads one."""
     match feed:
         case ChunkSlice():
             return f"{source} {_rows_text(feed.selections)}"
@@ -185,12 +196,12 @@ def feed_text(feed: Any, source: str) -> str:
 
 
 def _rows_text(selections: tuple[RowSelection, ...]) -> str:
-    """Describe the rows of each chunked dimension that a chunk reads."""
+    """Describe the rows that a chunk reads along each chunked dimension, as `rows [0, e) of dim 1`."""
     return ", ".join(f"rows {_selector_text(selector)} of dim {placement.dim}" for placement, selector in selections)
 
 
 def _selector_text(selector: Selector) -> str:
-    """Describe the rows that a selector takes for the chunk [s, e)."""
+    """Describe the rows that a selector takes for the chunk [s, e): a span such as `[0, e)`, shifted rows, or its own rows."""
     if isinstance(selector, ShiftedRows):
         window = f" to {selector.by + selector.reach}" if selector.reach else ""
         return f"[s, e) shifted by {selector.by}{window}"

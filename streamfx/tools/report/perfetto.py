@@ -1,4 +1,8 @@
-"""Export a timeline in the JSON trace event format, which Perfetto and Chrome's tracing open."""
+"""Export a timeline in the JSON trace event format, which Perfetto and Chrome's tracing open.
+
+Event keys: `ph` is the kind of event ("M" metadata, "C" a counter, "X" a slice with a duration), `ts` its time and `dur` its
+duration in microseconds, `pid` and `tid` its process and track. Each way of running the step is a process; the streamed one is 1.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +31,9 @@ def trace_of(timeline: Timeline, stage_of: Mapping[str, str]) -> str:
 
 
 def _counter_events(course: MemoryTimeline, process: int, source: str) -> Iterator[Event]:
-    """Yield the process name, and the bytes alive by category at each moment.
+    """Yield the events of one way of running the step: its process name, and its bytes by memory category at each moment.
 
-    Event phases (`ph`): "M" metadata, "C" a counter, "X" a slice with a duration.
+    `process`: the number of its process in the trace. `source`: "predicted" or "measured".
     """
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"{course.way} ({source})"}}
     for i, at in enumerate(course.seconds):
@@ -45,7 +49,7 @@ def _track_name(process: int, thread: int, name: str) -> Event:
 
 
 def _slices(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[Event]:
-    """Yield a slice per loop, and a slice per stage that covers its consecutive loops."""
+    """Yield a slice per loop, and a slice per stage that covers its consecutive loops; `stage_of`: loop name -> stage name."""
     open_: list[LoopTime] = []
     for loop in loops:
         if open_ and stage_of.get(open_[0].name) != stage_of.get(loop.name):
@@ -58,12 +62,12 @@ def _slices(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[
 
 
 def _stage_slices(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[Event]:
-    """Yield a slice that covers consecutive loops of one stage."""
+    """Yield one slice that covers consecutive loops of a stage; none if there are no loops, or their stage is unknown."""
     if loops and (name := stage_of.get(loops[0].name)):
         yield _slice(name, STAGES, loops[0].start, loops[-1].end, {"loops": len(loops)})
 
 
 def _slice(name: str, thread: int, start: float, end: float, details: Event) -> Event:
-    """Return an event from `start` to `end` (seconds) on a track."""
+    """Return the event of a slice from `start` to `end` (seconds) on track `thread` of the streamed step."""
     times = {"ts": start * MICROSECONDS, "dur": (end - start) * MICROSECONDS}
     return {"ph": "X", "name": name, "cat": "streamfx", "pid": 1, "tid": thread, **times, "args": details}

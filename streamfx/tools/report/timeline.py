@@ -1,4 +1,8 @@
-"""Timelines of a step: bytes alive over predicted seconds, by memory category, for streamfx and the baselines."""
+"""Timelines of a step: bytes alive over predicted seconds, by memory category, for streamfx and the baselines.
+
+A `Curve` has the bytes alive after each allocation and free, with the work (FLOPs, bytes moved, launches) done until then; a rate
+per unit of work turns it into a timeline. Each *way* of running the step (streamfx, eager, ...) has its own, called a *course*.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,10 @@ Seconds = Callable[[Work], float]
 
 @dataclass(frozen=True)
 class LoopTime:
-    """The interval of a loop in seconds. `sampled_chunks` of its `chunks` were traced; each also represents its neighbors."""
+    """The interval of a loop in seconds since the start of the step.
+
+    `sampled_chunks` of its `chunks` were traced; each also represents its neighbors.
+    """
 
     name: str
     start: float
@@ -32,9 +39,10 @@ class LoopTime:
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Live bytes over one way of running a step. From `seconds[i]` on, each memory category in `terms` holds its i-th size.
+    """Bytes alive during one way of running a step, by memory category.
 
-    Persistent categories come first, temporary ones last. The backward pass begins at `backward_start`.
+    `terms`: by category, its bytes from moment `seconds[i]` to the next one, for each i; persistent categories first, temporary
+    ones last. `backward_start`: when the backward pass begins, `end` if there is none. `end`: when the step ends.
     """
 
     way: str
@@ -75,7 +83,10 @@ class MemoryTimeline:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Timelines: the streamed step first, then its baselines. `source` says how they were obtained, `clock` how time was."""
+    """The courses of a step: the streamed step first, then its baselines.
+
+    `source`: "predicted" or "measured". `clock`: a text that says how seconds were predicted or measured.
+    """
 
     courses: tuple[MemoryTimeline, ...]
     clock: str
@@ -100,18 +111,22 @@ class Timeline:
 
 
 def memory_timeline(way: str, curve: Curve, seconds: Seconds, flops: int | None = None) -> MemoryTimeline:
-    """Map a curve to seconds. `flops` are its final FLOPs, if the FLOPs counted along the curve include masked ones."""
-    end = seconds(curve.work)
-    final = end if flops is None else seconds(curve.work.without_hidden(curve.work.flops - flops))
-    scale = final / end if end else 1.0
+    """Return a curve as a timeline; `seconds(work)` predicts the time that some work takes, and `way` names the strategy.
+
+    If the FLOPs along the curve include attention on masked pairs, `flops` are those of the step without them; then all times
+    are scaled, so that the step ends when it would without them.
+    """
+    unscaled_end = seconds(curve.work)
+    end = unscaled_end if flops is None else seconds(curve.work.without_hidden(curve.work.flops - flops))
+    scale = end / unscaled_end if unscaled_end else 1.0
     moments, latest = list[float](), 0.0
     for point in curve.points:
         latest = max(latest, scale * seconds(point.work))
         moments.append(latest)
     loops = tuple(_loop_time(loop, lambda work: scale * seconds(work)) for loop in curve.loops)
-    backward_start = scale * seconds(curve.backward_start) if curve.backward_start is not None else final
+    backward_start = scale * seconds(curve.backward_start) if curve.backward_start is not None else end
     return MemoryTimeline(
-        way, tuple(moments), _terms_of(curve), backward_start, final, curve.work.flops if flops is None else flops, loops
+        way, tuple(moments), _terms_of(curve), backward_start, end, curve.work.flops if flops is None else flops, loops
     )
 
 
@@ -120,7 +135,10 @@ def _loop_time(loop: LoopInterval, seconds: Seconds) -> LoopTime:
 
 
 def _terms_of(curve: Curve) -> dict[str, tuple[int, ...]]:
-    """Return the bytes of each category at each point, sorted from the most constant category to the most variable."""
+    """Return the bytes of each memory category at each point of a curve, from the most constant category to the most variable.
+
+    Variable is a category with many changes relative to its largest size. Categories that are always empty are omitted.
+    """
     names = list(dict.fromkeys(name for point in curve.points for name in point.terms))
     sizes = {name: tuple(point.terms.get(name, 0) for point in curve.points) for name in names}
     present = {name: column for name, column in sizes.items() if any(column)}
