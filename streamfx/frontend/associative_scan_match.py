@@ -145,7 +145,7 @@ class _TreeReader:
         results = self._match_scan(elements)
         matched = set(self.matched)
         for size in reversed(self.size_operators):
-            if matched.issuperset(size.users):
+            if matched.issuperset(size.users):  # nothing outside the tree uses this size
                 matched.add(size)
         if self.body is None or any(user not in matched for node in matched.difference(results) for user in node.users):
             raise NoScanTreeError

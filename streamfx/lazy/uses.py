@@ -107,6 +107,8 @@ def numel_of(node: fx.Node) -> int:
 def default_rows_per_chunk(numel: int, length: int) -> int:
     """Return the rows per chunk for an output of `numel` elements and `length` rows: a power of two, which many lengths share.
 
+    The working set of a chunk (16 bytes per element) then takes at most numel / 16 bytes, or `MIN_WORKING_SET` if that is more.
+
     >>> default_rows_per_chunk(1 << 30, 1 << 16)
     256
     """
