@@ -96,7 +96,7 @@ class _Analysis:
 
     def _unchunk_cheap_neighbors(self) -> None:
         """Change cheap operators with unchunked operands and users, such as sums of a few gradients, from ROWS to WHOLE."""
-        candidates = set[fx.Node]()
+        candidates = set[fx.Node]()  # cheap operators from which a path of such leads to one that falls back (`reasons`)
         for node in reversed(self.joint.nodes):
             if any(user in candidates or user in self.reasons for user in node.users) and self._is_cheap_unchunked(node):
                 candidates.add(node)
@@ -150,7 +150,8 @@ class _Analysis:
         Related labels form a set of equals and opposites, which votes; static values, such as masks, decide only if no
         computed value does. A set whose relations contradict each other gets WHOLE.
         """
-        parity, votes = ParityUnionFind(), dict[Hashable, tuple[int, int]]()  # by set: votes of computed and static values
+        parity = ParityUnionFind()
+        votes = dict[Hashable, tuple[int, int]]()  # by root, from computed and static values: positive if the root is keys
         pairs = [node for node in self.axes.signatures if self._is_pair(node)]
         for node in pairs:
             self._relate(node, parity)
@@ -265,7 +266,10 @@ class _Analysis:
         return tuple(self._storage_class(letter_shape, roles) for letter_shape in signature.results)
 
     def _is_computed_once(self, node: fx.Node, result_dims: tuple[Shape, ...]) -> bool:
-        """Return whether a static value, such as a table of positions, is computed in full: it and its operands are narrow."""
+        """Return whether a static value, such as a table of positions, is computed once, in full, instead of chunk by chunk.
+
+        It must be narrow, and its operands must not be chunked: a sum of a mask must not compute the full mask.
+        """
         if node not in self.axes.static or not all(self._is_narrow(shape) for shape in result_dims):
             return False
         storage_classes = [self.storage_classes[operand][0] for operand in tensor_operands(node)]

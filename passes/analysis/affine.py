@@ -223,8 +223,8 @@ def _permute(node: fx.Node, positions: Positions) -> Affine | None:
     else:
         order = list(range(rank))
         is_t = node.target is aten.t.default
-        a, b = (0, rank - 1) if is_t else (int_argument(node, 1) % rank, int_argument(node, 2) % rank)
-        order[a], order[b] = order[b], order[a]
+        dim0, dim1 = (0, rank - 1) if is_t else (int_argument(node, 1) % rank, int_argument(node, 2) % rank)
+        order[dim0], order[dim1] = order[dim1], order[dim0]
     return replace(source, dim=order.index(source.dim))
 
 

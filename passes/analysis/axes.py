@@ -71,13 +71,14 @@ def sequence_axes(joint: JointGraph) -> AxisFacts:
     if split := _split_axes(joint, axes, sequence):
         sequence_dims = frozenset((node, i) for node, i in split if _contains_sequence(sequence, axes, axes.shapes[node][i]))
         split = sequence_dims or split  # a feature axis that is split does not matter if the sequence is split
-        axes_unsplit = axes_of(joint, split)
+        axes_unsplit = axes_of(joint, split)  # with each of these dimensions as one factor
         sequence_unsplit = sequence_axis(joint, axes_unsplit)
         inputs = [(node, i) for node in joint.primals for i, _ in enumerate(axes.shapes.get(node, ())) if (node, i) in split]
-        origin = {axes_unsplit.table.resolve(axes_unsplit.shapes[node][i])[0]: (node, i) for node, i in inputs}
+        input_of_factor = {axes_unsplit.table.resolve(axes_unsplit.shapes[node][i])[0]: (node, i) for node, i in inputs}
         # the chosen axis is not a split input dimension: it may be one within blocks, so use the input dimension
-        if sequence_unsplit is None or sequence_unsplit.main not in origin:
-            mains = [main for main, (node, i) in origin.items() if _contains_sequence(sequence, axes, axes.shapes[node][i])]
+        if sequence_unsplit is None or sequence_unsplit.main not in input_of_factor:
+            dims = input_of_factor.items()
+            mains = [factor for factor, (node, i) in dims if _contains_sequence(sequence, axes, axes.shapes[node][i])]
             sequence_unsplit = sequence_of(mains[0], axes_unsplit) if mains else None
         if sequence_unsplit is not None:
             axes, sequence = axes_unsplit, sequence_unsplit
@@ -245,7 +246,7 @@ def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     Fused attention declares it; else it is the axis that occurs twice in scores, masks and probabilities. A square
     weight and its gradient have an axis twice as well, so only values computed in the forward graph count.
     """
-    votes: Counter[Atom] = Counter()
+    votes: Counter[Atom] = Counter()  # for each axis, how many values or fused attentions have it twice
     for node, signature in axes.signatures.items():
         atoms = {letter: set(axes.table.resolve(dim)) for letter, dim in axes.letters[node].items()}
         keys = {atom for letter in signature.keys for atom in atoms.get(letter, ())}

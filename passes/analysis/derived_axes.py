@@ -37,7 +37,7 @@ def sequence_of(main: Atom, axes: AxisFacts) -> SequenceAxis:
     tilings = _tilings(axes, axes.table.size(main))
     members, blocks = find_derived_axes(main, axes, tilings)
     disjoint_tilings = [tiling for tiling in tilings if not any(atom in members for atom in tiling.inner_axes)]
-    if len(disjoint_tilings) < len(tilings):  # if a slice selects one block, rows of the block are rows of the sequence, too
+    if len(disjoint_tilings) < len(tilings):  # a slice selects one block: then rows within blocks, not blocks, are the sequence's
         members, blocks = find_derived_axes(main, axes, disjoint_tilings)
     return SequenceAxis(main, axes.table.size(main), members, blocks, _recurrence_block_sizes(members, axes))
 
@@ -137,9 +137,10 @@ class ConcatAxis:
     parts: tuple[tuple[Atom, Size], ...]
 
     def offset(self, members: Mapping[Atom, DerivedRows], blocks: Container[Atom]) -> Size | None:
-        """Return which row of the sequence row 0 of the concatenation is; `members`, `blocks`: the derived axes so far.
+        """Return which row of the sequence row 0 of the concatenation is; `self.parts`: (axis, rows before it) per operand.
 
-        None unless all parts are derived axes, not of blocks, and their rows are adjacent rows of the sequence, in order.
+        `members`: the offset in the sequence of each derived axis found so far; `blocks`: those of blocks. None unless all
+        parts are derived axes, not of blocks, and their rows are adjacent rows of the sequence, in order.
         """
         if any(part not in members or part in blocks for part, _ in self.parts):
             return None

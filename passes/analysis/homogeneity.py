@@ -118,9 +118,9 @@ class _HomogeneityFinder:
         """
         operators = self._operators_between(node, None)
         inputs = {source for item in operators for source in item.all_input_nodes if source not in operators}
-        return self._is_scalar(node) and all(map(self._is_scalar, operators)) and all(map(self._is_available, inputs))
+        return self._is_without_rows(node) and all(map(self._is_without_rows, operators)) and all(map(self._is_available, inputs))
 
-    def _is_scalar(self, node: fx.Node) -> bool:
+    def _is_without_rows(self, node: fx.Node) -> bool:
         """Return whether no result of an operator has sequence rows or is a sum over chunks: loops do not compute it."""
         return all(storage_class is StorageClass.OUTSIDE for storage_class in self.storage_classes.get(node, ()))
 
@@ -129,7 +129,7 @@ class _HomogeneityFinder:
         return (
             node.op != "call_function"
             or node in self.axes.static
-            or self._is_scalar(node)
+            or self._is_without_rows(node)
             or self.storage_classes[node] == (StorageClass.SUM,)
         )
 
@@ -181,7 +181,7 @@ class _HomogeneityFinder:
         finished: set[fx.Node] = set()
         for node in nodes:
             waits = any(source in finished for source in node.all_input_nodes)
-            if waits and not self._is_scalar(node):
+            if waits and not self._is_without_rows(node):
                 return True
             if waits or (is_tensor(node) and self.storage_classes.get(node) == (StorageClass.SUM,)):
                 finished.add(node)

@@ -57,7 +57,7 @@ def _find_spans(joint: JointGraph, axes: AxisFacts, access: AccessFacts) -> Span
     """
     masks = Masks(joint, axes, access)
     pairs = [node for node in joint.nodes if Role.KEYS in access.roles.get(node, {}).values() and access.is_in_loop(node)]
-    recomputed_per_consumer = _recomputed_per_consumer(pairs, axes, access)
+    recomputed_per_consumer = _recomputed_per_consumer(pairs, axes, access)  # masks and the like: valid for any span
     spans: dict[fx.Node, Span] = {}
     span_kinds: dict[fx.Node, str] = {}
     exact_masks: set[fx.Node] = set()

@@ -223,7 +223,7 @@ class Masks:
         return self._axes.sequence_dims(self._axes.shapes[node])
 
     def _operand_facts(self, operand: fx.Node, user: fx.Node) -> Pieces:
-        """Return the facts about an operand: per interval of delta, or its range over all rows and keys."""
+        """Return the facts about an operand per interval of delta; its range if `user` has its rows and keys exchanged."""
         if operand in self._patterns:
             return self._facts_from_pattern(operand, user)
         facts = self._pieces.get(operand)
@@ -244,7 +244,7 @@ class Masks:
         return {i: roles[letter] for i, dim in enumerate(letters) for letter in dim if letter in roles}
 
     def _slice_facts(self, node: fx.Node) -> Pieces:
-        """Return the facts about a slice of a mask, or of a table with more rows than the sequence."""
+        """Return the facts about a slice of a mask (rows by keys), or of a table with more rows than the sequence."""
         source = node_argument(node)
         if source in self._pieces or self._is_pair(source):
             return self._mask_slice_facts(node, source)
@@ -332,7 +332,7 @@ class Masks:
             dims = [dim] if isinstance(dim, int) else list(dim)
             reduced_roles = [self._operand_roles(source, node)[item] for item in dims]
             if reduced_roles == [Role.KEYS]:
-                low = max(diagonal.low - 1 - abs(diagonal.low) / 100, bounds.low)
+                low = max(diagonal.low - 1 - abs(diagonal.low) / 100, bounds.low)  # with a margin for rounding
                 self.values.note(node, Range(low, bounds.high, bounds.nan))
 
     # -- index vectors
@@ -371,7 +371,10 @@ class Masks:
         return Slope(terms[Role.KEYS][0], terms[Role.KEYS][1] + terms[Role.ROWS][1])
 
     def _affine_along_role(self, operand: Any, user: fx.Node, dtype: torch.dtype) -> tuple[Role, int, int] | None:
-        """Return (role, factor, offset) of an operand: factor * position + offset along rows or keys of `user`; else None."""
+        """Return (rows or keys, factor, offset) of an operand of `user` that is factor * position + offset along that dimension.
+
+        `position` counts rows of the sequence; the known affine form counts from index 0 of the operand. Else None.
+        """
         affine = self._positions.of(operand)
         if affine is None or affine.dim is None or not self._positions.is_exact(affine, operand, dtype):
             return None

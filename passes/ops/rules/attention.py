@@ -59,8 +59,8 @@ def _position_dependent(call: RuleCall) -> frozenset[Letter]:
 @rule(ATTENTION)
 def attention(call: RuleCall) -> Signature:
     """Axis rule of attention: (q, k, v, mask?) -> (out, log-sum-exp), with labels for all dimensions."""
-    key, value = _key_value_labels(call, 0, 1)
-    mask = (_mask_labels(call, 3),) if len(call.operands) == 4 else ()
+    key, value = _key_value_labels(call, query_index=0, key_index=1)
+    mask = (_mask_labels(call, operand_index=3),) if len(call.operands) == 4 else ()
     return Signature(
         (QUERY, key, value, *mask), (OUT, LSE), _full_labels(key), keys=frozenset({N}), index_dependent=_position_dependent(call)
     )
@@ -69,8 +69,8 @@ def attention(call: RuleCall) -> Signature:
 @rule(ATTENTION_BACKWARD)
 def attention_backward(call: RuleCall) -> Signature:
     """Axis rule of attention's backward: (dout, q, k, v, out, log-sum-exp, mask?) -> (dq, dk, dv)."""
-    key, value = _key_value_labels(call, 1, 2)
-    mask = (_mask_labels(call, 6),) if len(call.operands) == 7 else ()
+    key, value = _key_value_labels(call, query_index=1, key_index=2)
+    mask = (_mask_labels(call, operand_index=6),) if len(call.operands) == 7 else ()
     return Signature(
         (OUT, QUERY, key, value, OUT, LSE, *mask),
         (QUERY, key, value),

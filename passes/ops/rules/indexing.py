@@ -129,7 +129,7 @@ def index_put(call: RuleCall) -> Signature | None:
     labels = _index_labels(call)
     if labels is None:
         return None
-    target, indices, rows, indexed = labels
+    target, indices, rows, indexed = labels  # rows: of `target[i, j, :]`; indexed: the labels of its indexed dimensions
     values_shape = call.shapes[-1]
     values = tuple(rows[len(rows) - len(values_shape) + i] if size != 1 else () for i, size in enumerate(values_shape))
     adds_up = call.arguments()["accumulate"] and is_zero(call.operands[0]) and not _is_rounded_count(call)

@@ -102,7 +102,7 @@ def notation_rule(notation: str) -> Rule:
     left, right = ([part.split() for part in side.split(",")] for side in notation.split("->"))
 
     def from_notation(call: RuleCall) -> Signature | None:
-        """Return the signature of a call, or None if its operands do not fit the notation."""
+        """Return the signature of a call, or None if its operands do not fit `left`, the names of each operand's dimensions."""
         if len(left) != len(call.operands):
             return None
         fresh_labels = count()
