@@ -359,16 +359,17 @@ class Masks:
 
         None unless their factors are opposite, so that the sum depends on key - row alone, and `dtype` is exact.
         """
-        terms: dict[Role, tuple[int, int]] = {}
+        terms: dict[Role, tuple[int, int]] = {}  # (factor, offset)
         for coefficient, operand in weighted_operands:
             affine = self._affine_along_role(operand, node, dtype)
             if affine is None or affine[0] in terms:
                 return None
             role, factor, offset = affine
             terms[role] = (coefficient * factor, coefficient * offset)
-        if set(terms) != {Role.ROWS, Role.KEYS} or terms[Role.KEYS][0] != -terms[Role.ROWS][0] or not terms[Role.KEYS][0]:
+        if set(terms) != {Role.ROWS, Role.KEYS}:
             return None
-        return Slope(terms[Role.KEYS][0], terms[Role.KEYS][1] + terms[Role.ROWS][1])
+        (row_factor, row_offset), (key_factor, key_offset) = terms[Role.ROWS], terms[Role.KEYS]
+        return Slope(key_factor, key_offset + row_offset) if key_factor == -row_factor != 0 else None
 
     def _affine_along_role(self, operand: Any, user: fx.Node, dtype: torch.dtype) -> tuple[Role, int, int] | None:
         """Return (rows or keys, factor, offset) of an operand of `user` that is factor * position + offset along that dimension.

@@ -34,7 +34,8 @@ def _late_bound(name: str) -> Callable[..., Any]:
 def _delta_rule(suffix: str, context: tuple[str, ...]) -> Stateful:
     """Return the declaration of one variant of the delta-rule operator, `fla::chunk_dplr_delta_rule_fwd<suffix>`.
 
-    After the rows and the final state, it returns the values that backward needs: its block layout, and `context`.
+    After the rows and the final state, it returns the values that backward needs: its block layout, and `context`. In `rows`
+    and `results`, 1 is the dimension of rows; in the others, the result's index.
     """
     names = f"fla::chunk_dplr_delta_rule_fwd{suffix}", f"fla::chunk_dplr_delta_rule_bwd{suffix}"
     saved = (*LAYOUT, *(f"{name}_ctx" for name in context))
