@@ -1,7 +1,8 @@
 """The cost of a call in eager mode, traced operator by operator on fake tensors, optionally with a wrapper around each layer.
 
-If layers repeat, only the kept layers are traced and the cost is extrapolated to all. The repetition is checked: one full forward
-trace must equal, byte by byte, the shortened trace with the missing layers filled in.
+If layers repeat (a `Repeat`), only the *kept layers* are traced, the first few, and the cost is extrapolated to all. This is
+checked: one full forward trace must equal, byte by byte, the shortened trace with the missing layers filled in. A *step* is the
+forward and backward pass of the call.
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ LayerWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @contextmanager
 def outside_of_inference() -> Iterator[None]:
-    """Leave inference mode, which hides the parts of composite operators from the cost counter. The gradient mode is kept."""
+    """Context manager: leave inference mode, in which composite operators are not split into those that the cost counter knows.
+
+    Whether gradients are enabled stays the same.
+    """
     enabled = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(enabled):
         yield
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of a layer so that only its inputs are saved."""
+    """Wrap the forward of a layer in torch's activation checkpointing: only its inputs are saved for backward."""
     return partial(checkpoint, forward, use_reentrant=False)
 
 
@@ -86,7 +90,7 @@ def find_layer_repetition(model: Callable[..., Any], inputs: Mapping[str, Any]) 
 
 
 def faker_of(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[FakeTensorMode, FakeConverter]:
-    """Return the fake mode of a call and the converter of its tensors to fake ones."""
+    """Return the fake mode in which to trace a call, that of its fake tensors or a new one, and a converter to this mode."""
     tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
     tensors += [value for module in modules_of(model) for value in held_tensors(module)]
     mode = fake_mode_of(tensors) or FakeTensorMode()
@@ -95,7 +99,7 @@ def faker_of(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 @contextmanager
 def allow_real_inputs(mode: FakeTensorMode) -> Iterator[None]:
-    """Let real parameters be used with fake inputs."""
+    """Context manager: operators of a fake mode may mix fake tensors with real ones, such as parameters."""
     saved, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
         yield
@@ -132,7 +136,10 @@ class EagerCall:
         return replace(cost, layer_flops=forward.layer_flops, layer_attention=forward.layer_attention)
 
     def step(self, wrapper: LayerWrapper | None) -> tuple[EagerStep, int] | None:
-        """Return the step and the bytes of its gradients, or None as in `cost`."""
+        """Return (step, bytes of its parameter gradients), with `wrapper` applied to each layer.
+
+        None if the step cannot be traced, or if no wrapped layer is called; the reason is logged.
+        """
         self.wrapped_calls = 0
         try:
             result = self._extrapolated_step(wrapper) or self._traced_step(wrapper)
@@ -145,7 +152,7 @@ class EagerCall:
         return result
 
     def _extrapolated_step(self, wrapper: LayerWrapper | None) -> tuple[EagerStep, int] | None:
-        """Return the step and its gradient bytes, extrapolated from the kept layers; None if the layers do not repeat."""
+        """Return (step, bytes of parameter gradients), extrapolated from the kept layers; None if that is not possible."""
         if self.repeat is None:
             return None
         step_of_few, gradients = self._traced_step(wrapper, self.repeat)
@@ -154,8 +161,10 @@ class EagerCall:
 
     @cached_property
     def repeat(self) -> Repeat | None:
-        """The layer repetition, or None if the extrapolated forward graph differs from the full one, or if a layer has a custom
-        backward.
+        """How the layers repeat; None if they do not, or if that cannot be proven.
+
+        The proof: the extrapolated forward pass equals the full one, and no layer has a custom backward, which the forward pass
+        does not show.
         """
         repeat = find_repeat(self.model) if self.known_repeat is None else self.known_repeat
         if repeat is None or self.known_repeat is not None:
@@ -171,7 +180,7 @@ class EagerCall:
         return repeat if extrapolated.forward.equals(step.forward) and not notes.has_custom_backward else None
 
     def _counting_calls(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the forward of a layer so that its calls are counted in `wrapped_calls`."""
+        """Return the forward of a layer, wrapped so that its calls are counted in `wrapped_calls`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.wrapped_calls += 1
@@ -180,7 +189,10 @@ class EagerCall:
         return run
 
     def _traced_forward(self, repeat: Repeat | None = None) -> tuple[EagerStep, Notes]:
-        """Return the forward pass of all layers, or of the kept layers of `repeat`, with notes on each layer; trace it once."""
+        """Return the forward pass of all layers, or of the kept layers of `repeat`, with notes on each layer.
+
+        It is traced at the first request only.
+        """
         if repeat not in self._traces:
             notes = Notes()
             self._traces[repeat] = self._traced_step(None, repeat, forward_only=True, notes=notes)[0], notes
@@ -189,7 +201,11 @@ class EagerCall:
     def _traced_step(
         self, wrapper: LayerWrapper | None, repeat: Repeat | None = None, forward_only: bool = False, notes: Notes | None = None
     ) -> tuple[EagerStep, int]:
-        """Trace a step; return it, and the bytes of parameter gradients of all layers, including the missing ones."""
+        """Trace a step, or only its forward pass; return it, and the bytes of parameter gradients of all layers.
+
+        With `repeat`, only the kept layers are traced; the gradient bytes include those of the missing ones. `notes`, if given,
+        records what each layer computes. A loop over many equal inputs is sampled, if its iterations prove to be alike.
+        """
         try:
             return self._trace_step(wrapper, repeat, forward_only, notes, sampled=True)
         except IterationsDifferError as error:
@@ -199,7 +215,11 @@ class EagerCall:
     def _trace_step(
         self, wrapper: LayerWrapper | None, repeat: Repeat | None, forward_only: bool, notes: Notes | None, sampled: bool
     ) -> tuple[EagerStep, int]:
-        """As `_traced_step`. If `sampled`, a function over many equal inputs is traced for only some of them."""
+        """Trace a step as `_traced_step` does. If `sampled`, a function over many equal inputs is traced for only some of them.
+
+        Raises:
+            IterationsDifferError: if it is sampled, and the traced iterations differ.
+        """
         with self._fake_call(repeat) as (args, kwargs):
             layers = layers_of(self.model)
             if notes is not None:
@@ -224,9 +244,10 @@ class EagerCall:
 
     @contextmanager
     def _fake_call(self, repeat: Repeat | None) -> Iterator[tuple[Any, Any]]:
-        """Yield fake arguments, and replace the tensors of the model by fake ones.
+        """Context manager: replace the tensors of the model by fake ones, and yield fake (args, kwargs).
 
-        The model has all its layers, or only the kept layers of `repeat`. Integer inputs stay real.
+        In the block, the model has all its layers, or only the kept layers of `repeat`. Integer inputs are real copies. On exit,
+        the model is restored.
         """
         with (
             first_layers(self.model, len(layers_of(self.model)) if repeat is None else repeat.kept),
@@ -236,7 +257,7 @@ class EagerCall:
             yield self.faker.inputs((tuple(self.args), dict(self.kwargs)), with_integers=True)
 
     def find_layer_subset(self) -> LayerSubset | None:
-        """Return the kept layers to trace in place of all; None if the layers do not repeat."""
+        """Return the kept layers to trace in place of all; None if the layers do not repeat, or cannot be traced."""
         repeat = find_repeat(self.model, by_settings=True)
         if repeat is None:
             return None
@@ -254,6 +275,6 @@ def _leaves(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _gradient_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the gradients that the leaves among these tensors hold."""
+    """Return the bytes of the gradients (`.grad`) that the leaves among these tensors hold."""
     gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     return sum(tensor.nbytes for tensor in tensors_in(gradients))

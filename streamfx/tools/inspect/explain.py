@@ -1,4 +1,4 @@
-"""`streamfx.explain`: report how the backend would compile a model, without running it."""
+"""`streamfx.explain`: report how the backend would compile a model, without running it (costs are found on fake tensors)."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ class Explanation(Unpicklable, Exports):
 
     @property
     def _graph_calls(self) -> list[TracedGraph]:
-        """The graph of each call, or all graphs if calls were not recorded."""
+        """The graph of each call in order (a graph may be called twice), or all graphs if calls were not recorded."""
         return self.call.calls or self.call.graphs
 
     @property
@@ -276,9 +276,9 @@ class Explanation(Unpicklable, Exports):
         return [0 if self.updates else bytes_of_parameters(graph.facts.joint) for graph in self._graph_calls]
 
     def _costs_by_call(self, costs: list[Cost]) -> list[Cost]:
-        """Return the cost of each call, given the cost of each graph."""
-        of_graph = {id(graph): cost for graph, cost in zip(self.call.graphs, costs, strict=True)}
-        return [of_graph[id(graph)] for graph in self._graph_calls]
+        """Return the cost of each graph call, given the cost of each distinct graph."""
+        cost_of_graph = {id(graph): cost for graph, cost in zip(self.call.graphs, costs, strict=True)}
+        return [cost_of_graph[id(graph)] for graph in self._graph_calls]
 
     @cached_property
     def _costs_by_graph(self) -> list[Cost]:
@@ -346,28 +346,32 @@ class Explanation(Unpicklable, Exports):
 
 
 def _cost_with_backend(graph: TracedGraph, updates: bool) -> Cost:
-    """Return the cost of the graphs that run; with `updates`, an optimizer frees gradients in the backward graph."""
+    """Return the cost of a graph with the backend; with `updates`, an optimizer frees each gradient once it is complete."""
     forward, backward = graph.that_run
     released = released_to_optimizer(graph, backward) if updates and backward is not None else None
     return cost_of(forward, backward, graph.num_outputs, loss_values(graph.facts), released, recorded=True)
 
 
 def released_to_optimizer(graph: TracedGraph, backward: fx.GraphModule) -> ReleasedGradients | None:
-    """Return the parameter gradients that an optimizer gets during the backward pass; None if it gets all at its end."""
+    """Return the parameter gradients that an optimizer gets during the backward pass; None if it gets all at its end.
+
+    The backward graph runs in segments; `chain.released` has the results (by index) that are released after each. Results in
+    `chain.unchained` are not released.
+    """
     chain = graph.chain
     if chain is None or not chain.released:
         return None
     segments = release_segments(backward, chain.saved)
     if released_indices(segments) != chain.released:
         return None
-    kept_segments = (number for number, places in enumerate(chain.released) if not chain.unchained.isdisjoint(places))
-    parameter_places = {place for place, primal, _ in graph.facts.joint.trained if is_parameter(primal)} - chain.unchained
-    primal_by_place = {place: source.primal_index for place, source in chain.sources.items() if place in parameter_places}
-    return ReleasedGradients(segments, max(kept_segments, default=0), primal_by_place)
+    unchained_segments = (i for i, results in enumerate(chain.released) if not chain.unchained.isdisjoint(results))
+    parameter_results = {i for i, primal, _ in graph.facts.joint.trained if is_parameter(primal)} - chain.unchained
+    primal_of_result = {i: source.primal_index for i, source in chain.sources.items() if i in parameter_results}
+    return ReleasedGradients(segments, max(unchained_segments, default=0), primal_of_result)
 
 
 def _cost_without_backend(graph: TracedGraph) -> Cost:
-    """Return the cost in eager mode, or of AOTAutograd's partition if the graph contains operators that only a tracer can run."""
+    """Return the cost of a graph in eager mode; if it cannot run on fake tensors there, that of AOTAutograd's partition."""
     try:
         return eager_cost_of_graph(graph.module)
     except Exception as error:

@@ -1,4 +1,7 @@
-"""`streamfx.profile`: measure the memory and time of a step, loop by loop."""
+"""`streamfx.profile`: measure the memory and time of a step, loop by loop.
+
+Bytes come from torch's profiler, of which only one can be active; loops call a *probe* that records their begin and end.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,7 @@ class Profile(Unpicklable):
 
     @property
     def _with_bytes(self) -> MeasuredStep:
-        """The measurement; raises if bytes were not recorded."""
+        """The measurement; raises `ProfileError` if its bytes are unknown, because the profiler did not see all of the step."""
         if self.measured.unseen:
             asked, do = "the profile has no measured bytes", "the seconds of its loops are in summary()"
             raise ProfileError(asked, found=self.measured.unseen, do=do)
@@ -209,7 +212,7 @@ def profile() -> Profile:
 
 
 def _acquire_profiler() -> None:
-    """Take the lock of measurements, or raise if another profiler is active."""
+    """Take the lock that a measurement holds; raise `ProfileError`, without the lock, if another profiler is active."""
     asked, do = "cannot measure a step", "measure one step at a time"
     if not _profiler_lock.acquire(blocking=False):
         raise ProfileError(asked, found="another streamfx.profile() is active", do=do)
@@ -219,7 +222,7 @@ def _acquire_profiler() -> None:
 
 
 class _Watch:
-    """Records loops as they run."""
+    """The probe of a measurement: compiled graphs and loops call it as they run, and it records them."""
 
     def __init__(self) -> None:
         """`loop_runs` lists each loop as (begin, end, name, stage, forward or backward graph, number of chunks)."""
@@ -228,18 +231,18 @@ class _Watch:
         self.ran_in_other_thread = False
 
     def now(self) -> int:
-        """Return the time after the device has finished all queued work."""
+        """Wait until the device has finished all queued work, and return the time in nanoseconds since the epoch."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return time.time_ns()
 
     def on_forward(self, costed_program: Any) -> None:
-        """Record that a forward or backward graph starts."""
+        """Record that a forward graph with loops starts; `costed_program`, which predicts its cost, may be None (unknown)."""
         self.graphs.append(costed_program)
         self.ran_in_other_thread |= not is_profiled()
 
     def run_loop(self, name: str, origin: LoopOrigin, num_chunks: int, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Run a loop and record its begin and end."""
+        """Run a loop by calling `run`, record its begin and end, and return its results. `origin`: its stage and its graph."""
         self.ran_in_other_thread |= not is_profiled()
         begin = self.now()
         results = run()

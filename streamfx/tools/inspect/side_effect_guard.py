@@ -1,4 +1,7 @@
-"""Run a model without side effects: its state is restored afterwards, and fake tensors replace its inputs."""
+"""Run a model without side effects: its state is restored afterwards, and fake tensors replace its inputs.
+
+A *model* is a module, or any callable that reaches modules: `partial(model)`, `trainer.loss`, `lambda: model(x)`.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,11 @@ def modules_of(model: Callable[..., Any]) -> list[nn.Module]:
 
 
 def parameters_of(model: Callable[..., Any]) -> dict[str, nn.Parameter]:
-    """Return the parameters of the modules that a call reaches, by name. With several root modules, the class is a prefix."""
+    """Return the parameters of the modules that a callable reaches, by name.
+
+    If it reaches several modules that are not parts of each other, names begin with their class: `Actor.weight`, and
+    `Actor(2).weight` for the second module of a class.
+    """
     if isinstance(model, nn.Module):
         return dict(model.named_parameters())
     modules = modules_of(model)
@@ -74,7 +81,10 @@ def parameters_of(model: Callable[..., Any]) -> dict[str, nn.Parameter]:
 
 
 def _reachable_values(function: Any, visited: tuple[Any, ...] = ()) -> list[Any]:
-    """Return the values that a function, or a function that it closes over (a decorated one), can reach by name."""
+    """Return the values that a function can reach: itself, its `self`, closure cells, globals it names, bound arguments.
+
+    Also those of functions that it closes over, such as a decorated one, except functions in `visited`.
+    """
     if isinstance(function, functools.partial):
         bound = [*function.args, *function.keywords.values()]
         return [*_reachable_values(function.func, visited), *bound]
@@ -95,7 +105,7 @@ def _reachable_values(function: Any, visited: tuple[Any, ...] = ()) -> list[Any]
 
 
 def _modules_in(value: Any) -> list[nn.Module]:
-    """Return the modules in the attributes of an object, or in a container."""
+    """Return the modules among the items of a container, or the attributes of any other object, not deeper."""
     if isinstance(value, (list, tuple, dict)):
         values = list(value.values()) if isinstance(value, dict) else list(value)
     else:
@@ -104,7 +114,7 @@ def _modules_in(value: Any) -> list[nn.Module]:
 
 
 def held_tensors(module: nn.Module) -> list[Tensor]:
-    """Return a module's own parameters and buffers."""
+    """Return a module's own parameters and buffers, without those of its submodules."""
     return [tensor for by_name in (module._parameters, module._buffers) for tensor in by_name.values() if tensor is not None]
 
 
@@ -118,8 +128,9 @@ def _is_filled(cell: Any) -> bool:
 
 @contextmanager
 def without_side_effects(model: Callable[..., Any]) -> Iterator[None]:
-    """Undo assignments to attributes, writes to buffers, and random draws on exit. Inside, the model runs as written,
-    even if it is enabled or compiled.
+    """Context manager: on exit, undo assignments to modules' attributes, writes to buffers, and random draws.
+
+    In the block, the model's own forward runs, even if `streamfx.enable` or `model.compile()` has replaced it.
     """
     modules = modules_of(model)
     saved = [(module, _attributes(module)) for module in modules]
@@ -143,7 +154,7 @@ def _unwrap_forward(module: nn.Module) -> None:
 
 @contextmanager
 def restored_buffers(modules: list[nn.Module]) -> Iterator[None]:
-    """Restore the contents of buffers on exit."""
+    """Context manager: on exit, restore the contents of the modules' buffers that hold data."""
     buffers = {id(buffer): buffer for module in modules for buffer in module._buffers.values() if _has_data(buffer)}
     with real_values():
         saved = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
@@ -158,7 +169,7 @@ def restored_buffers(modules: list[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def without_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Clear the gradients of leaves, as `zero_grad()` does, and restore them on exit."""
+    """Context manager: the leaves among these tensors have no `.grad` in the block, and their old one after it."""
     saved = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
     for tensor, _ in saved:
         tensor.grad = None
@@ -171,7 +182,7 @@ def without_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def restored_randomness() -> Iterator[None]:
-    """Restore the random generators of torch, Python and numpy on exit."""
+    """Context manager: on exit, restore the random generators of torch (CPU and CUDA), Python, and numpy if it is imported."""
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     cpu_state = torch.get_rng_state()
@@ -188,7 +199,7 @@ def restored_randomness() -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes, with copies of containers, which may be modified."""
+    """Return a module's attributes for `_restore`: name -> (value, shallow copy of the value if it is a container, else None)."""
     return {name: (value, _container_copy(value)) for name, value in module.__dict__.items()}
 
 
@@ -198,7 +209,7 @@ def _container_copy(value: Any) -> Any:
 
 
 def _restore(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Restore attributes, and the contents of containers, that `_attributes` saved."""
+    """Restore a module's `__dict__`, in place, and the contents of containers in it; `saved`: the result of `_attributes`."""
     attributes.clear()
     for name, (value, container_copy) in saved.items():
         attributes[name] = value
@@ -208,8 +219,9 @@ def _restore(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 class FakeConverter:
-    """Converts real tensors to fake ones, and always the same tensor to the same fake one. Tensors on the meta device
-    get a device.
+    """Converts real tensors to fake tensors of a mode, and always the same tensor to the same fake one.
+
+    Tensors on the meta device become fake tensors on `device`.
     """
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
@@ -225,7 +237,7 @@ class FakeConverter:
         return self._converted[id(tensor)][1]
 
     def _make_fake(self, tensor: Tensor) -> Tensor:
-        """Create a fake tensor like a real or meta one, with its `mark_dynamic` flags."""
+        """Return a new fake tensor like a real or meta one, a parameter if that is one, with its `mark_dynamic` flags."""
         if tensor.is_meta:
             fake = self._on_device(tensor).requires_grad_(tensor.requires_grad)
             fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
@@ -237,8 +249,9 @@ class FakeConverter:
         return fake
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        """Return a fake tensor like one on the meta device. For wrapper subclasses (a sharded tensor) the inner tensors
-        are fake.
+        """Return a fake tensor on `self.device` like one on the meta device.
+
+        For a wrapper subclass (a sharded tensor), return a wrapper around fake inner tensors.
         """
         if is_traceable_wrapper_subclass(tensor):
             return rewrap(tensor.detach(), self._on_device)
@@ -246,7 +259,11 @@ class FakeConverter:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
     def inputs(self, values: Any, with_integers: bool = False) -> Any:
-        """Copy nested arguments with fake tensors in them; `with_integers` keeps real integer tensors."""
+        """Return a deep copy of nested arguments in which tensors are fake.
+
+        `with_integers`: tensors of integers and booleans become real copies instead, so that code can read their data. If the
+        arguments cannot be copied, objects in them are shared, and only tensors in containers are replaced.
+        """
         tensors = [value for value in tree_iter(values) if isinstance(value, Tensor)]
         memo = {
             id(tensor): _cloned(tensor) if with_integers and _has_integers(tensor) else self.fake(tensor) for tensor in tensors

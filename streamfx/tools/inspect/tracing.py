@@ -67,7 +67,7 @@ NOT_TRACED = "with checkpoints, the call cannot be traced without data"
 
 @dataclass
 class TracedGraph:
-    """One graph: from Dynamo, with the facts of the passes, and with the forward and backward graphs of a default partition."""
+    """One graph from Dynamo (`module`), the results of the passes on it (`facts`), and AOTAutograd's default partition of it."""
 
     module: fx.GraphModule
     facts: Facts
@@ -77,19 +77,19 @@ class TracedGraph:
 
     @cached_property
     def halves(self) -> GraphPair:
-        """The default forward graph, and the backward graph if there is one."""
+        """The forward and backward graph of AOTAutograd's default partition; None for the second if nothing is trained."""
         return self.plain()
 
     @property
     def that_run(self) -> GraphPair:
-        """The forward and backward graph of the program, or of the default partition if there is no program."""
+        """The forward and backward graph that run: with loops, or of the default partition if the graph is not chunked."""
         program = self.facts.program
         return self.halves if program is None else (program.forward, program.backward)
 
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A place at which Dynamo stopped tracing. `given_up` means that the rest of the function runs in eager mode."""
+    """A source line at which Dynamo stopped tracing, with advice. `given_up`: the rest of the function runs in eager mode."""
 
     reason: str
     where: str
@@ -178,7 +178,7 @@ def _trace_subset(
     faker: FakeConverter,
     subset: LayerSubset | None,
 ) -> TracedCall | None:
-    """Return the call, traced with the kept layers in place of all; None if they do not represent all."""
+    """Return the call, traced with the first few ("kept") layers in place of all; None if they do not represent all."""
     if subset is None:
         return None
     try:
@@ -203,7 +203,7 @@ def _trace(
     faker: FakeConverter,
     subset: LayerSubset | None = None,
 ) -> TracedCall:
-    """Return `call` with its graphs, traced in the active fake mode; with `subset`, of kept layers, expanded to all."""
+    """Trace in the active fake mode; add the graphs to `call`, and return it. `subset`: kept layers to expand to all."""
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         with real_values(), unwrapped_errors(module.graph):
@@ -319,7 +319,7 @@ class _SubsetCompilation(_RecordingCompilation):
         self.subset_facts: Facts | None = None
 
     def run_passes(self, capture: Callable[[], Facts]) -> Facts:
-        """Return the facts of all layers, derived from the facts of the kept layers if these determine them."""
+        """Run the passes on the graph of all layers; if the kept layers' analyses determine those of all, they are reused."""
         facts = self.subset_facts
         make_facts = None if facts is None else _fresh_facts(partial(facts_of_all_layers, facts, self.subset))
         return run_pipeline(capture, self.options, show_product, make_facts)
@@ -328,7 +328,7 @@ class _SubsetCompilation(_RecordingCompilation):
         raise LayersDifferError("a graph of two sequences")
 
     def _analyze_subset(self, capture: Callable[[], Facts]) -> Facts | None:
-        """Return the facts of the graph of the kept layers; None if the graph of all layers must be analyzed."""
+        """Return the analyses of the graph of the kept layers; None, if they fail: then the graph of all layers is analyzed."""
         try:
             return run_analyses(capture(), self.options)
         except Exception as error:
@@ -375,7 +375,7 @@ class _SubsetCompilation(_RecordingCompilation):
 
 
 def _fresh_facts(make: Callable[[], Facts]) -> Callable[[], Facts] | None:
-    """Return a function that creates new facts at each call; None if they cannot be created."""
+    """Return `make`, called once already to see that it works (the first result is reused); None if it raises an error."""
     try:
         unused = [make()]
     except Exception as error:

@@ -1,4 +1,8 @@
-"""`streamfx.verify`: run the same call in eager mode and through the backend, and compare."""
+"""`streamfx.verify`: run the same call in eager mode and through the backend, and compare the loss and all gradients.
+
+The *sources* are the tensors whose gradients are compared: parameters and inputs. Each check of the call (`_check_...`) raises
+`NotComparableError`, which says what was found and what to do.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +103,7 @@ def verify(
 
 
 def _check_not_random(eager: Run) -> None:
-    """Refuse a model that draws random numbers."""
+    """Raise `NotComparableError` if the model draws random numbers, which differ between eager mode and chunks."""
     if eager.is_random:
         raise NotComparableError(
             REQUIREMENT,
@@ -110,7 +114,7 @@ def _check_not_random(eager: Run) -> None:
 
 
 def _check_arrived(compilations: Sequence[Compilation]) -> None:
-    """Refuse a call of which no graph reached the backend."""
+    """Raise `NotComparableError` if no graph of the call reached the backend, so that both runs were in eager mode."""
     if not compilations:
         raise NotComparableError(
             "streamfx.verify takes a call that torch.compile can trace",
@@ -121,7 +125,7 @@ def _check_arrived(compilations: Sequence[Compilation]) -> None:
 
 @contextmanager
 def failing_in_eager(inputs: Any) -> Iterator[None]:
-    """Report an error of the call in eager mode as `NotComparableError`."""
+    """Context manager: raise an error of the block, the call in eager mode, as `NotComparableError`; `inputs`: the call's."""
     try:
         yield
     except StreamFXError:
@@ -147,7 +151,11 @@ class Run:
 
 
 def run_of(call: Callable[[], Any], loss: Callable[[Any], Tensor], sources: Sequence[Tensor]) -> Run:
-    """Run the call, its loss and the gradients of `sources`; report whether random numbers were drawn."""
+    """Run `call`, the loss of its output, and the gradients of `sources`; random generators are restored afterwards.
+
+    Raises:
+        NotComparableError: if the loss is not a tensor with one element.
+    """
     with restored_randomness(), torch.enable_grad():
         states_before = _generator_states()
         value = loss(call())
@@ -251,9 +259,10 @@ class Verification:
 
 
 def relative_difference(value: Tensor | None, truth: Tensor | None, floor: float) -> float:
-    """Return the norm of the difference divided by the norm of the truth, but at least by `floor`. A missing gradient is zero.
+    """Return norm(value - truth) / max(norm(truth), floor). None, a missing gradient, counts as zeros.
 
-    The difference is infinite if only one of the two has an infinity or NaN at some position.
+    Equal infinities and NaNs at the same position count as equal, and as zero in norm(truth). Infinite if only one of the two
+    has one, or if the divisor is zero and the difference is not.
     """
     if value is None or truth is None:
         difference = _norm(truth if value is None else value)
@@ -268,7 +277,7 @@ def relative_difference(value: Tensor | None, truth: Tensor | None, floor: float
 
 
 def _finite(tensor: Tensor | None) -> Tensor | None:
-    """Replace infinities and NaN by zero."""
+    """Return a tensor with infinities and NaN replaced by zero; None for None."""
     return None if tensor is None else tensor.nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -280,7 +289,10 @@ def _norm(tensor: Tensor | None) -> float:
 
 
 def gradient_sources(model: Callable[..., Any], inputs: Any) -> dict[str, Tensor]:
-    """Return the parameters and inputs that require gradients, by name."""
+    """Return the parameters and inputs that require gradients, by name: `weight`, `input [0]`.
+
+    A tensor with several names, such as a tied weight, is listed once, under its first name.
+    """
     tensors: dict[str, Tensor] = {**parameters_of(model)}
     for path, value in tree_flatten_with_path(inputs)[0]:
         if isinstance(value, Tensor):
@@ -290,7 +302,11 @@ def gradient_sources(model: Callable[..., Any], inputs: Any) -> dict[str, Tensor
 
 
 def default_loss(output: Any) -> Tensor:
-    """Return `output.loss`, the output itself if it is a scalar, or a fixed random combination of its tensors."""
+    """Return the scalar to differentiate: `output.loss`, the output if it is a scalar, or a fixed random sum of its tensors.
+
+    Raises:
+        NotComparableError: if the output holds no floating point tensor.
+    """
     model_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(model_loss, Tensor) and model_loss.numel() == 1:
         return model_loss
@@ -307,14 +323,14 @@ def default_loss(output: Any) -> Tensor:
 
 
 def _random_combination(tensor: Tensor, seed: int) -> Tensor:
-    """Return the sum of a tensor with fixed random weights, scaled by the square root of its size."""
+    """Return the sum of a tensor's elements times fixed random weights, divided by the square root of their number."""
     generator = torch.Generator(tensor.device).manual_seed(seed)
     weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device=tensor.device)
     return (tensor * weights.to(tensor.dtype)).sum() / max(tensor.numel(), 1) ** 0.5
 
 
 def lowest_precision(compilations: Sequence[Compilation], tensors: Any) -> torch.dtype:
-    """Return the least precise dtype of the computation."""
+    """Return the least precise floating point dtype among the values of all graphs and `tensors`; float32 if there is none."""
     values = [
         node.meta.get(VALUE) for compilation in compilations for facts in compilation.facts for node in facts.joint.graph.nodes
     ]
@@ -325,7 +341,7 @@ def lowest_precision(compilations: Sequence[Compilation], tensors: Any) -> torch
 
 
 def _check_functions(model: Any, loss: Any) -> None:
-    """Refuse a model or a loss that is not callable, a class, and parameters that ZeRO-3 has partitioned."""
+    """Raise an error for a model or loss that is not callable, a class, or parameters that ZeRO-3 has partitioned."""
     if not callable(model):
         raise NotComparableError(
             REQUIREMENT, found=f"{_type_text(model)}, which cannot be called", do="give a model, or a function of one"
@@ -341,7 +357,7 @@ def _check_functions(model: Any, loss: Any) -> None:
 
 
 def _checked_nonzero(verification: Verification, inputs: Any) -> Verification:
-    """Return the verification, but raise if nothing was computed: equal zeros are no evidence."""
+    """Return the verification; raise `NotComparableError` if all results are zero or NaN: equal zeros are no evidence."""
     if verification.ok and verification.compares_nothing:
         empty = empty_inputs_text(inputs)
         reason, do = (f"{empty}, and {NOTHING}", DO) if empty else (NOTHING, NONZERO)
@@ -350,7 +366,7 @@ def _checked_nonzero(verification: Verification, inputs: Any) -> Verification:
 
 
 def _check_data(tensors: Sequence[Tensor]) -> None:
-    """Refuse fake and meta tensors, which hold no data to compare."""
+    """Raise `NotComparableError` for fake and meta tensors, which hold no data to compare."""
     for tensor in tensors:
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
             raise NotComparableError(
@@ -361,7 +377,7 @@ def _check_data(tensors: Sequence[Tensor]) -> None:
 
 
 def _type_text(value: Any) -> str:
-    """Return the type of a value, and the shape of a tensor, for error messages."""
+    """Return the type of a value, and the shape of a tensor, for error messages: `a Tensor of shape (2, 8)`, `a dict`."""
     return (
         f"{with_article(type(value).__name__)} of shape {tuple(value.shape)}"
         if isinstance(value, Tensor)
