@@ -63,7 +63,7 @@ def freeze_old_objects() -> None:
     """The garbage collector skips objects that were imported before the tests of a file."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(700, 10, 1000)
+    gc.set_threshold(50_000, 20, 1000)
 
 
 @pytest.fixture(scope="module", autouse=True)

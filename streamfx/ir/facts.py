@@ -112,7 +112,10 @@ class AxisFacts:
 
     def sequence_dims(self, shape: Shape) -> tuple[int, ...]:
         """Return the indices of the dimensions that hold the sequence."""
-        return tuple(i for i, dim in enumerate(shape) if self.sequence_atom(dim) is not None)
+        if self.sequence is None:
+            return ()
+        members, resolve = self.sequence.members.keys(), self.table.resolve
+        return tuple(i for i, dim in enumerate(shape) if not members.isdisjoint(resolve(dim)))
 
 
 class Role(Enum):

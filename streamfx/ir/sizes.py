@@ -76,7 +76,8 @@ def numeric(size: Size, symbol_value: int = 16) -> int:
 
 def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
     """Return the sizes of a fake tensor, as integers, or expressions for dynamic sizes."""
-    return tuple(size_of(dimension) for dimension in value.shape)
+    shape = tuple(value.shape)
+    return shape if all(type(dimension) is int for dimension in shape) else tuple(map(size_of, shape))
 
 
 def free_symbols(sizes: Iterable[Size]) -> set[sympy.Symbol]:

@@ -206,18 +206,17 @@ def _selected_row(call: RuleCall, dim: int, row: Any) -> dict[Letter, Index]:
     `SingleRow(row)`: only the chunk with that row does. If the row is known only at run time, or if more than
     `MAX_SINGLE_ROWS` nodes select rows of equal shapes (an unrolled recurrence), the axis is needed in full.
     """
-    node = call.node
-    similar_nodes = (
-        other for other in node.graph.find_nodes(op="call_function", target=node.target) if _differs_only_in_row(other, node)
-    )
-    is_many = isinstance(row, fx.Node) or len(list(islice(similar_nodes, MAX_SINGLE_ROWS + 1))) > MAX_SINGLE_ROWS
+    shapes, *own_row = _row_arguments(call.node)
+
+    def differs_only_in_row(other: fx.Node) -> bool:
+        """Return whether another call of the operator selects, or writes, another row of a value of equal shape."""
+        other_shapes, *other_row = _row_arguments(other)
+        return shapes == other_shapes and own_row != other_row
+
+    same_operator = call.node.graph.find_nodes(op="call_function", target=call.node.target)
+    similar_nodes = islice(filter(differs_only_in_row, same_operator), MAX_SINGLE_ROWS + 1)
+    is_many = isinstance(row, fx.Node) or len(list(similar_nodes)) > MAX_SINGLE_ROWS
     return full_axes(dim) if is_many else {dim: SingleRow(row)}
-
-
-def _differs_only_in_row(first: fx.Node, second: fx.Node) -> bool:
-    """Return whether two nodes, calls of one operator, select (or write) different rows of values of equal shape."""
-    (shapes, *row), (other_shapes, *other_row) = (_row_arguments(node) for node in (first, second))
-    return shapes == other_shapes and row != other_row
 
 
 def _row_arguments(node: fx.Node) -> tuple[Any, ...]:
