@@ -6,6 +6,7 @@ from tests.random_decoders.checking import failure_of, smallest
 from tests.random_decoders.found import FOUND
 from tests.random_decoders.kinds import KINDS, numbered
 from tests.random_decoders.specification import Decoder, sensible
+from tests.support.scans import ALONG
 from tests.support.spread import only
 
 
@@ -27,6 +28,8 @@ KEPT = [(kind, place) for kind in KINDS for place in range(len(FOUND[kind]))]
 @pytest.mark.compiled
 @pytest.mark.parametrize(("kind", "place"), only([(kind, 0) for kind in [*KINDS][::6]], KEPT))
 def test_decoders_that_failed_once_are_exact(kind: str, place: int) -> None:
+    if kind == "scans" and not ALONG:
+        pytest.skip("torch.compile of 2.11, with any backend: scan might be aliasing the input")
     assert_exact(FOUND[kind][place])
 
 

@@ -14,7 +14,7 @@ from streamfx.ir.facts import known
 from streamfx.runtime.scan import ChunkedScan
 from tests.support.exactness import assert_small, errors, outcome, recorder
 from tests.support.mixers import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, compared, mixed, operators, tokens, zeros
-from tests.support.scans import scan
+from tests.support.scans import if_aliases_compile, scan
 
 pytestmark = pytest.mark.compiled
 
@@ -58,7 +58,7 @@ def side_by_side(m: Mixed, x: Tensor) -> Tensor:
     return decayed(m, x) * cell(m, x)
 
 
-@pytest.mark.parametrize("mixer", [side_by_side, several], ids=lambda mixer: mixer.__name__)
+@pytest.mark.parametrize("mixer", [side_by_side, pytest.param(several, marks=if_aliases_compile)])
 def test_a_scan_streams(mixer: Mixer) -> None:
     report = compared(mixer, chunk_size=4, also=(1, 11))
     assert all_in_rows(report, operators(report, ChunkedScan))

@@ -14,7 +14,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 import streamfx
 from streamfx.errors import OptionError
 from tests.support.mixers import Mixed, Mixer, mixed, tokens, zeros
-from tests.support.scans import scan, with_states_of_constants
+from tests.support.scans import ALONG, scan, with_states_of_constants
 from tests.support.spread import only
 from tests.support.stateful.averages import averages
 
@@ -135,6 +135,8 @@ def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 @pytest.mark.parametrize("name", only(["weighted, by scan", "summed up, row by row"], TRUNCATED))
 def test_gradients_reach_back_as_many_rows_as_asked(name: str) -> None:
+    if name == "weighted, by scan" and not ALONG:
+        pytest.skip("eager scans of 2.11 lose gradients through states if the first one needs none")
     mixer, written = TRUNCATED[name]
     exact = gradients(by(written, row_by_row))
     for chunk_size, reach in ((1, 5), (3, 4), (4, 1)):

@@ -30,7 +30,7 @@ from streamfx.torch_private.dynamo import (
     user_error_of,
 )
 
-CACHES = ("past_key_values", "cache_params")
+CACHES = ("past_key_values", "cache_params", "cache")  # "cache" since transformers 5.24
 CHECKPOINTING_HOOK = "make_inputs_require_grads"  # parameter gradients are the same without it
 
 

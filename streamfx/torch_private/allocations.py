@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,11 +41,13 @@ def allocations() -> Iterator[Allocations]:
     """
     recorded = Allocations()
     profiler = torch.autograd.profiler.profile(profile_memory=True)
-    with profiler:
-        try:
-            yield recorded
-        finally:
-            torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cpu")
+    profiler.__enter__()
+    try:
+        yield recorded
+    finally:
+        torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cpu")
+        with suppress(RuntimeError):  # if another profiler has replaced this one (2.11; later versions return normally)
+            profiler.__exit__(None, None, None)
     results = profiler.kineto_results
     events: Any = () if results is None else results.events()
     sized_events = (

@@ -123,7 +123,7 @@ class FlashAttnFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: tuple[Any, ...], *others: Any) -> Tensor:
-        deterministic, is_grad, *ends = others
+        deterministic, is_grad, ends = others[0], others[1], others[2:]  # Dynamo of 2.11 unpacks no starred targets
         dropout, scale, *more = how
         how, width = (dropout, q.shape[-1] ** -0.5 if scale is None else scale, *more), q.shape[-1]
         if width % HEAD:
