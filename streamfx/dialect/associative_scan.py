@@ -3,8 +3,9 @@
     associative_scan(rows, given, combine) -> the combined rows
     associative_scan_backward(gradients, rows, given, combine) -> the gradients of rows, then those of given
 
-`rows`: tensors [n, ...], the leaves of a row. `given`: tensors that all rows share. `combine`: the identifier of the
-function in `COMBINES`, because an operator cannot take a graph.
+A row has several leaves: `rows` has one tensor [n, ...] for each, which holds it for all n rows. `given`: tensors that all rows
+share. `combine`: the identifier of the function in `COMBINES`, because an operator cannot take a graph. The function takes the
+leaves of the left row, those of the right row, and the shared tensors; it returns the leaves of a row.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from streamfx.node_meta import VALUE
 
 @dataclass(frozen=True)
 class Combine:
-    """A function that combines two rows, and the number of additional tensors that all rows share."""
+    """A function of two rows and of `num_shared` further tensors, which all rows share; `graph` computes it for single rows."""
 
     graph: fx.Graph
     num_shared: int
@@ -39,10 +40,11 @@ COMBINES: dict[int, Combine] = {}  # keyed by the identifier in operators' argum
 
 
 def register_combine_graph(graph: fx.Graph, num_shared: int) -> int:
-    """Register a function of two rows and `num_shared` shared tensors, and return its identifier.
+    """Register a function of two rows and `num_shared` shared tensors, and return its identifier, a hash of its operators.
 
-    Functions share an identifier if their operators, and the dtypes and ranks of their arguments, are equal. Dtypes
-    matter because integer arguments get no gradient.
+    `graph` is traced on single rows. Registered is the function of many rows: `vmap` of the graph, or the graph itself if
+    all its operators are pointwise. Functions share an identifier if their operators, and the dtypes and ranks of their
+    arguments, are equal. Dtypes matter because integer arguments get no gradient.
     """
     values = [node.meta[VALUE] for node in graph.find_nodes(op="placeholder")]
     argument_types = [(value.dtype, value.dim()) for value in values]
@@ -59,7 +61,7 @@ def register_combine_graph(graph: fx.Graph, num_shared: int) -> int:
 
 
 def is_pointwise_combine(graph: fx.Graph, num_shared: int) -> bool:
-    """Return whether a function of two rows may be called on many rows at once without `vmap`.
+    """Return whether a function of two rows (`graph`, traced on single rows) may be called on many rows without `vmap`.
 
     This holds if every operator is pointwise and all values have the same rank, except for shared tensors, which may
     have a lower one. (Zero-dimensional values are excluded: type promotion treats them differently.)
@@ -80,7 +82,7 @@ def is_pointwise_combine(graph: fx.Graph, num_shared: int) -> bool:
 
 
 def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save the operands for the backward: autograd's context hook."""
+    """Save the operands for the backward: the `setup_context` hook of the operator's autograd formula."""
     rows, shared, ctx.combine_id = inputs
     ctx.num_rows = len(rows)  # the number of tensors that hold rows
     ctx.set_materialize_grads(False)
@@ -88,7 +90,11 @@ def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the gradients of rows and shared tensors; None if no result that has a gradient depends on them."""
+    """The operator's autograd formula: return the gradients of (rows, shared tensors, combine).
+
+    `gradients`: those of the results, or None. A gradient is None if no result that has a gradient depends on the
+    operand, or if the operand has integers.
+    """
     values, num_rows = ctx.saved_tensors, ctx.num_rows
     results = SCAN_BACKWARD(list(gradients), list(values[:num_rows]), list(values[num_rows:]), ctx.combine_id)
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]

@@ -22,7 +22,7 @@ from streamfx.torch_private import OpOverload
 
 
 def require_sizes(decays: Tensor, rows: Tensor, first: Tensor | None) -> None:
-    """Raise an error if a dimension would be broadcast, because fake results have the shape of rows."""
+    """Raise `ValueError` if a dimension would be broadcast, because results on fake tensors have the shape of rows."""
     if decays.shape != rows.shape[:-1] or (first is not None and first.shape != rows[..., 0, :].shape):
         shapes = [None if value is None else list(value.shape) for value in (decays, rows, first)]
         raise ValueError(f"decays, rows and the first sum have incompatible shapes: {shapes}")
@@ -53,7 +53,7 @@ def _flops_of_gradients(dsums: Any, dlast: Any, decays: Any, rows: Any, first: A
 
 
 def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save the operands for the backward: autograd's context hook."""
+    """Save the operands for the backward: the `setup_context` hook of the operators' autograd formula."""
     decays, rows, first = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(decays, rows, first)

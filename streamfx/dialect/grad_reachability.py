@@ -2,6 +2,8 @@
 
 As in autograd, unreached leaves get None, not zeros: an optimizer decays a weight whose gradient is zeros, and skips
 a weight that has none.
+
+A row of the scan has several leaves, one tensor each. A function combines two rows, and may read tensors that all rows share.
 """
 
 from __future__ import annotations
@@ -17,25 +19,35 @@ from streamfx.node_meta import VALUE
 from streamfx.torch_private import no_modes
 from streamfx.torch_private.autograd import autograd_inside_operators
 
-# for each leaf: the indices of the leaves it depends on, followed by the indices of the shared tensors
+# for each leaf of a result: the set of the indices of the leaves, or shared tensors, on which it depends
 Pattern: TypeAlias = "tuple[frozenset[int], ...]"
 
 
 @dataclass(frozen=True)
 class Reach:
-    """For each result of a function of two rows: the leaves of both rows, and the shared tensors, on which it depends."""
+    """For each result of a function of two rows: the leaves of the left and of the right row, and the shared tensors, it reads.
+
+    left=({0}, {0, 1}): result 0 depends on leaf 0 of the left row, result 1 on both its leaves.
+    """
 
     left: Pattern
     right: Pattern
     shared: Pattern
 
     def leaves_with_gradients(self, present: Sequence[int], length: int) -> frozenset[int]:
-        """Return the indices of leaves, followed by shared tensors, that get a gradient if the results `present` have one."""
+        """Return the indices of the operands of a scan that get a gradient if the results with the indices `present` have one.
+
+        Operands are the leaves, then the shared tensors. `length`: the number of rows.
+        """
         dependencies = self._scan_dependencies(tuple(frozenset({leaf}) for leaf in range(len(self.left))), length)
         return frozenset[int]().union(*(dependencies[index] for index in present))
 
     def _scan_dependencies(self, rows: Pattern, length: int) -> Pattern:
-        """Return the dependencies of any row of a scan, which is a tree of pairs (see `prefix_scan.py`)."""
+        """Return, for each leaf, the operands on which at least one row of a scan of `length` rows depends.
+
+        `rows`: the operands on which the rows before the scan depend. The scan combines pairs, then pairs of pairs
+        (`prefix_scan.py`), so this recurs with half the length. Operands: leaves, then shared tensors.
+        """
         if length < 2:
             return rows
         odds = self._scan_dependencies(self._pair_dependencies(rows, rows), length // 2)
@@ -43,7 +55,7 @@ class Reach:
         return tuple(frozenset[int]().union(*dependencies) for dependencies in zip(*row_kinds, strict=True))
 
     def _pair_dependencies(self, left: Pattern, right: Pattern) -> Pattern:
-        """Return the dependencies of the combination of two rows, given those of the left and of the right row."""
+        """Return the operands on which the combination of two rows depends, given those of the left and of the right row."""
         leaves = len(self.left)
         return tuple(
             frozenset[int]().union(
@@ -56,7 +68,7 @@ class Reach:
 
 
 def reach_of(graph: fx.Graph, function: Callable[..., Sequence[Tensor]], num_shared: int) -> Reach:
-    """Return the dependencies of a function of two rows.
+    """Return the dependencies of a function of two rows and `num_shared` shared tensors; `graph` has its traced inputs.
 
     If it does not run on the meta device, each result depends on all leaves.
     """
@@ -75,7 +87,10 @@ def reach_of(graph: fx.Graph, function: Callable[..., Sequence[Tensor]], num_sha
 
 
 def _dependencies(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> list[frozenset[int]]:
-    """Return, for each result, the inputs to which autograd would pass a gradient."""
+    """Return, for each result of a function, the indices of the inputs to which autograd would pass a gradient.
+
+    The function runs on the meta device, on tensors like `inputs`.
+    """
     with no_modes(), autograd_inside_operators():
         values = [torch.empty(value.shape, dtype=value.dtype, device="meta") for value in inputs]
         differentiable = [index for index, value in enumerate(values) if value.is_floating_point() or value.is_complex()]

@@ -11,7 +11,8 @@ Lengths are not compared: eager's own reduction requires equal lengths on all ra
 Collectives on weights have no rows, and exchanges of rows between loops only depend on the rows of each rank: ranks may have
 sequences of different lengths, and recompile in different steps. Which values are exchanged, and which are recomputed in the
 backward graph, follows from the graph and the options, not from shapes. So if a group has only such collectives, its ranks
-compare only texts on which they have not agreed before, and raise an error if these differ. A rank also raises an error if it
+compare only texts on which they have not agreed before (the key of an agreement identifies them), and raise an error if these
+differ. A rank also raises an error if it
 would run the collectives of a model in a different order than before, because the other ranks cannot know which order it runs. A
 rank that raises an error notifies all its groups.
 """
@@ -59,7 +60,9 @@ def run_with_consensus(
 ) -> Facts:
     """Run the passes, and return their facts; if rows are reduced over ranks, facts on which these ranks agree.
 
-    On an error, notify the other ranks and raise. `request` identifies the options and the weights of this rank.
+    `run` runs the passes on the facts of a traced graph, which `capture` returns. `exchange`: how ranks exchange texts, by
+    default `exchange_texts`. `request` identifies the options and the weights of this rank. On an error, notify the other
+    ranks and raise.
     """
     channel = _Channel(capture, exchange or exchange_texts, request)
     try:
@@ -74,7 +77,7 @@ def run_with_consensus(
 
 
 class _RankFailedError(Exception):
-    """Another rank reported that it does not run a graph."""
+    """Another rank reported that it does not run a graph; `failure` is its text."""
 
     def __init__(self, failure: str) -> None:
         super().__init__(failure)
@@ -90,7 +93,7 @@ def _rank_error(error: Exception) -> Exception:
 
 @dataclass
 class _Channel:
-    """Exchanges texts with the other ranks of a group.
+    """Exchanges texts about one graph with the other ranks of a group; `capture` returns the facts of the traced graph.
 
     Each text names its graph by the traced order of collectives, which a rank knows even if its analysis fails.
     """
@@ -100,9 +103,12 @@ class _Channel:
     request: str
 
     def read(self, text: str, group: str, agreement_key: str | None = None) -> list[str]:
-        """Write a text, and return the texts of all ranks; raise an error if a rank reports that it failed.
+        """Write a text for a group (by name), and return the texts of all its ranks.
 
-        If `agreement_key` is set, ranks agree on the text once.
+        If `agreement_key` is set, ranks agree on the text only once per key, and do not exchange it again.
+
+        Raises:
+            _RankFailedError: if another rank reports that it failed.
         """
         subject = describe_traced_order(self.graph, group)
         about = None if agreement_key is None else f"{self.request}\n{agreement_key}\n{subject}"
@@ -113,7 +119,7 @@ class _Channel:
         return texts
 
     def leave(self, failure: str) -> None:
-        """Notify all groups of this graph that this rank does not run it."""
+        """Notify all groups of this graph, without waiting, that this rank does not run it; `failure` says why."""
         for group in find_group_names(self.graph.nodes):
             self.exchange(FAILED + failure, group, subject=describe_traced_order(self.graph, group), waits=False)
 
@@ -123,7 +129,10 @@ class _Channel:
 
 
 def _agree_in_all_groups(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel) -> Facts:
-    """Return this rank's facts after all its groups have confirmed that they run the same collectives."""
+    """Return this rank's facts, after all its groups have confirmed that they run the same collectives in the same order.
+
+    First the groups that reduce rows agree on chunks, then every other group on its order. Raise an error if texts differ.
+    """
     facts = _facts_with_equal_row_reductions(run, capture, channel)
     row_groups = find_group_names(rows_over_ranks(facts))
     agreement_keys = {group: _agreement_key(facts, group) for group in (*groups_of_weights(facts), *groups_of_exchanges(facts))}
@@ -142,19 +151,25 @@ def _agree_in_all_groups(run: Callable[[Capture], Facts], capture: Capture, chan
 
 
 def _agreement_key(facts: Facts, group: str) -> str:
-    """Return the topic of an agreed order: the collectives on weights. Unchunked generation steps have a separate topic."""
+    """Return the text that identifies an agreement of a group: its collectives on weights.
+
+    Unchunked graphs without gradients (steps of generation) have separate agreements.
+    """
     values = describe_weight_collectives(facts, group)
     return f"{UNCHUNKED}\n{values}" if facts.program is None and not facts.joint.gradients else values
 
 
 def _raise_unless_same(texts: Sequence[str]) -> None:
-    """Raise an error about the first difference if the texts of ranks differ."""
+    """Raise an error about the first difference if the texts, one for each rank of a group, differ."""
     if len(set(texts)) > 1:
         raise other_collectives(*_first_difference(texts))
 
 
 def _facts_with_equal_row_reductions(run: Callable[[Capture], Facts], capture: Capture, channel: _Channel) -> Facts:
-    """Return facts whose row reductions match on all participating ranks: in loops, else between loops, else unchunked."""
+    """Return facts whose reductions of rows over ranks match on all ranks: in loops, else between loops, else unchunked.
+
+    Rows that are reduced over several groups are always reduced between loops, because no single group could agree on chunks.
+    """
     facts = run(capture)
     reductions = rows_over_ranks(facts)
     groups = find_group_names(reductions)
@@ -176,7 +191,7 @@ def rows_over_ranks(facts: Facts) -> list[fx.Node]:
 
 
 def groups_of_weights(facts: Facts) -> list[str]:
-    """Return the groups over which weights are gathered and their gradients reduced."""
+    """Return the names of the groups over which weights are gathered and their gradients reduced."""
     collectives = facts.collectives
     subgraphs = (
         ()
@@ -187,7 +202,10 @@ def groups_of_weights(facts: Facts) -> list[str]:
 
 
 def groups_of_exchanges(facts: Facts) -> list[str]:
-    """Return the groups with collectives other than sums. They exchange rows, even if this rank has too few to find an axis."""
+    """Return the names of the groups with collectives other than sums, such as gathers.
+
+    They exchange rows of the sequence, even if this rank has too few rows to find a sequence axis.
+    """
     nodes = facts.joint.graph.nodes
     return find_group_names(node for node in nodes if not is_all_reduce(node) and not is_reduced_over_ranks(node))
 
@@ -198,7 +216,7 @@ def is_same_on_all_ranks(facts: Facts, group: str, channel: _Channel) -> bool:
 
 
 def _first_difference(texts: Sequence[str]) -> tuple[int, str, str]:
-    """Return the first rank that differs from rank 0, and the first lines in which their texts differ."""
+    """Return the first rank that differs from rank 0, and the first lines, (of rank 0, of that rank), in which they differ."""
     other_rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
     lines = zip_longest(texts[0].split("\n"), texts[other_rank].split("\n"), fillvalue=NOTHING_MORE)
     return (other_rank, *next((left.strip(), right.strip()) for left, right in lines if left != right))

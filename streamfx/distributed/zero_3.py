@@ -1,4 +1,4 @@
-"""Refuse parameters that DeepSpeed's ZeRO-3 has partitioned, and suggest alternatives."""
+"""Refuse parameters that DeepSpeed's ZeRO-3 has partitioned over ranks, and suggest alternatives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_COMPILED = "streambp cannot compile a model of DeepSpeed's ZeRO-3"
 
 
 def is_partitioned(parameter: Any) -> bool:
-    """Return whether ZeRO-3 has partitioned a parameter over ranks."""
+    """Return whether ZeRO-3 has partitioned a parameter over ranks: whether it has an attribute that only ZeRO-3 sets."""
     return any(hasattr(parameter, mark) for mark in MARKS)
 
 

@@ -1,8 +1,12 @@
 """PyTorch's `associative_scan`, which Dynamo traces as a tree, as one operator for the full sequence or a chunk of it.
 
 The operator that AOTAutograd differentiates refers to the combine function by an identifier. The passes turn it into
-recurrences: the carry between chunks holds the blocks that represent all rows so far (`prefix_scan.py`); in the
-backward graph it holds their gradients.
+recurrences: the carry between chunks of the sequence holds the blocks that represent all rows so far; in the backward graph it
+holds their gradients. A block of level l is the combination of 2 ** l consecutive rows (`prefix_scan.py`).
+
+A row has several leaves: one tensor [rows, ...] per leaf holds all rows. Shared tensors are further arguments of the combine
+function, the same for all rows. `states` [chunks, ...] holds the carries with which the chunks of the forward loop began, and
+`chunk` is a chunk's index there.
 """
 
 from __future__ import annotations
@@ -27,9 +31,10 @@ from streamfx.torch_private.autograd import autograd_inside_operators
 def scan_rows(
     combine_id: int, rows: Sequence[Tensor], shared: Sequence[Tensor], blocks: Mapping[int, Rows], first: int
 ) -> tuple[Rows, Blocks]:
-    """Combine each of the rows with all rows before it; `blocks` represent the rows of the sequence before `rows`.
+    """Combine each of the rows with all rows before it, by the registered function `combine_id`.
 
-    `first`: the index of `rows[0]` in the sequence. Return (the combined rows, the blocks after the last row).
+    `blocks`, by level, represent the rows of the sequence before `rows`; `first` is the number of these rows. Return (the
+    combined rows, the blocks that represent all rows up to the last one).
     """
     combine_all = COMBINES[combine_id].combine_rows
     return scan_levels(lambda left, right: list(combine_all(*left, *right, *shared)), list(rows), blocks, first)
@@ -46,9 +51,10 @@ def scan_gradients(
 ) -> tuple[list[Tensor], Blocks]:
     """Return the gradients of the rows and the shared tensors in one list, and those of the blocks before the rows.
 
-    `first`: the index of `rows[0]` in the sequence. `gradients`: the gradients of the combined rows, or None.
-    `final_block_gradients`: the gradients of the blocks after the rows. Absent gradients in the list are zeros. No two
-    results share memory: those of a single row could, so each is cloned.
+    `blocks` represent the rows of the sequence before `rows`, `first` is the number of these rows. `gradients`: the
+    gradient of each leaf of the combined rows, or None. `final_block_gradients`: the gradients of the blocks after the rows,
+    by level. Absent gradients in the list are zeros. No two results share memory: those of a single row could, so each is
+    cloned.
     """
     with autograd_inside_operators():
         gradients_or_none, block_gradients = vjp_of_scan(
@@ -83,7 +89,10 @@ def _scan(rows: Sequence[Tensor], shared: Sequence[Tensor], combine_id: int) -> 
 def _scan_backward(
     gradients: Sequence[Tensor | None], rows: Sequence[Tensor], shared: Sequence[Tensor], combine_id: int
 ) -> list[Tensor]:
-    """Implement `streamfx::associative_scan_backward`: return the gradients of all rows and of the shared tensors."""
+    """Implement `streamfx::associative_scan_backward`: return the gradients of all rows, then those of the shared tensors.
+
+    `gradients`: the gradient of each leaf of the combined rows, or None.
+    """
     return scan_gradients(combine_id, rows, shared, {}, 0, gradients, {})[0]
 
 
@@ -94,7 +103,10 @@ implement(SCAN_BACKWARD, _scan_backward)
 
 
 def bytes_of_blocks(rows: Sequence[Sequence[Size]], types: Sequence[torch.dtype], length: int) -> Size:
-    """Return the size in bytes of the blocks of all levels, with each leaf aligned for the widest dtype."""
+    """Return the size in bytes of a carry: one block per level, each with every leaf in elements of the widest dtype.
+
+    `rows`: the sizes of a row of each leaf. `types`: the dtype of each leaf. `length`: the number of rows of the sequence.
+    """
     return product((sum(map(product, rows)), length.bit_length(), _width(types)))
 
 
@@ -104,7 +116,7 @@ def _width(types: Sequence[torch.dtype]) -> int:
 
 
 class _Tree(Recurrence):
-    """A recurrence whose carry holds, for each level, the bytes of a block of the rows so far, or of its gradient."""
+    """A recurrence whose carry, a vector of bytes, holds for each level a block of the rows so far, or its gradient."""
 
     carry_type = torch.uint8
 
@@ -116,19 +128,25 @@ class _Tree(Recurrence):
         self.__module__ = __name__
 
     def _read(self, carry: Tensor, rows: int, like: Sequence[Tensor]) -> Blocks:
-        """Copy the blocks after `rows` rows out of the carry, because the carry will be overwritten."""
+        """Return copies, by level, of the blocks in the carry that represent the first `rows` rows of the sequence.
+
+        They are copies because the carry will be overwritten. `like` begins with a tensor of each leaf.
+        """
         leaf_views = self._leaf_views(carry, like)
         return {level: [leaf_view[level : level + 1].clone() for leaf_view in leaf_views] for level in block_levels(rows)}
 
     def _write(self, carry: Tensor, blocks: Blocks, like: Sequence[Tensor]) -> None:
-        """Copy blocks into the bytes of the carry, each at its level."""
+        """Copy blocks into the bytes of the carry, each at its level. `like` begins with a tensor of each leaf."""
         leaf_views = self._leaf_views(carry, like)
         for level, block in blocks.items():
             for leaf_view, value in zip(leaf_views, block, strict=True):
                 leaf_view[level : level + 1].copy_(value)
 
     def _leaf_views(self, carry: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the views of each leaf's blocks, of all levels, in the bytes of a carry."""
+        """Return, for each leaf, a view [levels, ...] of its blocks in the bytes of a carry.
+
+        `like` begins with a tensor [rows, ...] of each leaf, which has the shape of a row and the dtype.
+        """
         levels, width, start, views = self.plan.length.bit_length(), _width(self.plan.dtypes), 0, []
         for value in like[: len(self.plan.dtypes)]:
             shape = (levels, *value.shape[1:])
@@ -149,7 +167,10 @@ class Associative(_Tree):
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Scan the chunk's rows from the blocks in the carry, and store the blocks after them; save the old carry in `states`."""
+        """Return the chunk's combined rows; replace the blocks in the carry by those after the chunk.
+
+        `before`: the number of rows of the sequence before the chunk. If `states` is not None, save the old carry there.
+        """
         if states is not None:
             states[chunk].copy_(carry)
         results, later_blocks = self._scanned(operands, self._read(carry, before, operands), before)
@@ -157,7 +178,7 @@ class Associative(_Tree):
         return results
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Recompute the chunk's rows, from the blocks with which the chunk began."""
+        """Return the chunk's combined rows again, from the blocks with which the chunk began, after `before` rows."""
         return self._scanned(operands, self._read(states[chunk], before, operands), before)[0]
 
     def retreat(
@@ -168,7 +189,8 @@ class Associative(_Tree):
     def _scanned(self, operands: Sequence[Tensor], blocks: Blocks, first: int) -> tuple[tuple[Tensor, ...], Blocks]:
         """Combine rows with the blocks before them; return the results that the graph uses, and the blocks after the rows.
 
-        `first`: the index in the sequence of the first of these rows.
+        `operands`: the rows of each leaf, then the shared tensors. `first`: the index in the sequence of the first of these
+        rows.
         """
         leaves = len(self.plan.dtypes)
         results, later_blocks = scan_rows(self.plan.combine, operands[:leaves], operands[leaves:], blocks, first)
@@ -188,7 +210,11 @@ class AssociativeBackward(_Tree):
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the chunk's gradients. Replace, in the carry, the gradients of the blocks after it by those before it."""
+        """Return the chunk's gradients; replace, in the carry, the gradients of the blocks after it by those before it.
+
+        `before` rows follow the chunk in the sequence (they run before it), and `after` rows precede it. `operands`: the present
+        gradients of the combined rows, then the rows of each leaf, then the shared tensors.
+        """
         assert states is not None
         rows = operands[len(self.plan.dtypes) - len(self.plan.absent_gradients) :]
         final_block_gradients = self._read(carry, self.plan.length - before, rows) if before else {}
@@ -208,7 +234,11 @@ class AssociativeBackward(_Tree):
     def _gradients(
         self, operands: Sequence[Tensor], blocks: Blocks, first: int, final_block_gradients: Blocks
     ) -> tuple[tuple[Tensor, ...], Blocks]:
-        """Return the gradients that the graph uses, and the gradients of the blocks before row `first` of the sequence."""
+        """Return the gradients that the graph uses, and the gradients of the blocks before row `first` of the sequence.
+
+        `operands`: the present gradients of the combined rows, then the rows of each leaf, then the shared tensors. `blocks`:
+        those before row `first`. `final_block_gradients`: the gradients of the blocks after the last of these rows.
+        """
         plan, leaves = self.plan, len(self.plan.dtypes)
         present = iter(operands)
         gradients = [None if i in plan.absent_gradients else next(present) for i in range(leaves)]

@@ -3,6 +3,9 @@
 The `carry`, a vector, holds the values that cross from one row to the next. The forward loop saves the carry at the
 start of each chunk in `states` [chunks, ...]. The backward loop recomputes a chunk's values from there, and carries
 the cotangents from the last row to the first.
+
+An unrolled recurrence is a loop over rows whose operators were all traced: step t is the operators of row t. While steps run,
+their values are kept in an `env`, a dictionary from a number (`ValueId`) to the value.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ Env = dict[ValueId, Any]
 class Recurrence(ABC):
     """An operator of a graph that processes rows in order, from the last to the first if `reverse`.
 
-    A call with full operands runs all rows. In a loop, `advance`, `retreat` and `resume` run the rows of one chunk, with
-    `before` rows before them and `after` rows after them in its direction.
+    A call with full operands runs all rows. In a loop over chunks of the sequence, `advance`, `retreat` and `resume` run the
+    rows of one chunk: `before` rows run before them and `after` rows after them (for `retreat`: the rows that follow them in the
+    sequence run before). `carry` is the loop's buffer for the values that pass from row to row. `states` [chunks, ...]
+    holds the carries with which the chunks of the forward loop began, and `chunk` is the chunk's index there.
     """
 
     name: str
@@ -53,42 +58,48 @@ class Recurrence(ABC):
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows, first to last, and update the carry; return the chunk's results.
+        """Run the chunk's rows, first to last, and update the carry in place; return the chunk's results.
 
-        If `states` is given, save the previous carry there, at index `chunk`.
+        If `states` is not None, save the previous carry there first, at index `chunk`.
         """
 
     @abstractmethod
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows, last to first, and update the carry; return the chunk's results.
+        """Run the chunk's rows, last to first, and update the carry in place; return the chunk's results.
 
-        `states`: the carries that the forward loop saved, if it saves any.
+        `states`: the carries that the forward loop saved; None if it saves none.
         """
 
     @abstractmethod
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Recompute the chunk's rows, first to last, from the carry that was saved when the chunk began."""
+        """Recompute the chunk's rows, first to last, from the carry `states[chunk]`, saved when the chunk began."""
 
     def can_reuse_kept(self, forward: Recurrence) -> bool:
-        """Return whether `forward.resume_kept` computes all values that `retreat_from` needs."""
+        """Return whether `forward.resume_kept` computes all values that `retreat_from` needs.
+
+        Then a backward loop that recomputes the forward's chunk anyway does not run its steps twice.
+        """
         return False
 
     def resume_kept(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Any, ...]:
-        """Run `resume`; return its results, followed by the values of all steps.
+        """Run `resume`; return its results, followed by the values of all steps, for `retreat_from`.
 
         No result shares memory with one of these values.
         """
         raise NotImplementedError("no recurrence reuses the values of its steps")
 
     def retreat_from(self, before: int, after: int, carry: Tensor, kept: Env, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Run `retreat` from the values of the forward steps in the same chunk, instead of recomputing them."""
+        """Run `retreat` with the values of the forward steps in the same chunk (`kept`), instead of recomputing them."""
         raise NotImplementedError("it reuses no values of another recurrence")
 
 
 class UnrolledRecurrence(Recurrence):
-    """A recurrence that was traced row by row: a chunk runs the operators of its rows."""
+    """A recurrence that was traced row by row: a chunk runs the operators of its rows, the steps.
+
+    If the plan has `recomputed` steps, it is a backward loop, which runs these forward steps of a chunk before its own.
+    """
 
     def __init__(self, plan: RecurrencePlan) -> None:
         """Take name, direction and carry from the plan; torch names the operator by `__name__`."""
@@ -111,7 +122,7 @@ class UnrolledRecurrence(Recurrence):
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows from the carry; save the old carry in `states`."""
+        """Run the chunk's rows from the carry and update it; save the old carry in `states`. Return the chunk's results."""
         if states is not None:
             states[chunk].copy_(carry)
         return self._run_rows(before, carry, *self._environment(operands), operands[0])
@@ -119,7 +130,10 @@ class UnrolledRecurrence(Recurrence):
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Recompute the chunk's forward steps, then run the steps of the cotangents; return the chunk's results."""
+        """Recompute the chunk's forward steps from `states`, then run its own steps, last to first; return its results.
+
+        `before`: the number of rows that follow the chunk in the sequence, and so run before it.
+        """
         env, rows = self._environment(operands)
         first = self.plan.length - before - self._num_rows(rows)
         if self.plan.recomputed is not None:
@@ -129,7 +143,7 @@ class UnrolledRecurrence(Recurrence):
         return self._run_rows(first, carry, env, rows, operands[0])
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Run the chunk's rows from the saved state."""
+        """Run the chunk's rows again, from the carry that was saved when it began; return its results."""
         env, rows = self._environment(operands)
         stop = before + self._num_rows(rows)
         restore_carry(self.plan.steps, env, before, states[chunk])
@@ -137,7 +151,10 @@ class UnrolledRecurrence(Recurrence):
         return collect_results(self.plan.steps, env, before, stop, operands[0])
 
     def resume_kept(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Any, ...]:
-        """Run `resume`, and keep the values of all steps; return the results, followed by these values (as one `env`)."""
+        """Run `resume`, and keep the values of all steps; return the results, followed by these values (as one `env`).
+
+        Results of single steps are cloned, so that they share no memory with a kept value.
+        """
         env, rows = self._environment(operands)
         stop = before + self._num_rows(rows)
         restore_carry(self.plan.steps, env, before, states[chunk])
@@ -152,13 +169,17 @@ class UnrolledRecurrence(Recurrence):
         return self._run_rows(self.plan.length - before - self._num_rows(rows), carry, {**kept, **env}, rows, operands[0])
 
     def can_reuse_kept(self, forward: Recurrence) -> bool:
-        """Return whether the forward recurrence runs exactly the steps that this one would recompute."""
+        """Return whether the forward recurrence runs exactly the steps that this one would recompute, on operands it has."""
         if not isinstance(forward, UnrolledRecurrence) or forward.plan.steps is not self.plan.recomputed:
             return False
         return set(forward.plan.operands) <= set(self.plan.operands)
 
     def _run_rows(self, first: int, carry: Tensor, env: Env, rows: Mapping[ValueId, Tensor], like: Tensor) -> tuple[Tensor, ...]:
-        """Run rows from `first` on, starting from the carry, and update the carry; return the chunk's results."""
+        """Run the chunk's own steps, from the carry, and update it; return the chunk's results.
+
+        `first`: the index in the sequence of the chunk's first row. `env`: the values so far, to which steps add theirs.
+        `rows`: the operands with rows. `like`: a tensor whose device results without rows get.
+        """
         steps, stop = self.plan.steps, first + self._num_rows(rows)
         start_boundary, end_boundary = (stop, first) if steps.reverse else (first, stop)
         restore_carry(steps, env, start_boundary, carry)
@@ -169,22 +190,25 @@ class UnrolledRecurrence(Recurrence):
         return values
 
     def _environment(self, operands: tuple[Tensor, ...]) -> tuple[Env, dict[ValueId, Tensor]]:
-        """Return the operands without rows, keyed by value, and the operands with rows, keyed by operand index."""
+        """Return (env, rows): the operands without rows, by the value that they are, and those with rows, by operand."""
         operand_of = dict(zip(self.plan.operands, operands, strict=True))
         env = {value: operand_of[index] for index, value in self.plan.shared.items()}
         return env, {index: operand_of[index] for index in self.plan.rows}
 
     def _num_rows(self, rows: Mapping[ValueId, Tensor]) -> int:
-        """Return the number of rows of the chunk."""
+        """Return the number of rows of the chunk, given its operands with rows."""
         operand_index, dim = next(iter(self.plan.rows.items()))
         return rows[operand_index].shape[dim]
 
 
 def run_steps(steps: Steps, env: Env, rows: Mapping[ValueId, Tensor], first: int, stop: int, keeps: bool = False) -> None:
-    """Run steps [first, stop), and add their values to `env`. Unless `keeps`, drop each value after its last use."""
+    """Run steps [first, stop), and add their values to `env`. Unless `keeps`, drop each value after its last use.
+
+    `rows`: the operands with rows; each has the rows [first, stop), so step t reads its row t - first.
+    """
 
     def resolve(item: Any) -> Any:
-        """Return the value of a step value; other arguments unchanged."""
+        """Return the value in `env` for a reference to it; other arguments unchanged."""
         return env[item.value_id] if isinstance(item, StepValue) else item
 
     for step in range(stop - 1, first - 1, -1) if steps.reverse else range(first, stop):
@@ -200,9 +224,10 @@ def run_steps(steps: Steps, env: Env, rows: Mapping[ValueId, Tensor], first: int
 
 
 def collect_results(steps: Steps, env: Env, first: int, stop: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Return rows [first, stop) of the concatenated results, followed by the results of single steps.
+    """Return the rows [first, stop) of the results that stack one value per step, followed by the results of single steps.
 
-    If a single step is in another chunk, its result is an additive identity.
+    If a single step is in another chunk, its result is an additive identity (-0), because the loop adds over chunks. `like`: a
+    tensor whose device the results have.
     """
     values: list[Tensor] = []
     for concat in steps.concat_results:
@@ -216,12 +241,12 @@ def collect_results(steps: Steps, env: Env, first: int, stop: int, like: Tensor)
 
 
 def restore_carry(steps: Steps, env: Env, boundary: int, carry: Tensor) -> None:
-    """Copy the values that cross a boundary between two steps from the carry into `env`."""
+    """Copy the values that cross the boundary between steps `boundary` - 1 and `boundary` from the carry into `env`."""
     for slot in steps.crossing[boundary]:
         env[slot.value] = carry[slot.start : slot.stop].to(slot.dtype, copy=True).view(slot.shape)
 
 
 def store_carry(steps: Steps, env: Env, boundary: int, carry: Tensor) -> None:
-    """Copy the values that cross a boundary between two steps from `env` into the carry."""
+    """Copy the values that cross the boundary between steps `boundary` - 1 and `boundary` from `env` into the carry."""
     for slot in steps.crossing[boundary]:
         carry[slot.start : slot.stop].copy_(env[slot.value].reshape(-1))

@@ -2,7 +2,7 @@
 
 The `carry` holds the running total, one row wide. The loop that runs in the scan's own direction saves the carry at
 the start of each chunk in `states` [chunks, ...], so that a loop in the other direction can recompute any chunk's
-rows.
+rows. `kind` is a key of `SCANS`: "cumsum", "cumprod" or "logcumsumexp"; `reverse`: from the last row to the first.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from streamfx.dialect.declare import implement
 from streamfx.dialect.scans import REVERSE_SCANS, SCANS, reverse_scan
 
+# keyed by the kind of scan: combines the total of earlier rows with a row
 COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cumsum": torch.add,
     "cumprod": torch.mul,
@@ -42,9 +43,10 @@ def advance(
     states: Tensor | None,
     index: int,
 ) -> Tensor:
-    """Return the chunk's rows of a scan, and update the carry; if `states` is given, save the old carry at `index`.
+    """Return the chunk's rows of a scan along `dim`, in this dtype, and update the carry in place.
 
-    `rows_before` is the number of rows before the chunk in the scan's direction.
+    `rows_before` is the number of rows before the chunk in the scan's direction; if it is 0, the carry is not read. If `states`
+    is not None, save the old carry there at `index`, the chunk's index.
     """
     if states is not None:
         states[index].copy_(carry)
@@ -57,12 +59,12 @@ def advance(
 def resume(
     kind: str, reverse: bool, rows: Tensor, dim: int, dtype: torch.dtype, rows_before: int, states: Tensor, index: int
 ) -> Tensor:
-    """Recompute the chunk's rows from the carry that was saved when the chunk began."""
+    """Recompute the chunk's rows of a scan from the carry that `advance` saved at `index`; arguments as in `advance`."""
     return _scanned(kind, reverse, rows, dim, states[index], rows_before).to(dtype)
 
 
 def _scanned(kind: str, reverse: bool, rows: Tensor, dim: int, carry: Tensor, rows_before: int) -> Tensor:
-    """Scan the rows, starting from the carry if there are rows before them.
+    """Return the scanned rows, in the dtype of the carry, starting from the carry if there are rows before them.
 
     The carry is combined with the first row before the scan, not with all rows after it. This keeps eager's order: for
     example, a product over the chunk alone could overflow although the carry is zero.

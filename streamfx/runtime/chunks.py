@@ -11,7 +11,10 @@ MAX_BLOCK_CHUNKS = 32  # chunks whose rows are sliced together
 
 
 class Chunks(Sequence[tuple[int, int]]):
-    """Bounds of the chunks of `step` rows, in execution order. They are computed on access: there may be millions."""
+    """The bounds (start, stop) of chunks of `step` of `length` rows, in execution order; from the last one if `reverse`.
+
+    They are computed on access, because there may be millions. A sequence of no rows has one chunk (0, 0).
+    """
 
     def __init__(self, length: int, step: int, reverse: bool = False) -> None:
         self._starts = range(0, length, step) or range(1)
@@ -33,11 +36,11 @@ class Chunks(Sequence[tuple[int, int]]):
 
     @property
     def lengths(self) -> int:
-        """The number of distinct chunk lengths."""
+        """The number of distinct chunk lengths: 2 if the last chunk of the sequence is shorter than the others, else 1."""
         return 1 if len(self) == 1 or self.length % self.step == 0 else 2
 
     def touching(self, row: int) -> set[int]:
-        """Return the indices of the chunks that contain a row, or start or stop at it."""
+        """Return the indices, in execution order, of the chunks that contain a row, or start or stop at it."""
         candidates = {min(max(0, row // self.step + offset), len(self) - 1) for offset in (-1, 0)}
         in_order = {len(self) - 1 - index if self.reverse else index for index in candidates}
         return {index for index in in_order if self[index][0] <= row <= self[index][1]}
@@ -47,7 +50,10 @@ Block = tuple[int, int, int, bool]  # first row, rows per chunk, number of chunk
 
 
 def chunk_blocks(bounds: Sequence[tuple[int, int]]) -> list[Block]:
-    """Group adjacent chunks of equal length into blocks, in execution order."""
+    """Group adjacent chunks of equal length into blocks of at most `MAX_BLOCK_CHUNKS`, in execution order.
+
+    Ten rows in chunks of 4: (0, 4, 2, False) for the chunks [0, 4) and [4, 8), and (8, 2, 1, False) for [8, 10).
+    """
     if not isinstance(bounds, Chunks):
         return [(start, stop - start, 1, False) for start, stop in bounds]
     length, step, is_reversed = bounds.length, bounds.step, bounds.reverse
@@ -62,7 +68,7 @@ def chunk_blocks(bounds: Sequence[tuple[int, int]]) -> list[Block]:
 
 
 def chunk_slices(tensor: Tensor, dim: int, inner: int, blocks: Sequence[Block]) -> Iterator[Tensor]:
-    """Yield a view of each chunk's rows, along a dimension with `inner` elements per row.
+    """Yield a view of each chunk's rows, along dimension `dim` with `inner` elements per row, in execution order.
 
     The views of a block are created by one call, which takes a third of the time of separate calls.
     """

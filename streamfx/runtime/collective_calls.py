@@ -16,9 +16,9 @@ from streamfx.dialect.declare import implement
 
 
 def begin(x: Tensor, op: str, group: str) -> Tensor:
-    """Start the collective and return the tensor that will hold its result.
+    """Start an all-reduce of x over a process group (by name), and return the tensor that will hold its result.
 
-    If there are no rows, there are none on any rank, and nothing is sent.
+    `op`: "sum" or another reduction. If there are no rows, there are none on any rank, and nothing is sent.
     """
     if not x.numel():
         return torch.empty_like(x)
@@ -26,7 +26,7 @@ def begin(x: Tensor, op: str, group: str) -> Tensor:
 
 
 def end(x: Tensor) -> Tensor:
-    """Wait for the result of a started collective."""
+    """Wait for the result of an all-reduce that `begin` has started, and return it; x is the result of `begin`."""
     return torch.ops._c10d_functional.wait_tensor.default(x) if x.numel() else x
 
 

@@ -1,4 +1,9 @@
-"""Loop bodies whose subgraphs between the runtime's own operators are compiled by Inductor."""
+"""Loop bodies whose subgraphs between the runtime's own operators are compiled by Inductor.
+
+A loop runs its body, a graph, once per chunk of the sequence. Inductor does not compile the runtime's own operators, such as
+attention of a chunk, because they change buffers in place. A segment is a compiled subgraph between two of them. A compiled
+body runs calls of segments and of operators in order.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,10 @@ from streamfx.runtime.expanded_code import CodeCall, generate_function
 
 
 def segment_call(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> CodeCall:
-    """Return a call of a subgraph of a loop body, from its inputs to the outputs that other nodes use."""
+    """Return a call of a subgraph of a loop body: of `module`, compiled when it runs first, with the body's nodes `inputs`.
+
+    The items of its result are the body's nodes `outputs`.
+    """
     return CodeCall(Segment(module), tuple(inputs), {}, tuple(outputs), tuple(module.graph.nodes))
 
 
@@ -26,7 +34,7 @@ def single_call(node: fx.Node, body: fx.GraphModule) -> CodeCall:
 
 
 def _for_several_lengths(call: CodeCall) -> CodeCall:
-    """Return the call of a segment, set for chunks of several lengths; other calls unchanged."""
+    """Return the call of a segment with `has_several_lengths` set (see `Segment`); other calls unchanged."""
     return replace(call, run=partial(call.run, has_several_lengths=True)) if isinstance(call.run, Segment) else call
 
 
@@ -56,7 +64,10 @@ class CompiledBody:
         return [call.run for call in self._calls if isinstance(call.run, Segment)]
 
     def for_chunks(self, lengths: int) -> Callable[..., Sequence[Any]]:
-        """Return the body as a function for a loop with `lengths` distinct chunk lengths; it is generated on first use."""
+        """Return the body as a function for a loop whose chunks have one length, or (`lengths` 2) several.
+
+        The function is generated on first use.
+        """
         return self._code_for_one if lengths == 1 else self._code_for_several
 
     @cached_property

@@ -1,4 +1,9 @@
-"""A subgraph of a loop body, compiled by Inductor once for all bodies with an equal subgraph and for chunks of all lengths."""
+"""A subgraph of a loop body, compiled by Inductor once for all bodies with an equal subgraph and for chunks of all lengths.
+
+A loop runs its body once per chunk of the sequence, and the last chunk may be shorter. A family (`shape_families.py`) is a set of
+input sizes and strides, all of the form slope * n + offset; a version is compiled code for one family. `numbers` are the sizes
+and strides of all inputs in one tuple; `kinds` are their dtypes, devices and ranks, which a version fixes.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +49,7 @@ NO_MEMORY = (
 
 @dataclass
 class CompilePause:
-    """The calls that run eagerly after a compilation has run out of memory. Each pause is twice as long as the last one.
+    """Counts the calls that run eagerly after a compilation has run out of memory. Each pause is twice as long as the last one.
 
     Another attempt may succeed, because memory may be free in another layer or step. But an attempt takes seconds, so
     there are few: ten in the first 32,000 calls.
@@ -63,7 +68,7 @@ class CompilePause:
         return self.remaining > 0
 
 
-_versions: dict[Hashable, list[FamilyCode]] = {}
+_versions: dict[Hashable, list[FamilyCode]] = {}  # keyed by the subgraph's structure and the kinds of its inputs
 
 
 class Segment:
@@ -77,22 +82,28 @@ class Segment:
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
-        """Wrap a subgraph of a loop body; `_first_numbers` has the sizes and strides of the first call."""
+        """Wrap a subgraph of a loop body."""
         self.module = module
         self.structure = structure(module.graph)
         self.tally: Tally | None = None  # of all segments of the same program
-        self._first_numbers: dict[Hashable, Numbers] = {}
+        self._first_numbers: dict[Hashable, Numbers] = {}  # of the first call, by kinds
         self._code_by_layout: dict[Hashable, Callable[..., Sequence[Any]]] = {}
         self._pause = CompilePause()
 
     def __call__(self, *inputs: Any, has_several_lengths: bool = False) -> Sequence[Any]:
-        """Run the version for inputs with this layout; `has_several_lengths` if the loop has chunks of several lengths."""
+        """Return the subgraph's results, by the version for inputs of these shapes, strides and dtypes.
+
+        `has_several_lengths`: the loop has chunks of several lengths.
+        """
         layout = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in inputs])
         run = self._code_by_layout.get(layout) or self._select_code(inputs, layout, has_several_lengths)
         return run(*inputs)
 
     def _select_code(self, arguments: Sequence[Any], layout: Hashable, has_several_lengths: bool) -> Callable[..., Sequence[Any]]:
-        """Return the callable for inputs with this layout."""
+        """Return the callable for inputs with this layout: an existing version, a new one, or the eager subgraph.
+
+        The choice is cached, except while memory is short or a second chunk length is still unknown.
+        """
         inputs = [with_contiguous_rows(value) for value in arguments]
         kinds, numbers = layout_of(inputs)
         codes = _versions.setdefault((self.structure, kinds), [])
@@ -109,13 +120,17 @@ class Segment:
         return run
 
     def _run_eagerly(self, *inputs: Any) -> Sequence[Any]:
-        """Run the subgraph eagerly."""
+        """Run the subgraph eagerly, on inputs with the strides that a compiled version would get."""
         return self.module.forward(*map(with_contiguous_rows, inputs))  # type: ignore[no-any-return]
 
     def _compile_new(
         self, kinds: Hashable, numbers: Numbers, inputs: Sequence[Any], codes: Sequence[FamilyCode], has_several_lengths: bool
     ) -> FamilyCode | None:
-        """Compile a version for these sizes and their family; None if a second length is still unknown, or memory ran out."""
+        """Compile a version for these numbers, and for others of their family, which two calls of different lengths determine.
+
+        Return None if memory ran out, or, with `has_several_lengths`, if only one length is known. `codes`: the existing
+        versions.
+        """
         if has_several_lengths:
             first_numbers = self._first_numbers.setdefault(kinds, numbers)
             if first_numbers == numbers:
@@ -124,7 +139,7 @@ class Segment:
         return self._try_compile(widened_family(codes, numbers), numbers, inputs)
 
     def _try_compile(self, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode | None:
-        """Return the compiled version for a family, or None if memory ran out."""
+        """Return the version for a family that contains `numbers`; None if memory ran out, after which a pause begins."""
         with nullcontext() if self.tally is None else self.tally.next_activity():
             try:
                 return compile_segment(self.module, family, numbers, inputs)
@@ -157,7 +172,7 @@ def compile_segment(module: fx.GraphModule, family: Family, numbers: Numbers, in
 
 
 def _compile_family(graph: fx.GraphModule, family: Family, numbers: Numbers, inputs: Sequence[Any]) -> FamilyCode:
-    """Compile a graph for one size, or for all sizes of a family that Inductor's guards allow."""
+    """Compile a function of n and of tensors (see `graph_for`) for one size, or for all n that Inductor's guards allow."""
     if family.at is None:
         return FamilyCode(family, compile_for_one_size(graph, [value for value in inputs if isinstance(value, Tensor)]), any_size)
     run, holds = compile_for_sizes(graph, numbers[family.at], lambda n: shapes_for(family, n, inputs))

@@ -2,6 +2,11 @@
 
 A chunk receives the state that the chunk before it returned. The backward receives the gradient of the state from the
 chunk after it, and the state with which its own chunk began.
+
+A `StatefulPlan` is one call of such an operator in a graph; values (operands, constants, states) are keyed by the name of the
+operator's argument. A `carry` is a vector of bytes in which a loop holds all states between two chunks; a slot of the plan is
+the place of one state there. `states` [chunks, ...] holds the carries with which the forward loop's chunks began, and `chunk` is
+a chunk's index there.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ Arguments = dict[str, Any]
 
 
 class _Stateful(Recurrence):
-    """A call of a stateful operator; its carry holds the bytes of the states."""
+    """A call of a stateful operator, or of its backward; its carry holds the bytes of the states, or of their gradients."""
 
     carry_type = torch.uint8
 
@@ -32,20 +37,21 @@ class _Stateful(Recurrence):
         self.__module__ = __name__
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Call the operator on all rows."""
+        """Call the operator on all rows; return the results that the graph uses."""
         outputs = call_operator(self.plan, self._with_recomputed(dict(zip(self.plan.operands, operands, strict=True))))
         return tuple(outputs[result.index] for result in self.plan.results)
 
     def _with_recomputed(self, operands: Arguments) -> Arguments:
-        """Add the saved values that are not among the operands; the forward operator needs none."""
+        """Return the operands and the forward's saved values that are not among them; only `Backward` needs any."""
         return operands
 
     def _run_chunk(
         self, before: int, after: int, chunk: int, carry: Tensor | None, states: Arguments, operands: Arguments
     ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows from `states`, and store the final states in the carry; return the chunk's results.
+        """Run the chunk's rows from `states`, and store the final states in the carry (if not None); return the chunk's results.
 
-        Only the chunk with the last row returns final states as results.
+        `before` and `after`: the number of rows that run before and after the chunk's. Only the chunk that runs the last row
+        returns final states as results. A chunk without rows passes its states on.
         """
         plan = self.plan
         count = num_rows(plan, operands)
@@ -69,7 +75,11 @@ class _Stateful(Recurrence):
         final_states: Mapping[int, Tensor],
         has_last: bool,
     ) -> Tensor:
-        """Return one result. Only the chunk with the last row returns the final state; others return an additive identity."""
+        """Return one result; `outputs` and `final_states` are keyed by the index of the operator's result.
+
+        Only the chunk with the last row (`has_last`) returns the final state; others return an additive identity, because
+        the loop adds over chunks.
+        """
         if result.index not in final_states:
             return outputs[result.index]
         state = final_states[result.index]
@@ -86,7 +96,7 @@ class Forward(_Stateful):
     ) -> tuple[Tensor, ...]:
         """Run the chunk's rows from the states in the carry (the first chunk: from the initial states); return its results.
 
-        If `states` is given, save the states there first.
+        The carry is updated. If `states` is not None, save the chunk's initial states there first.
         """
         values = dict(zip(self.plan.operands, operands, strict=True))
         states_before = initial_states(self.plan, values, carry) if before == 0 else states_from_carry(self.plan, carry)
@@ -106,13 +116,16 @@ class Forward(_Stateful):
 
 
 class Backward(_Stateful):
-    """The backward of a call of the operator."""
+    """The backward of a call of the operator, whose states are the gradients of the forward's states."""
 
     reverse = True
     needs_states = True
 
     def _with_recomputed(self, operands: Arguments) -> Arguments:
-        """Add the saved values that have no rows, by recomputing the operator."""
+        """Return the operands and the forward's saved values that are not among them, by calling the forward operator again.
+
+        The plan names them, with the index of the forward's result: `recomputed_per_chunk`.
+        """
         forward_plan, recomputed = self.plan.forward_plan, self.plan.recomputed_per_chunk
         operands = {**operands, **empty_saved(self.plan, operands)}
         if forward_plan is None or not recomputed:
@@ -123,7 +136,11 @@ class Backward(_Stateful):
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the chunk's backward from the states before it, and the cotangents of the states after it."""
+        """Run the chunk's backward from the states before it, and the cotangents of the states after it; return its results.
+
+        The states come from `states[chunk]`, the cotangents from the carry, which is updated. Saved values that the plan
+        does not store are recomputed by the forward operator.
+        """
         assert states is not None and self.plan.forward_plan is not None
         values = {
             **dict(zip(self.plan.operands, operands, strict=True)),
@@ -151,7 +168,8 @@ class Backward(_Stateful):
 def call_operator(plan: StatefulPlan, values: Mapping[str, Any], count: int | None = None) -> Sequence[Any]:
     """Call the operator, with the arguments laid out in memory as in the trace; return its results as a sequence.
 
-    `count` is the number of rows of a chunk, or None for the original call over all rows.
+    `values`: arguments by name, possibly more than it has. `count` is the number of rows of a chunk, or None for the original
+    call over all rows.
     """
     arguments = {
         name: with_dimension_order(value, plan.orders.get(name)) for name, value in values.items() if name in plan.argument_names
@@ -164,7 +182,10 @@ def call_operator(plan: StatefulPlan, values: Mapping[str, Any], count: int | No
 
 
 def with_dimension_order(value: Any, order: tuple[int, ...] | None) -> Any:
-    """Return a tensor that is dense in this order of dimensions, at an aligned address; other values unchanged."""
+    """Return a tensor whose memory is dense in this order of dimensions (None: contiguous), at an aligned address.
+
+    Other values are returned unchanged. The shape does not change: (1, 0) gives a matrix stored by columns.
+    """
     if not isinstance(value, Tensor):
         return value
     order = order or tuple(range(value.dim()))
@@ -176,13 +197,16 @@ def with_dimension_order(value: Any, order: tuple[int, ...] | None) -> Any:
 
 
 def empty_saved(plan: StatefulPlan, values: Mapping[str, Any]) -> Arguments:
-    """Return the operator's saved values that have no elements."""
+    """Return, by name, the forward's saved values that have no elements, which no graph needs to store.
+
+    The plan has their shapes; `values` only gives the device.
+    """
     example = next(value for value in values.values() if isinstance(value, Tensor))
     return {name: example.new_empty(shape, dtype=dtype) for name, (shape, dtype) in plan.empty_results.items()}
 
 
 def results_of_no_rows(plan: StatefulPlan, values: Mapping[str, Any]) -> dict[int, Tensor]:
-    """Return the results of an operator on zero rows, without calling a kernel; sums over rows are zero."""
+    """Return the results of an operator on zero rows, by index, without calling a kernel; sums over rows are zero."""
     example = next(value for value in values.values() if isinstance(value, Tensor))
     outputs, empty = meta_results_of_block(plan, values), {}
     for result in plan.results:
@@ -194,7 +218,10 @@ def results_of_no_rows(plan: StatefulPlan, values: Mapping[str, Any]) -> dict[in
 
 
 def meta_results_of_block(plan: StatefulPlan, values: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the operator's results on a block of rows, on the meta device. Few operators accept zero rows, even there."""
+    """Return the operator's results on one block of rows on the meta device, to learn the shapes of results on zero rows.
+
+    Few operators accept zero rows, even on the meta device.
+    """
 
     def meta_like(name: str, value: Any) -> Any:
         """Return a meta tensor with one block of rows in place of the value's rows."""
@@ -211,7 +238,7 @@ def meta_results_of_block(plan: StatefulPlan, values: Mapping[str, Any]) -> Sequ
 
 
 def num_rows(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
-    """Return the number of rows of the operands."""
+    """Return the number of rows of the operands, by the first operand that has rows."""
     name, dim = next(iter(plan.rows.items()))
     count: int = operands[name].shape[dim]
     return count
@@ -221,13 +248,13 @@ def num_rows(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
 
 
 def initial_states(plan: StatefulPlan, operands: Mapping[str, Any], carry: Tensor) -> Arguments:
-    """Return the states before the first row: operands, or, if absent, the zeros of the initial carry."""
+    """Return the states before the first row, by argument: operands, or, if the call has none, the zeros of the new carry."""
     initial = states_from_carry(plan, carry)
     return {name: zeros if name in plan.absent else operands[name].to(zeros.dtype) for name, zeros in initial.items()}
 
 
 def states_from_carry(plan: StatefulPlan, carry: Tensor) -> Arguments:
-    """Return copies of the states in a carry, because the carry will be overwritten."""
+    """Return copies of the states in a carry, by argument, because the carry will be overwritten."""
     return {slot.argument: _state_from_carry(slot, carry) for slot in plan.slots}
 
 

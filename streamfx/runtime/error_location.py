@@ -1,4 +1,7 @@
-"""Add the line of the user's code to an error that an operator raises at run time inside one of our loops."""
+"""Add the line of the user's code to an error that an operator raises at run time inside one of our loops.
+
+Loops run generated code, so a traceback shows no line of the model. Nodes of our graphs know the line that they were traced from.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ _ASSIGNED = re.compile(r"\s*(\w+)\b[^=]* = ")
 def name_line(error: BaseException, running: Sequence[fx.Node]) -> None:
     """Add a note to an error that names the user's operator that was running, and its source line, unless a note exists.
 
-    If the operator ran inside a graph (a loop body), the traceback identifies it; otherwise it is one of `running`.
+    If the operator ran inside a graph (a loop body), the traceback identifies it; otherwise it is one of `running`, the nodes
+    of the line of generated code that raised.
     """
     if not hasattr(error, "add_note") or any(note.startswith(_NOTE_PREFIX) for note in getattr(error, "__notes__", ())):
         return  # Python 3.10 has no notes
@@ -32,7 +36,11 @@ def name_line(error: BaseException, running: Sequence[fx.Node]) -> None:
 
 
 def _in_graphs(error: BaseException) -> Iterator[list[fx.Node]]:
-    """Yield the operator that was running in each graph of the traceback, from the outermost to the innermost graph."""
+    """Yield, for each graph module in the traceback, a list of the node that was running; from the outermost to the innermost.
+
+    The traceback's line in the module's generated code, for example `mm = torch.ops...`, names the node. If this node has no
+    source line, a neighbor that has one takes its place; [] if there is none.
+    """
     for frame, line_number in traceback.walk_tb(error.__traceback__):
         module, file = frame.f_locals.get("self"), frame.f_code.co_filename
         if isinstance(module, fx.GraphModule) and file.startswith("<eval_with_key>"):

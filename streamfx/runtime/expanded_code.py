@@ -11,7 +11,8 @@
             failed(error)
             raise
 
-Each value is a local variable, which is set to None after its last use. The generated code holds no state of a run.
+The calls are operators, loops over chunks, or compiled subgraphs. Each value is a local variable, named like its node, which is
+set to None after its last use. The generated code holds no state of a run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class CodeCall:
-    """`outputs = run(*args, **kwargs)`; nodes among the arguments represent values.
+    """A call in generated code, `outputs = run(*args, **kwargs)`; nodes among the arguments represent values.
 
     `outputs` is one node for the result, or several nodes for the items of the result. `executed` are the operators that
     this call runs, one after the other: all operators of the body if it calls a loop.
@@ -66,7 +67,7 @@ class CodeStep(Protocol):
 
 
 def nodes_in(arguments: Any) -> list[fx.Node]:
-    """Return the nodes among nested arguments, in order."""
+    """Return the nodes among nested arguments, in order; a node that occurs twice is returned twice."""
     nodes: list[fx.Node] = []
 
     def visit(node: fx.Node) -> fx.Node:
@@ -82,7 +83,7 @@ class FunctionText:
     """The lines of a function, and the objects that its names refer to."""
 
     def __init__(self, reserved: Iterable[str]) -> None:
-        """Start an empty function; `reserved` are names that are in use."""
+        """Start an empty function; `reserved` are names in use, which `unused` does not return."""
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
         self._reserved_names = set(reserved)
@@ -93,7 +94,7 @@ class FunctionText:
         self.lines.append("    " * depth + text)
 
     def unused(self, hint: str) -> str:
-        """Reserve and return a name that is not in use."""
+        """Reserve and return a name that is not in use: `hint` with a number."""
         while (name := f"{hint}_{self._next[hint]}") in self._reserved_names:
             self._next[hint] += 1
         self._reserved_names.add(name)
@@ -106,7 +107,10 @@ class FunctionText:
         return name
 
     def argument(self, value: Any) -> str:
-        """Return an argument as Python source."""
+        """Return an argument of a call as Python source: a node as its name, a literal as itself.
+
+        Collections that contain nodes, and lists, are written out; other objects become globals of the function.
+        """
         if isinstance(value, fx.Node):
             return value.name
         if type(value) in LITERAL_TYPES or (type(value) is float and math.isfinite(value)):
@@ -130,7 +134,7 @@ class FunctionText:
         return f"{self.name('kind', type(value))}({items})" if hasattr(value, "_fields") else f"({items})"
 
     def function(self, title: str) -> Callable[..., Any]:
-        """Compile the lines and return the function; tracebacks show the source."""
+        """Compile the lines, which define a function `title`, and return the function; tracebacks show the source."""
         source, file = "\n".join(self.lines) + "\n", f"streamfx's {title}, {next(_numbers)}"
         namespace = {**self.names, "__name__": file, "__loader__": _Source(source)}
         exec(compile(source, file, "exec"), namespace)
@@ -175,7 +179,10 @@ def generate_function(
 
 
 def write_call(text: FunctionText, call: CodeCall) -> None:
-    """Append the line that runs a call and assigns its results; arguments named like keywords are passed as `**{...}`."""
+    """Append the line that runs a call and assigns its results, for example `[a, b] = run_0(x, dim=1)`.
+
+    Arguments whose name is a keyword of Python (`from`) are passed as `**{"from": ...}`.
+    """
     keywords = {key: text.argument(item) for key, item in call.kwargs.items()}
     arguments = [text.argument(item) for item in call.args] + [
         f"{key}={item}" for key, item in keywords.items() if not iskeyword(key)
@@ -186,7 +193,7 @@ def write_call(text: FunctionText, call: CodeCall) -> None:
 
 
 def write_drop(text: FunctionText, values: Sequence[fx.Node]) -> None:
-    """Append the line that sets dead values to None."""
+    """Append the line that sets these values to None (`a = b = None`), so that their memory can be freed; none if empty."""
     if values:
         text.line(" = ".join([*(node.name for node in values), "None"]), 2)
 
@@ -200,7 +207,10 @@ def write_except(text: FunctionText, nodes_by_line: dict[int, tuple[fx.Node, ...
 
 
 def dead_values(inputs: Sequence[fx.Node], calls: Sequence[CodeStep], result: Any) -> list[list[fx.Node]]:
-    """Return the values that are no longer used: before the first call, and then after each call."""
+    """Return the values that are not used any more: a list for before the first call, then one for after each call.
+
+    Values that `result` contains stay.
+    """
     last: dict[fx.Node, int] = dict.fromkeys(inputs, -1)
     for index, call in enumerate(calls):
         last.update(dict.fromkeys((*call.uses, *call.defs), index))

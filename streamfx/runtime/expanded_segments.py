@@ -15,7 +15,9 @@
             ...
 
 The function is a generator, so each run owns the values that are alive between two segments. After a segment, only
-`results` holds its results, so that autograd can take ownership of them.
+`results` holds the gradients that it has completed, so that autograd can take ownership of them. `versions` are the version
+counters of inputs when the run began: between segments the user's hooks run, and must not write to tensors that are still
+needed.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ class SegmentBoundary:
 def generate_segments(
     title: str, inputs: Sequence[fx.Node], segments: Sequence[tuple[ReleaseSegment, Sequence[CodeCall]]]
 ) -> SegmentGenerator:
-    """Generate and compile a generator function that runs the segments of a graph, given the calls of each segment."""
+    """Generate a generator function (arguments, results) that runs the segments of a graph, given the calls of each segment.
+
+    It empties the list `arguments`, the values of `inputs`. It yields before the first segment and after each; a segment
+    stores its gradients in the dictionary `results`, by index among the graph's results.
+    """
     steps: list[list[CodeStep]] = [
         [SegmentBoundary(segment.reads), *calls, SegmentBoundary(tuple(segment.gradients.values()))]
         for segment, calls in segments
@@ -89,12 +95,12 @@ def generate_segments(
 
 
 def _by_name(values: Iterable[fx.Node]) -> str:
-    """Return keyword arguments that pass values by their names, as source."""
+    """Return keyword arguments that pass values by their names, as source: `weight=weight, x=x`."""
     return ", ".join(f"{node.name}={node.name}" for node in values)
 
 
 def _split(elements: Sequence[Any], lengths: Iterable[int]) -> Iterator[Sequence[Any]]:
-    """Yield consecutive slices of these lengths."""
+    """Yield consecutive slices of these lengths: ([a, b, c], [1, 2]) -> [a], [b, c]."""
     start = 0
     for length in lengths:
         yield elements[start : start + length]
@@ -102,12 +108,12 @@ def _split(elements: Sequence[Any], lengths: Iterable[int]) -> Iterator[Sequence
 
 
 def versions_of(**values: Any) -> dict[str, int]:
-    """Return the version counter of each tensor."""
+    """Return, by name, the version counter of each value that is a tensor and has one."""
     return {name: value._version for name, value in values.items() if isinstance(value, Tensor) and not value.is_inference()}
 
 
 def check_unchanged(versions: dict[str, int], **values: Any) -> None:
-    """Raise an error if a tensor was modified in place since its version was recorded."""
+    """Raise an error if a tensor was modified in place since `versions_of` recorded its version, as autograd does."""
     for name, value in values.items():
         expected = versions.get(name)
         if expected is not None and value._version != expected:

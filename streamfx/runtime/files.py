@@ -1,4 +1,4 @@
-"""Values in memory-mapped files, outside the process's memory.
+"""Values of the forward graph that wait for the backward graph in memory-mapped files, outside the process's memory.
 
 Disk space is reserved before a file is written: without space, touching a mapped page would kill the process with a
 signal instead of raising an error.
@@ -27,14 +27,18 @@ from streamfx.errors import OffloadSpaceError
 from streamfx.kernels.process_limits import limit_of
 from streamfx.log import log
 
-IN_MEMORY = ("tmpfs", "ramfs")
+IN_MEMORY = ("tmpfs", "ramfs")  # types of file systems
 MOUNTS = Path("/proc/self/mounts")
-BLOCK = 1 << 20
+BLOCK = 1 << 20  # bytes that one write reserves
 NOT_ON_DISK = "offload writes to %s, which is in memory itself (%s): no memory is saved. Set TMPDIR to a folder on a disk."
 
 
 def copy_to_file(value: Tensor) -> Tensor:
-    """Copy a value to an unlinked, memory-mapped file; return the mapped tensor."""
+    """Copy a value to a memory-mapped file; return the mapped tensor, which is the file's only reference.
+
+    Raises:
+        OffloadSpaceError: if the disk has no space.
+    """
     if not value.numel():
         return value.clone()
     with _new_file(value.nbytes) as path:
@@ -46,7 +50,11 @@ def copy_to_file(value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _new_file(size: int) -> Iterator[Path]:
-    """Context manager: create a file with `size` bytes reserved, yield its path, and unlink it on exit."""
+    """Context manager: create a file with `size` bytes reserved, yield its path, and unlink it on exit.
+
+    Raises:
+        OffloadSpaceError: if the disk has no space.
+    """
     folder = "the folder for temporary files"
     try:
         folder = tempfile.gettempdir()
@@ -68,7 +76,7 @@ def _new_file(size: int) -> Iterator[Path]:
 
 
 def _reserve(file: int, size: int) -> None:
-    """Reserve disk space for a file, or raise `OSError`."""
+    """Reserve `size` bytes of disk space for an open file (by its descriptor), or raise `OSError`."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
         return
@@ -77,7 +85,10 @@ def _reserve(file: int, size: int) -> None:
 
 
 def _no_room(folder: str, size: int, cause: OSError) -> OffloadSpaceError:
-    """Return the error for a value that does not fit on disk. It reports the free space only if the disk is full."""
+    """Return the error for a value of `size` bytes that cannot be written to `folder`, with the cause and advice.
+
+    It reports the free space only if the disk is full, and the process's limit only if that was exceeded.
+    """
     free, limit = _free_bytes(folder), limit_of("RLIMIT_FSIZE") if cause.errno == errno.EFBIG else None
     details = f"; {format_bytes(free)} are free" if free is not None and cause.errno == errno.ENOSPC else ""
     details += "" if limit is None else f"; RLIMIT_FSIZE limits a file to {format_bytes(limit)}"
@@ -108,7 +119,10 @@ def _warn_of_memory(folder: str) -> None:
 
 
 def file_system_of(folder: str) -> str:
-    """Return the type of file system that a folder is on, or an empty string if the system does not report it."""
+    """Return the type of file system that a folder is on, for example "ext4"; "" if the system does not report it.
+
+    It is the type of the innermost mount point that contains the folder.
+    """
     try:
         lines = [line.split() for line in MOUNTS.read_text().splitlines()]
     except OSError:
@@ -116,7 +130,9 @@ def file_system_of(folder: str) -> str:
     resolved = Path(folder).resolve()
     ancestors = (resolved, *resolved.parents)
     mounts = [
-        (len(mount_point.parts), kind) for _, name, kind, *_ in lines if (mount_point := Path(_unescaped(name))) in ancestors
+        (len(mount_point.parts), kind)  # (depth, type of file system)
+        for _, name, kind, *_ in lines
+        if (mount_point := Path(_unescaped(name))) in ancestors
     ]
     return max(mounts, key=operator.itemgetter(0))[1] if mounts else ""
 
@@ -127,6 +143,6 @@ def _unescaped(name: str) -> str:
 
 
 def _drop_pages(held: Tensor) -> None:
-    """Drop a mapped tensor's pages from the process's memory; they are read from the file on access."""
+    """Drop a mapped tensor's pages from the process's memory, so that only the file holds them until they are read."""
     with contextlib.suppress(OSError, AttributeError):  # the system may have no such call
         ctypes.CDLL(None).madvise(ctypes.c_void_p(held.data_ptr()), ctypes.c_size_t(held.nbytes), mmap.MADV_DONTNEED)

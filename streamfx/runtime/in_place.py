@@ -1,4 +1,7 @@
-"""Sums and products of large gradients, computed in place over an operand that has no further reader."""
+"""Sums and products of large gradients, computed in place over an operand that has no further reader.
+
+The passes write these functions into host programs and loop bodies if they have proved that nothing else reads the operand.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ def scale_in_place(value: Tensor, factor: Any) -> Tensor:
 
 
 def scale_saved_in_place(saved: Tensor, factor: Any) -> Tensor:
-    """Return saved * factor, in place unless the backward graph may run a second time and read the saved value."""
+    """Return saved * factor, computed in place in `saved`, a value that the forward graph saved for the backward graph.
+
+    If the backward graph may run a second time (`retain_graph=True`), the saved value must stay: then return a new tensor.
+    """
     if retains_graph() and not isinstance(saved, FakeTensor):
         return saved * factor
     return saved.mul_(factor)

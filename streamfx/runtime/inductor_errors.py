@@ -12,7 +12,7 @@ NOT_COMPILED = (
 
 
 def blame(error: Exception) -> str:
-    """Return, for a warning that code runs uncompiled, which component failed."""
+    """Return, for a warning that code runs uncompiled, whether Inductor or streamfx failed, and with which error."""
     if isinstance(error, InductorFailedError):
         return f"Inductor failed ({error})"
     return f"streamfx failed ({describe_error(error)}; please report this)"

@@ -1,4 +1,10 @@
-"""The loop over chunks: allocates its buffers and results. `loop_codegen.py` generates the code that feeds the loop body."""
+"""The loop over chunks of the sequence: allocates its buffers and results, and runs generated code on them.
+
+A `LoopSpec` describes the loop: its body, a graph that runs once per chunk; the feeds, one per input of the body; its buffers,
+which all chunks share; and its results. A concatenated result holds the rows that each chunk computes; other results are
+buffers. `loop_codegen.py` generates the code that feeds the body. Sizes depend on symbols, whose values at run time are an
+`env`, by name.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +26,9 @@ from streamfx.runtime.loop_codegen import generate_inputs, generate_loop
 from streamfx.runtime.probes import LoopOrigin, measurement
 from streamfx.runtime.runtime_sizes import compiled_size
 
-Env = dict[str, int]
-Run: TypeAlias = "Callable[..., None]"
-Masks: TypeAlias = "dict[MaskProgram, list[Callable[..., Iterable[Inputs]]]]"
+Env = dict[str, int]  # values of symbols
+Run: TypeAlias = "Callable[..., None]"  # generated code: (run, bounds, step, chunks, env, tensors, buffers, results)
+Masks: TypeAlias = "dict[MaskProgram, list[Callable[..., Iterable[Inputs]]]]"  # for each call, its inputs in all chunks
 
 
 class Loop(nn.Module):
@@ -36,16 +42,17 @@ class Loop(nn.Module):
         self.compiled: CompiledBody | None = None  # if set, it runs instead of the body
         self.origin: LoopOrigin | None = None  # if set, probes measure this loop
         self._sizes: dict[Size, Callable[[Env], int]] = {}
+        # the specification for which code was generated; the code, by whether there is a single chunk; the masks
         self._generated: tuple[LoopSpec, dict[bool, Run], Masks] | None = None
 
     def chunks(self, length: int, env: Env) -> Sequence[tuple[int, int]]:
-        """Return the bounds of the chunks, in execution order."""
+        """Return the bounds (start, stop) of the chunks of `length` rows, in execution order."""
         return Chunks(length, self.rows_per_chunk(length, env), self.spec.reverse)
 
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
-        """Run the loop on the values of the symbols, followed by the tensors.
+        """Run the loop: `arguments` are the values of its symbols, followed by the tensors.
 
-        Return the concatenated results, then the buffers that are results.
+        Return the concatenated results, then the buffers that are results. If a probe measures the loop, it runs it.
         """
         env: Env = {symbol.name: int(value) for symbol, value in zip(self.spec.symbols, arguments, strict=False)}
         length = self.size(self.spec.length, env)
@@ -57,7 +64,11 @@ class Loop(nn.Module):
         return probe.run_loop(self.spec.name, origin, num_chunks, lambda: self._run(arguments, env, length, step))
 
     def _run(self, arguments: Sequence[Any], env: Env, length: int, step: int) -> tuple[Any, ...]:
-        """Allocate buffers and results, run the generated code over the chunks, and return results, then buffers."""
+        """Allocate buffers and results, run the generated code over the chunks, and return results, then buffers.
+
+        `length`: the rows of the sequence; `step`: the rows of a chunk. If a mask program runs in the body, it can ask for the
+        inputs of all chunks meanwhile (`upcoming_inputs`).
+        """
         spec, tensors = self.spec, arguments[len(self.spec.symbols) :]
         env["chunks"] = num_chunks = max(1, -(-length // step))
         env["step"] = step
@@ -78,9 +89,9 @@ class Loop(nn.Module):
         return (*results, *buffer_results)
 
     def _code(self, is_single: bool) -> tuple[Run, Masks]:
-        """Return the generated code, for several chunks or for a single one, and the mask programs.
+        """Return the generated code, for several chunks or for a single one, and the mask programs of the loop body.
 
-        The code is generated on first use.
+        The code is generated on first use, and again if `spec` was replaced.
         """
         spec, generated = self.spec, self._generated
         if generated is None or generated[0] is not spec:
@@ -91,21 +102,21 @@ class Loop(nn.Module):
         return codes[is_single], masks
 
     def runner(self, bounds: Sequence[tuple[int, int]]) -> Callable[..., Sequence[Any]]:
-        """Return the callable that runs the loop body for these chunks."""
+        """Return the callable that runs the loop body on the inputs of a chunk: the compiled body for `bounds`, or the graph."""
         if self.compiled is None:
             return self.body.forward  # type: ignore[no-any-return]
         assert isinstance(bounds, Chunks)
         return self.compiled.for_chunks(bounds.lengths)
 
     def rows_per_chunk(self, length: int, env: Env) -> int:
-        """Return the chunk size: fixed, or computed from the bytes per row at these sizes."""
+        """Return the chunk size in rows: fixed, or computed for `length` rows from a memory budget and the bytes per row."""
         chunk = self.spec.chunk_size
         if isinstance(chunk, int):
             return chunk
         return chunk.rows(length, self.size(chunk.row_bytes, env), self.size(chunk.stream_bytes, env))
 
     def size(self, size: Size, env: Env) -> int:
-        """Return the value of a size, for these values of the symbols."""
+        """Return the value of a size, which may be an expression, for these values of its symbols."""
         if isinstance(size, int):
             return size
         function = self._sizes.get(size)
@@ -114,7 +125,10 @@ class Loop(nn.Module):
         return function(env)
 
     def _new_buffer(self, memory: Buffer | ConcatOutput, env: Env, zeroed: bool) -> Tensor:
-        """Allocate and return a buffer or a result, with zeros if `zeroed`; a loop of one chunk may use another dtype."""
+        """Allocate a buffer or a concatenated result: zeros if `zeroed`, else uninitialized.
+
+        A loop of one chunk may use another dtype for a sum, because there is nothing to add.
+        """
         sizes = [self.size(size, env) for size in memory.shape]
         allocate = torch.zeros if zeroed else torch.empty
         dtype = memory.dtype
@@ -125,7 +139,7 @@ class Loop(nn.Module):
     # -- results
 
     def _result(self, output: ConcatOutput, tensors: Sequence[Any], env: Env) -> Tensor:
-        """Return the tensor for a concatenated result: an input that it may overwrite, or new memory."""
+        """Return the tensor into which chunks write a concatenated result: an input that it may overwrite, or new memory."""
         if output.reuse is not None:
             reused: Tensor = tensors[output.reuse]
             return reused
@@ -151,11 +165,11 @@ class Loop(nn.Module):
         return adopt
 
     def _adopt(self, output: ConcatOutput, rows: Tensor) -> Tensor:
-        """Return rows that become a result without a copy; subclasses override this to observe them."""
+        """Return `rows`, which become the result `output` without a copy; subclasses override this to observe them."""
         return rows
 
     def _finish_buffer(self, output: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
-        """Return a buffer as a result: divided by its count for means, in the dtype of the result."""
+        """Return a buffer as a result: in the result's dtype, and divided by `output.count` if the result is a mean."""
         total, count = buffers[output.buffer], self.size(output.count, env)
         return (total / count if count != 1 else total).to(output.dtype)
 
@@ -163,7 +177,8 @@ class Loop(nn.Module):
 def is_alone(rows: Tensor, output: ConcatOutput, others: Iterable[Any]) -> bool:
     """Return whether rows can be the result `output` without a copy.
 
-    They must have its dtype and layout, and fill a storage that no tensor of `others` shares.
+    They must have its dtype and layout, and fill a storage that no tensor of `others` shares. The loop's body must have
+    allocated them (`is_fresh`).
     """
     if not output.is_fresh or (rows.dtype, rows.device) != (output.dtype, output.device):
         return False
@@ -177,7 +192,10 @@ def is_alone(rows: Tensor, output: ConcatOutput, others: Iterable[Any]) -> bool:
 
 
 def _mask_inputs_of(spec: LoopSpec) -> Masks:
-    """Return, for each mask program of a loop body, functions that compute the inputs of its calls."""
+    """Return, for each mask program that a loop body calls, a function for each call that yields its inputs for all chunks.
+
+    The functions take the arguments of the loop's generated code.
+    """
     input_index = {node: i for i, node in enumerate(spec.body.graph.find_nodes(op="placeholder"))}
     inputs_of: Masks = {}
     for call in spec.body.graph.find_nodes(op="call_module"):
@@ -188,5 +206,8 @@ def _mask_inputs_of(spec: LoopSpec) -> Masks:
 
 
 def _upcoming_inputs(masks: Masks, program: MaskProgram, loop_arguments: tuple[Any, ...]) -> Iterator[Inputs]:
-    """Yield the inputs of all calls of a mask program in the loop, for all chunks."""
+    """Yield the inputs of all calls of a mask program in the loop, for all chunks.
+
+    `loop_arguments` are those of the generated code, without the first one, `run`, which computes no inputs.
+    """
     return chain.from_iterable(inputs(None, *loop_arguments) for inputs in masks.get(program, ()))

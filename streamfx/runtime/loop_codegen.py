@@ -11,7 +11,10 @@
             copy_rows(rows_1, out_0)
             out_0 = None
 
-Copies of rows are passed to the loop body as temporaries, so that only the body holds a reference.
+`run` is the loop body, `start` and `stop` are the bounds of a chunk of the sequence, `rows_i` are the chunk's rows of a tensor or
+result. A placement says which dimension of a tensor holds the sequence: a product of `outer` indices, the rows, and `inner`
+indices. A derived axis is an axis whose rows are rows or blocks of the sequence from an offset on. Copies of rows are passed
+to the loop body as temporaries, so that only the body holds a reference.
 """
 
 from __future__ import annotations
@@ -85,7 +88,11 @@ class LoopWriter:
     # -- values with names
 
     def assign(self, code: Code, *hints: str) -> tuple[Code, ...]:
-        """Assign a value, or its items, to new variables named by `hints`; equal expressions share their variables."""
+        """Return variables for a value, or for its items if there are several `hints`, which become their names.
+
+        The line that assigns them runs before the loop, or for each chunk if the value varies. Equal expressions share their
+        variables.
+        """
         variables = self._variables.get(code.text)
         if variables is None:
             variables = tuple(Code(f"{hint}_{len(self._variables)}", code.is_varying) for hint in hints)
@@ -94,7 +101,7 @@ class LoopWriter:
         return variables
 
     def size(self, size: Size) -> Code:
-        """Return code for a size, or for another scalar that depends on sizes."""
+        """Return code for a size, or for another scalar that depends on sizes: a literal, a symbol, or an assigned variable."""
         if isinstance(size, int):
             return Code(str(size))
         symbols = free_symbols([size])
@@ -113,7 +120,11 @@ class LoopWriter:
         return self.assign(Code("stop - start", True), "n")[0]
 
     def _bounds_variable(self, expression: Any) -> Any:
-        """Return a symbol, or an integer, for a size function whose value is one of the two results of a bounds function."""
+        """Replace a size function, for example `member_count(...)`, by a symbol that names a variable with its value.
+
+        Its value is one of the two results of a bounds function (`member_bounds`), which is called once for both. If the
+        value is a literal, the result is that integer.
+        """
         bounds_function, index = BOUNDS[type(expression).__name__]
         text = self.bounds(bounds_function, [self._argument(argument) for argument in expression.args])[index].text
         return sympy.Integer(text) if text.isdigit() else sympy.Symbol(text, integer=True)
@@ -124,15 +135,16 @@ class LoopWriter:
         return Code(text) if text.isidentifier() or text.removeprefix("-").isdigit() else self.size(argument)
 
     def times(self, left: Code, right: Code) -> Code:
-        """Return code for a product; a factor of 1 is omitted."""
+        """Return code for a product, in a variable; a factor of 1 is omitted."""
         if "1" in (left.text, right.text):
             return left if right.text == "1" else right
         return self.assign(Code(f"{left} * {right}", left.is_varying or right.is_varying), "n")[0]
 
     def bounds(self, function: str, arguments: Sequence[Code]) -> tuple[Code, Code]:
-        """Return code for the first row and the number of rows, which a function of `runtime_sizes.py` computes.
+        """Return code for the two results of a bounds function of `runtime_sizes.py`: the first row and the number of rows.
 
-        If the axis is the sequence, simpler expressions replace the call.
+        `function` is its name, and `arguments` are its arguments. If the axis is the sequence itself, simpler expressions replace
+        the call.
         """
         texts = [argument.text for argument in arguments]
         length_code, length = self._length, self._length.text
@@ -152,7 +164,7 @@ class LoopWriter:
     # -- rows
 
     def select_rows(self, tensor: Code, selections: Iterable[RowSelection], view: bool) -> Code:
-        """Return code for the selected rows of a tensor, along one or several dimensions.
+        """Return code for the selected rows of a tensor, along one or several dimensions that hold the sequence.
 
         If an outer factor precedes the rows in their dimension: with `view`, it stays a separate dimension; otherwise it is
         flattened, which copies. The chunk's own slices of a tensor that is equal for all chunks become loop variables
@@ -181,7 +193,10 @@ class LoopWriter:
         return tensor if tensor.is_varying or tensor.text.isidentifier() else self.assign(tensor, "part")[0]
 
     def _selected(self, placement: Placement, selector: Selector) -> tuple[Code, Code]:
-        """Return code for the first row and the number of rows that a selector takes along the placement's axis."""
+        """Return code for the first row and the number of rows that a selector takes along the placement's axis.
+
+        `selector`: a span of rows around the chunk, rows shifted from those of another axis, or None for the chunk's own rows.
+        """
         offset, rows, block = self.size(placement.rows.offset), self.size(placement.rows.length), placement.rows.block
         chunk = (START, STOP, self._length)
         if isinstance(selector, Span):
@@ -196,7 +211,7 @@ class LoopWriter:
     # -- inputs of the loop body
 
     def feeds(self, input_indices: Iterable[int]) -> list[str]:
-        """Return code for these inputs of the loop body; "None" for an input without users."""
+        """Return code for these inputs of the loop body, by their indices; "None" for an input that the body does not use."""
         placeholders = self.spec.body.graph.find_nodes(op="placeholder")
         return [
             self._feed(self.spec.feeds[i], self.spec.sources[i]).text if placeholders[i].users else "None" for i in input_indices
@@ -220,20 +235,21 @@ class LoopWriter:
 
 
 def _is_bound(expression: Any) -> bool:
-    """Return whether an expression is a size function whose value is one of a pair of bounds."""
+    """Return whether an expression is a size function whose value is one of the two results of a bounds function."""
     return type(expression).__name__ in BOUNDS
 
 
 def copy_rows(destination: Tensor, rows: Tensor) -> None:
-    """Copy rows into a chunk's slice of the result; the slice has one dimension more if the sequence is an inner factor."""
+    """Copy rows into a chunk's slice of the result, which has one dimension more if outer indices precede the sequence in one."""
     destination.copy_(rows if rows.shape == destination.shape else rows.reshape(destination.shape))
 
 
 def generate_loop(spec: LoopSpec, is_single: bool = False) -> Callable[..., None]:
     """Generate loop(run, bounds, step, chunks, env, tensors, buffers, results), which runs the body on each chunk.
 
-    It fills `results` in place. For a single chunk, they are functions of the computed rows that return (the result,
-    whether the rows must be copied into it).
+    `run` is the body, `bounds` are the chunks, `step` their rows and `chunks` their number; `env` has the values of symbols.
+    The function fills `results` in place. If `is_single`, there is one chunk, and `results` are functions of the computed rows
+    that return (the result, whether the rows must be copied into it); the function replaces them by the results.
     """
     writer = LoopWriter(spec)
     concat_outputs = [output for output in spec.yields if isinstance(output, ConcatOutput)]
@@ -252,7 +268,10 @@ def generate_loop(spec: LoopSpec, is_single: bool = False) -> Callable[..., None
 
 
 def generate_inputs(spec: LoopSpec, input_indices: Sequence[int]) -> Callable[..., Iterable[tuple[Any, ...]]]:
-    """Generate a generator function that takes the loop's arguments and yields some inputs of the loop body for each chunk."""
+    """Generate a generator function that takes the arguments of `generate_loop`'s function, and runs no body.
+
+    For each chunk, it yields a tuple of the body's inputs `input_indices`.
+    """
     writer = LoopWriter(spec)
     feeds = writer.feeds(input_indices)
     num_results = sum(isinstance(output, ConcatOutput) for output in spec.yields)
@@ -284,7 +303,7 @@ def _loop_source(writer: LoopWriter, body: Sequence[str], num_results: int) -> s
 
 @lru_cache(maxsize=1024)
 def _function(text: str) -> Callable[..., Any]:
-    """Compile the source. The cache shares the function between loops of equal layers."""
+    """Compile the source of a function `loop` and return the function. The cache shares it between loops of equal layers."""
     namespace = {
         **FUNCTIONS,
         "rows_of": rows_of,

@@ -44,16 +44,16 @@ _lock = threading.Lock()
 
 
 class _CopyStream:
-    """The copy stream of a device, and the pinned host blocks that its copies fill and read."""
+    """The CUDA stream on which all copies between a device and the host run, and the pinned host memory that they use."""
 
     def __init__(self, stream_module: Any, device: torch.device) -> None:
         self.stream_module, self.device, self.stream = stream_module, device, stream_module.Stream(device)
         self.blocks = PinnedBlocks(stream_module, device, self.stream)
 
     def begin(self, target: Tensor, source: Tensor, keeps: bool) -> _Copy:
-        """Queue a copy after all work of the current stream, without blocking the host.
+        """Queue a copy from `source` to `target` after all work of the current stream, without blocking the host.
 
-        If `keeps`, the copy keeps its source alive.
+        If `keeps`, the returned copy keeps its source alive.
         """
         compute = self.stream_module.current_stream(self.device)
         self.stream.wait_stream(compute)
@@ -81,13 +81,13 @@ class _Copy:
         self.is_waited_for = True
 
     def __del__(self) -> None:
-        """Wait for the copy if an exception ended the graph before it was waited for."""
+        """Make the compute stream wait for the copy, if an exception ended the graph before it did."""
         if not self.is_waited_for:
             self.wait(self.compute)
 
 
 def copy_stream(device: torch.device) -> _CopyStream | None:
-    """Return the copy stream of a device, or None if the device's memory is the host's.
+    """Return the copy stream of a device, created on first use; None if the device's memory is the host's.
 
     Concurrent callers get the same stream: pinned blocks are reused in the order of that stream.
     """
@@ -101,7 +101,10 @@ def copy_stream(device: torch.device) -> _CopyStream | None:
 
 
 def _to_host(value: Tensor) -> Tensor:
-    """Begin to copy a value to pinned host memory, or, if there is no copy stream, copy it to a file; return the copy."""
+    """Implement `streamfx::to_host`: begin to copy a value to pinned host memory; return the copy, which holds its `_Copy`.
+
+    If there is no copy stream, copy the value to a file.
+    """
     stream = copy_stream(value.device)
     if stream is None:
         return copy_to_file(value)
@@ -113,7 +116,7 @@ def _to_host(value: Tensor) -> Tensor:
 
 
 def _from_host(held: Tensor, device: torch.device) -> Tensor:
-    """Begin to copy a value from the host to a device; return the copy."""
+    """Implement `streamfx::from_host`: begin to copy a value to a device; return the copy, which holds its `_Copy`."""
     stream = copy_stream(device)
     if stream is None:
         return held.to(device, copy=True)

@@ -1,5 +1,8 @@
 """Run a host program as a generated function: few operators and loops, each value dropped after its last use.
 
+A host program is the graph that runs in place of the forward or the backward graph; its loops run their bodies once per chunk
+of the sequence.
+
 # NOTE [Runs share no state]
 Several threads may call one compiled model at once, a backward graph may run inside another one, and the next forward
 graph may begin before the last backward graph. So a run never writes to objects that were created at compile time
@@ -25,7 +28,7 @@ from streamfx.runtime.probes import measurement
 from streamfx.runtime.restride import reinterpreted, resolve_conj_and_neg
 
 aten = torch.ops.aten
-COPYING_VIEWS: dict[Any, Any] = {
+COPYING_VIEWS: dict[Any, Any] = {  # views, and operators that copy if the operand's layout allows no view
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
     aten.view.dtype: reinterpreted,
@@ -44,7 +47,10 @@ class HostProgram:
         self._function = generate_function("outer", inputs, calls, result, boxed=True)
 
     def run(self, arguments: list[Any]) -> Any:
-        """Return the results. `arguments` is emptied, so that nothing holds a value after its last use."""
+        """Run the program on these inputs and return the results.
+
+        The list `arguments` is emptied, so that nothing holds a value after its last use.
+        """
         return self._function(arguments)
 
 
@@ -72,7 +78,7 @@ def _callable_of(node: fx.Node, module: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _savable(result: Any) -> Any:
-    """Clone tensors that were created in inference mode, which autograd cannot save.
+    """Return a clone of a tensor that was created in inference mode, which autograd cannot save; other results unchanged.
 
     Some libraries create packed weights that way.
     """
@@ -94,7 +100,7 @@ class HostProgramRunner:
         needs_gradient: Sequence[bool] = (),
         is_backward: bool = False,
     ) -> None:
-        """Wrap a host program; see the class for the flags."""
+        """Wrap a host program; the class explains the other arguments."""
         self.module = module
         self._graph = HostProgram(module)
         self._num_outputs, self._needs_gradient, self._is_backward = num_outputs, tuple(needs_gradient), is_backward
@@ -102,7 +108,10 @@ class HostProgramRunner:
         self._boxed_call = True  # on the instance, because torch._dynamo.disable does not copy class attributes
 
     def __call__(self, arguments: list[Any]) -> Any:
-        """Run the host program without gradients; a forward graph also passes its mask cache on to its backward graph."""
+        """Run the host program without gradients, and return its results.
+
+        A forward graph also passes its cache of evaluated masks to its backward graph, on a saved value.
+        """
         self._check_gradients(arguments)
         if measurement.probe is not None and self._num_outputs is not None:
             measurement.probe.on_forward(self.description)
@@ -137,7 +146,10 @@ def _requires_gradient(value: Any) -> bool:
 
 
 def _attach_cache(mask_cache: MaskCache, results: Sequence[Any], saved: Sequence[Any], input_ids: set[int]) -> None:
-    """Attach the mask cache to a value that is saved only for the backward graph, so that the backward graph finds it."""
+    """Attach the cache of evaluated masks to the values that are saved only for the backward graph, where that finds it.
+
+    Other values are the user's: results of the forward graph, and its inputs (by `id`).
+    """
     excluded_ids = input_ids.union(map(id, results))
     for value in saved:
         if isinstance(value, Tensor) and id(value) not in excluded_ids:
@@ -145,9 +157,10 @@ def _attach_cache(mask_cache: MaskCache, results: Sequence[Any], saved: Sequence
 
 
 def mask_cache_of(arguments: Sequence[Any]) -> MaskCache:
-    """Return the mask cache of the forward graph if `arguments` belong to its backward graph, otherwise an empty one.
+    """Return the cache of evaluated masks that a forward graph attached to one of the inputs of its backward graph.
 
-    It is also empty if saved tensor hooks have packed the values.
+    Otherwise, for example for the inputs of a forward graph, return an empty cache. It is also empty if saved tensor
+    hooks have packed the values.
     """
     caches = (getattr(argument, MASK_CACHE_ATTRIBUTE, None) for argument in arguments if isinstance(argument, Tensor))
     return next((mask_cache for mask_cache in caches if mask_cache is not None), None) or MaskCache()

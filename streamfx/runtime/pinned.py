@@ -1,4 +1,4 @@
-"""Pinned host memory in blocks, each of which wastes less than a page.
+"""Pinned host memory for values that wait for the backward graph, in blocks, each of which wastes less than a page.
 
 PyTorch's allocator rounds pinned memory up to a power of two: 17 GiB occupy 32 GiB. A block here is an anonymous
 mapping with as many pages as its size needs, registered with the CUDA runtime. Registration takes time, so blocks are
@@ -63,11 +63,11 @@ class PinnedBlocks:
     """The pinned blocks of one device. `runtime` is the module of its streams (`torch.cuda`), `stream` its copy stream."""
 
     def __init__(self, runtime: Any, device: torch.device, stream: Any) -> None:
-        """Start without blocks; see the class for the arguments."""
+        """Start without blocks; the class explains the arguments."""
         self.runtime, self.device, self.stream = runtime, device, stream
-        self.in_use = 0  # bytes
+        self.in_use = 0  # bytes of the blocks that hold a value
         self.unused: list[PinnedBlock] = []  # most recently used last
-        self.registers = True
+        self.registers = True  # False after the CUDA runtime has refused a block: then PyTorch allocates
         self._returned: deque[PinnedBlock] = deque()  # filled by finalizers, which may run in any thread and must not take a lock
         self._recent_bytes: deque[int] = deque(maxlen=RECENT_ALLOCATIONS)  # bytes in use at each recent allocation
         self._lock = threading.Lock()
@@ -86,7 +86,10 @@ class PinnedBlocks:
             return tensor.set_(self._allocate(value.nbytes).untyped_storage(), 0, layout.shape, layout.stride())
 
     def _allocate(self, size: int) -> Tensor:
-        """Return `size` bytes in a new or unused block, which is returned when the tensor's storage dies."""
+        """Return a tensor of `size` bytes in a new or unused block; when its storage dies, the block is unused.
+
+        If the CUDA runtime registers no blocks, the bytes are PyTorch's pinned memory.
+        """
         with self._lock:
             self._collect_returned()
             block = self._unused_for(size) or self._new_block(size)
@@ -100,7 +103,7 @@ class PinnedBlocks:
         return torch.frombuffer(view, dtype=torch.uint8)  # the tensor holds the view until its storage is freed
 
     def _collect_returned(self) -> None:
-        """Move the blocks whose tensors have died to the unused ones."""
+        """Move the blocks whose tensors have died, which finalizers have queued, to the unused ones."""
         while self._returned:
             block = self._returned.popleft()
             self.in_use -= block.size
@@ -119,7 +122,10 @@ class PinnedBlocks:
         return block
 
     def _shrink(self, needed: int) -> None:
-        """Release the oldest unused blocks, until the total is at most `needed` or the recent peak, whichever is larger."""
+        """Release the oldest unused blocks, so that used and unused ones are at most `needed` bytes or the recent peak.
+
+        `needed`: the bytes in use, with those about to be allocated.
+        """
         excess = needed + sum(block.size for block in self.unused) - max(needed, *self._recent_bytes, 0)
         num_released = 0
         while excess > 0:
@@ -129,7 +135,7 @@ class PinnedBlocks:
             self._release_oldest(num_released)
 
     def _release_oldest(self, count: int) -> None:
-        """Wait for the copy stream, and return the `count` oldest unused blocks to the system."""
+        """Wait for the copy stream, and return the memory of the `count` oldest unused blocks to the system."""
         self.stream.synchronize()  # see NOTE [When a block is used again]
         for block in self.unused[:count]:
             with self.runtime.stream(self.stream):  # on its device: otherwise the runtime would initialize another one
@@ -169,7 +175,11 @@ class PinnedBlocks:
         return None
 
     def _allocate_by_torch(self, size: int) -> Tensor:
-        """Return `size` bytes of PyTorch's pinned memory."""
+        """Return `size` bytes of PyTorch's pinned memory.
+
+        Raises:
+            OffloadSpaceError: if they cannot be pinned.
+        """
         try:
             return pinned_by_torch(size)
         except RuntimeError as error:
@@ -178,7 +188,10 @@ class PinnedBlocks:
             raise self._space_error(size, f"it cannot be pinned ({str(error).splitlines()[0]}){limit_note}") from error
 
     def _check_room(self, size: int) -> None:
-        """Raise an error if memory is short, because Linux overcommits and would kill the process when it touches the pages."""
+        """Raise `OffloadSpaceError` if `size` bytes are not free, even without the unused blocks.
+
+        Linux overcommits: it would allocate them, and kill the process when it touches the pages.
+        """
         if size > free_memory(HOST) and self.unused:
             self._release_oldest(len(self.unused))
         if size > (free := free_memory(HOST)):

@@ -8,6 +8,9 @@ The first n rows of the sequence are represented by complete blocks, one for eac
 block of four, one of two and one of one. Later rows depend on these blocks alone, so they are the carry between chunks.
 The combine function need not be associative: each row is combined from the same blocks, in the same order, as without
 chunks.
+
+A row has several leaves: `Rows` has one tensor [rows, ...] for each. "Row i" of level l is a block of 2 ** l rows.
+`combine` takes two `Rows` of equal length, and combines row by row.
 """
 
 from __future__ import annotations
@@ -25,21 +28,24 @@ Combine = Callable[[Rows, Rows], Rows]  # combines rows pairwise
 def scan_levels(combine: Combine, rows: Rows, blocks: Mapping[int, Rows], first: int) -> tuple[Rows, Blocks]:
     """Combine each of the rows with all rows before it; `blocks` represent the rows of the sequence before `rows`.
 
-    `first`: the index of `rows[0]` in the sequence. Return (the combined rows, the blocks after the last row).
+    `first`: the index in the sequence of the first of these rows. Return (the combined rows, the blocks that represent all rows
+    up to the last one). Blocks are keyed by level.
     """
     final_blocks = dict(blocks)
     return _scan_level(combine, 0, first, rows, blocks, final_blocks), final_blocks
 
 
 def block_levels(num_rows: int) -> list[int]:
-    """Return the levels of the blocks that represent the first `num_rows` rows."""
+    """Return the levels of the blocks that represent the first `num_rows` rows: the set bits, 5 -> [0, 2]."""
     return [level for level in range(num_rows.bit_length()) if num_rows >> level & 1]
 
 
 def _scan_level(combine: Combine, level: int, first: int, rows: Rows, blocks: Mapping[int, Rows], final_blocks: Blocks) -> Rows:
-    """Combine the blocks of one level, from index `first` on, with all blocks before them; pairs recurse to the next level.
+    """Combine each block of one level, from index `first` on, with all blocks before it; return the results, as many as blocks.
 
-    Each of `rows` holds one leaf of these blocks. `final_blocks` is updated in place to the blocks after the last one.
+    `rows` holds these blocks. Pairs of them are blocks of the next level, whose results are those at odd indices of this
+    level; the results at even indices follow from these. `blocks` represent what precedes the first block; `final_blocks` is
+    updated in place to what represents everything up to the last one.
     """
     num_blocks, starts_odd = len(rows[0]), first % 2
     if not num_blocks:
@@ -61,7 +67,11 @@ def _scan_level(combine: Combine, level: int, first: int, rows: Rows, blocks: Ma
 
 
 def _even_results(combine: Combine, level: int, first: int, rows: Rows, odd_results: Rows, blocks: Mapping[int, Rows]) -> Rows:
-    """Combine blocks at even indices with all blocks before them, which the result at the preceding odd index represents."""
+    """Return the results at even indices: each combines the result at the odd index before it with the block (in `rows`).
+
+    `odd_results`: the results at odd indices, from `first` on. If `first` is even, the block at `first` is combined with the
+    blocks before all of these (`blocks`); the sequence's first block is its own result.
+    """
     if first % 2 == 0:
         block_before = _combined_before(combine, level + 1, first // 2, blocks)
         if block_before is None:
@@ -72,7 +82,7 @@ def _even_results(combine: Combine, level: int, first: int, rows: Rows, odd_resu
 
 
 def _combined_before(combine: Combine, level: int, first: int, blocks: Mapping[int, Rows]) -> Rows | None:
-    """Combine all blocks before index `first` of a level; None if there are none."""
+    """Return the combination, as one row, of all blocks before index `first` of a level; None if `first` is 0."""
     if first == 0:
         return None
     earlier = _combined_before(combine, level + 1, first // 2, blocks)
@@ -82,12 +92,12 @@ def _combined_before(combine: Combine, level: int, first: int, blocks: Mapping[i
 
 
 def _combine_nonempty(combine: Combine, left: Rows, right: Rows) -> Rows:
-    """Return the combination of two lists of rows; `left` if there are no rows."""
+    """Return the row-by-row combination of two `Rows`; `left` if there are no rows, because `combine` may not accept that."""
     return combine(left, right) if len(left[0]) else left
 
 
 def _interleaved(leading: Tensor, following: Tensor) -> Tensor:
-    """Interleave the rows of two tensors; the first tensor may have one more."""
+    """Interleave the rows of two tensors, [0, 2, 4] and [1, 3] -> [0, 1, 2, 3, 4]; the first tensor may have one more."""
     interleaved = torch.stack((leading[: len(following)], following), 1).flatten(0, 1)
     return interleaved if len(leading) == len(following) else torch.cat((interleaved, leading[len(following) :]))
 
@@ -102,7 +112,8 @@ def vjp_of_scan(
 ) -> tuple[list[Tensor | None], Blocks]:
     """Recompute a scan under autograd, and return the gradients of (rows and shared tensors, blocks before the rows).
 
-    `gradients`: the gradients of the results. `final_block_gradients`: the gradients of the blocks after the rows. In the
+    `scan` takes (rows, shared, blocks) and returns (the combined rows, the blocks after the rows). `gradients`: the
+    gradients of the combined rows, or None. `final_block_gradients`: the gradients of the blocks after the rows. In the
     returned lists, absent gradients of rows and shared tensors are None; absent gradients of blocks are zeros.
     """
     row_leaves, shared_leaves = [_leaf(value) for value in rows], [_leaf(value) for value in shared]
@@ -120,7 +131,7 @@ def vjp_of_scan(
 
 
 def _gradients(pairs: Sequence[tuple[Tensor, Tensor | None]], inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradient of each input (None if absent) from pairs of an output and its cotangent."""
+    """Return the gradient of each input (None if absent) by autograd, from pairs of an output and its cotangent."""
     differentiable = [value for value in inputs if value.requires_grad]
     if not pairs or not differentiable:
         return [None] * len(inputs)
@@ -130,7 +141,7 @@ def _gradients(pairs: Sequence[tuple[Tensor, Tensor | None]], inputs: Sequence[T
 
 
 def _leaf(value: Tensor) -> Tensor:
-    """Return a detached copy that requires a gradient if its dtype can have one."""
+    """Return a detached view, a leaf of autograd's graph, that requires a gradient if its dtype can have one."""
     return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
 
 

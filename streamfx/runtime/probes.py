@@ -1,4 +1,4 @@
-"""A hook by which the one active measurement observes the loops that run.
+"""A hook by which the one active measurement (`streamfx.profile`) observes the loops over chunks that run.
 
 It is global to the process, and not a context variable, because autograd runs the backward graphs of devices in its
 own threads.
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class LoopOrigin:
-    """The stage of a loop, and its pass (`half`): "forward" or "backward"."""
+    """The stage of the model that a loop computes, and the graph that it is part of (`half`): "forward" or "backward"."""
 
     stage: str
     half: str

@@ -1,4 +1,8 @@
-"""Restore the memory layout with which an opaque operator was traced, and read items of nested results."""
+"""Restore the memory layout with which an opaque operator was traced, and read items of nested results.
+
+An opaque operator has no rule, so we know nothing of it: it may read memory by strides and offsets. It runs on the full sequence,
+outside loops, on operands with the strides of the trace.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,8 @@ def restride(value: Any, *strides: int) -> Any:
 def view_of_storage(base: Tensor, dtype: torch.dtype, offset: int, rank: int, *sizes_and_strides: int) -> Tensor:
     """Return a tensor of `rank` dimensions in the storage of `base`, from `offset` elements after its first one.
 
-    Autograd does not know that it is a view, because a view of a tensor that requires gradients would require them too.
+    `sizes_and_strides`: `rank` sizes, then `rank` strides. Autograd does not know that it is a view, because a view of a
+    tensor that requires gradients would require them too.
     """
     sizes, strides = sizes_and_strides[:rank], sizes_and_strides[rank:]
     if dtype == base.dtype:
@@ -50,7 +55,7 @@ def resolve_conj_and_neg(value: Any) -> Any:
 
 
 def restride_at(value: Tensor, offset: int, *strides: int) -> Tensor:
-    """Return the value with these strides and this storage offset, copied if they differ.
+    """Return the value with these strides and this storage offset, copied if they differ; unchanged if elements overlap.
 
     AOTAutograd reads the offset of a result to recreate it as a view of its base.
     """
@@ -62,7 +67,10 @@ def restride_at(value: Tensor, offset: int, *strides: int) -> Tensor:
 
 
 def restride_together(values: Sequence[Tensor], offsets: Sequence[int], strides: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return views of one storage, filled with the values; overlapping elements must be equal."""
+    """Return copies of the values that are views of one new storage, with these offsets and strides, as in the trace.
+
+    Where they overlap, the values must be equal.
+    """
     dtype, device = values[0].dtype, values[0].device
     shapes = [value.shape for value in values]
     ends = [
@@ -97,7 +105,7 @@ def _has_strides(value: Tensor, strides: Sequence[int]) -> bool:
 
 
 def _overlap(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether two elements may share an address."""
+    """Return whether two elements of a tensor with these sizes and strides may share an address."""
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size > 1):
         if stride <= reach:
@@ -122,7 +130,7 @@ def reinterpreted(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def item_at(value: Any, *path: Any) -> Any:
-    """Return an item of nested results."""
+    """Return an item of nested results: item_at(value, 0, "x") is value[0]["x"]."""
     for step in path:
         value = value[step]
     return value
@@ -130,7 +138,10 @@ def item_at(value: Any, *path: Any) -> Any:
 
 @dataclass(frozen=True)
 class RestridedOperator:
-    """An operator without a rule, which runs unchanged, outside loops. Its results are cloned if they are views."""
+    """A function that runs an operator without a rule unchanged, outside loops.
+
+    If the operator returns views (`makes_view`), its results are cloned, so that no value of the program shares memory with one.
+    """
 
     target: Callable[..., Any]
     makes_view: bool

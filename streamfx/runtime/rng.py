@@ -34,7 +34,8 @@ def draw_seed() -> Tensor:
 def replay(name: str, seed: Tensor, key: int, start: int, *args: Any, **kwargs: Any) -> Any:
     """Run a random operator, given by name (`aten.native_dropout.default`), with a new generator; return its result.
 
-    The generator is seeded from the step's seed, the operator's `key` and the chunk's first row.
+    The generator is seeded from the step's `seed`, the operator's `key` (a number per draw in the graph) and the chunk's first
+    row `start`, so each run of the chunk draws the same numbers.
     """
     function: Any = operator.attrgetter(name)(torch.ops)
     if isinstance(seed, FakeTensor):  # fake tensors need shapes only
@@ -51,7 +52,10 @@ def replay(name: str, seed: Tensor, key: int, start: int, *args: Any, **kwargs: 
 
 @cache
 def find_seeded_variant(function: Any) -> Callable[..., Any] | None:
-    """Return a variant of a random operator that takes a `generator`; None if it has no such variant."""
+    """Return a function that draws as a random operator does, from the keyword argument `generator`; None if there is none.
+
+    It is an implementation of this module, the operator itself, or an overload of it.
+    """
     if function in _WITH_GENERATOR:
         return _WITH_GENERATOR[function]
     if _takes_generator(function._schema):
@@ -67,7 +71,7 @@ def _takes_generator(schema: Any) -> bool:
 
 
 def _adds_generator(schema: Any, other: Any) -> bool:
-    """Return whether an overload has the arguments of another overload plus a generator."""
+    """Return whether the schema of an overload has the arguments of another overload's schema plus a generator."""
     own, others = (
         [(argument.name, str(argument.type), argument.kwarg_only) for argument in each_schema.arguments]
         for each_schema in (schema, other)
@@ -84,7 +88,10 @@ def _dropout(rows: Tensor, p: float, train: bool | None, *, generator: torch.Gen
 
 
 def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an operator that draws for each element of a tensor, implemented by the in-place operator."""
+    """Return the implementation of a `..._like` operator with a generator, given the in-place operator that draws.
+
+    The in-place operator, for example `Tensor.uniform_`, fills a new tensor.
+    """
 
     def draw_like(rows: Tensor, *numbers: int, generator: torch.Generator, **kwargs: Any) -> Tensor:
         return draw(torch.empty_like(rows, **kwargs), *numbers, generator=generator)
@@ -102,7 +109,7 @@ _WITH_GENERATOR: dict[Any, Callable[..., Any]] = {
 
 
 def mix_bits(*numbers: int) -> int:
-    """Return a well-mixed 63-bit number (splitmix64's finalizer, chained)."""
+    """Return a seed of 63 bits that depends on all numbers, so that similar ones give unrelated seeds (splitmix64, chained)."""
     state = 0
     for number in numbers:
         state = (state + number * MIX + MIX) & MASK

@@ -1,4 +1,12 @@
-"""Sizes at run time: expressions over the graph's symbols and the bounds of the current chunk."""
+"""Sizes at run time: expressions over the graph's symbols (dynamic sizes) and the bounds of the current chunk.
+
+A chunk is rows [start, stop) of a sequence of `length` rows. A derived axis has `rows` rows: row i is row i * block +
+offset of the sequence. A shifted axis is read by an operator that computes a derived axis: for row i, rows i + shift .. i
++ shift + reach. A span is the rows [start + low, stop + high): the keys that a chunk sees.
+
+In expressions, sympy functions such as `member_count` represent these numbers. In generated code, a bounds function such as
+`member_bounds` computes both numbers of an axis: the first row in the chunk, and the number of rows.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +40,9 @@ class span_start(sympy.Function):
 
 
 class shifted_count(sympy.Function):
-    """shifted_count(start, stop, length, offset, rows, by, own, reach, block): rows of a shifted axis in a chunk.
+    """shifted_count(start, stop, length, offset, rows, shift, num_rows, reach=0, block=1): rows of a shifted axis for a chunk.
 
-    The axis has `own` rows and is shifted from the axis (offset, rows).
+    It has `num_rows` rows; (offset, rows, block) is the derived axis that is computed from it.
     """
 
 
@@ -43,18 +51,18 @@ class shifted_start(sympy.Function):
 
 
 class chunks_holding(sympy.Function):
-    """chunks_holding(rows, step): the number of chunks of `step` rows that are needed for `rows` rows."""
+    """chunks_holding(rows, step): the number of chunks of `step` rows that are needed for `rows` rows, rounded up."""
 
 
 class shifted_before(sympy.Function):
-    """The number of the chunk's rows that map to indices below 0; same arguments as `shifted_count`."""
+    """The number of rows that a chunk would read before row 0 of a shifted axis; same arguments as `shifted_count`."""
 
 
 def member_bounds(start: int, stop: int, length: int, offset: int, rows: int, block: int = 1) -> tuple[int, int]:
     """Return the first row and the number of rows of a derived axis in chunk [start, stop).
 
     The first chunk also has the rows before the sequence, and the last chunk the rows after it, so each row is in exactly
-    one chunk.
+    one chunk. Chunk [4, 8) of 8, with 10 rows from offset -1 on (two more than the sequence): (5, 5).
     """
     assert block == 1 or start == 0 or (start - offset) % block == 0, "a chunk begins inside a block"
     first = 0 if start == 0 else min(max((start - offset) // block, 0), rows)
@@ -63,7 +71,7 @@ def member_bounds(start: int, stop: int, length: int, offset: int, rows: int, bl
 
 
 def span_bounds(start: int, stop: int, length: int, low: int | None, high: int | None, offset: int, rows: int) -> tuple[int, int]:
-    """Return the first row and the number of rows of the span [start + low, stop + high) in a derived axis.
+    """Return the first row and the number of rows of the span [start + low, stop + high) in a derived axis; None: unbounded.
 
     The first chunk also has the rows before the sequence, and the last chunk the rows after it, so their spans extend
     to the end of the axis.
@@ -76,9 +84,10 @@ def span_bounds(start: int, stop: int, length: int, low: int | None, high: int |
 def shifted_bounds(
     start: int, stop: int, length: int, offset: int, rows: int, shift: int, num_rows: int, reach: int = 0, block: int = 1
 ) -> tuple[int, int]:
-    """Return the rows, of an axis with `num_rows` rows, that correspond to a chunk of the axis (offset, rows).
+    """Return the first row and the number of rows, of an axis with `num_rows` rows, that a chunk of another axis reads.
 
-    Row i corresponds to rows i + shift .. i + shift + reach.
+    The chunk's rows are those of the derived axis (offset, rows, block). Its row i reads rows i + shift .. i + shift + reach, as
+    far as they exist.
     """
     first, count = member_bounds(start, stop, length, offset, rows, block)
     low, high = min(max(first + shift, 0), num_rows), min(max(first + count + shift + reach, 0), num_rows)
@@ -88,69 +97,72 @@ def shifted_bounds(
 def rows_before(
     start: int, stop: int, length: int, offset: int, rows: int, shift: int, num_rows: int, reach: int = 0, block: int = 1
 ) -> int:
-    """Return how many of the rows that a chunk reads from the other axis would be before its row 0: they do not exist."""
+    """Return how many rows that a chunk would read from a shifted axis are before its row 0; arguments as in `shifted_bounds`.
+
+    They do not exist: a convolution reads zeros there.
+    """
     first, count = member_bounds(start, stop, length, offset, rows, block)
     return min(max(-first - shift, 0), count + reach)
 
 
 def rows_in_chunk(rows: RowRange, length: Size) -> Size:
-    """Return the number of rows of an axis in the current chunk, as an expression."""
+    """Return the number of rows of a derived axis in the current chunk, as an expression; `length`: rows of the sequence."""
     if rows.offset == 0 and rows.length == length and rows.block == 1:
         return STOP - START
     return member_count(START, STOP, length, *_member_arguments(rows))
 
 
 def first_in_chunk(rows: RowRange, length: Size) -> Size:
-    """Return the first row of an axis in the current chunk, as an expression."""
+    """Return the first row of a derived axis in the current chunk, as an expression; `length`: rows of the sequence."""
     if rows.offset == 0 and rows.length == length and rows.block == 1:
         return START
     return member_start(START, STOP, length, *_member_arguments(rows))
 
 
 def _member_arguments(rows: RowRange) -> tuple[Any, ...]:
-    """Return the arguments of a size function that describe a derived axis; a block of 1 is omitted."""
+    """Return the arguments of a size function that describe a derived axis: (offset, length), and the block unless it is 1."""
     return (rows.offset, rows.length, rows.block) if rows.block != 1 else (rows.offset, rows.length)
 
 
 def rows_shifted(shifted: ShiftedRows, num_rows: Size, length: Size) -> Size:
-    """Return the number of rows of a shifted axis with `num_rows` rows in the current chunk, as an expression."""
+    """Return the number of rows that the current chunk reads of a shifted axis with `num_rows` rows, as an expression."""
     return shifted_count(START, STOP, length, *_shift_arguments(shifted, num_rows))
 
 
 def first_shifted(shifted: ShiftedRows, num_rows: Size, length: Size) -> Size:
-    """Return the first row of a shifted axis in the current chunk, as an expression."""
+    """Return the first row that the current chunk reads of a shifted axis with `num_rows` rows, as an expression."""
     return shifted_start(START, STOP, length, *_shift_arguments(shifted, num_rows))
 
 
 def rows_before_shifted(shifted: ShiftedRows, num_rows: Size, length: Size) -> Size:
-    """Return the number of the chunk's rows that map to indices below 0, as an expression."""
+    """Return the number of rows that the current chunk would read before row 0 of a shifted axis, as an expression."""
     return shifted_before(START, STOP, length, *_shift_arguments(shifted, num_rows))
 
 
 def _shift_arguments(shifted: ShiftedRows, num_rows: Size) -> tuple[Any, ...]:
-    """Return the arguments of a size function that describe a shift; default reach and block are omitted."""
+    """Return the arguments of a size function that describe a shift, from `offset` on; default reach and block are omitted."""
     block = shifted.rows.block
     window = (shifted.reach, block) if block != 1 else (shifted.reach,) if shifted.reach else ()
     return shifted.rows.offset, shifted.rows.length, shifted.by, num_rows, *window
 
 
 def rows_in_span(rows: RowRange, span: Span, length: Size) -> Size:
-    """Return the number of rows of a span, as an expression."""
+    """Return the number of rows of the current chunk's span in a derived axis, as an expression."""
     return span_count(START, STOP, length, *_bound_arguments(span), rows.offset, rows.length)
 
 
 def first_in_span(rows: RowRange, span: Span, length: Size) -> Size:
-    """Return the first row of a span, as an expression."""
+    """Return the first row of the current chunk's span in a derived axis, as an expression."""
     return span_start(START, STOP, length, *_bound_arguments(span), rows.offset, rows.length)
 
 
 def _bound_arguments(span: Span) -> tuple[Any, Any]:
-    """Return a span's low and high bound, infinite if absent."""
+    """Return a span's low and high bound; minus and plus infinity if absent."""
     return (-sympy.oo if span.low is None else span.low, sympy.oo if span.high is None else span.high)
 
 
 def compiled_size(size: Size) -> Callable[[dict[str, Any]], Any]:
-    """Compile a size, or a real number or a truth value, to a function of the values of its symbols."""
+    """Compile an expression (a size, a real number or a truth value) to a function of a dictionary: symbol names to values."""
     names = sorted(symbol.name for symbol in free_symbols([size]))
     code = f"lambda {', '.join(names)}: {SizePrinter().doprint(simplified(size))}"
     function = eval(code, dict(FUNCTIONS))
@@ -159,13 +171,13 @@ def compiled_size(size: Size) -> Callable[[dict[str, Any]], Any]:
 
 
 def kind_of_size(size: Size) -> Callable[[Any], Any]:
-    """Return the Python type to which the value of the expression is converted."""
+    """Return the Python type to which the value of the expression is converted: float, bool, or int for a size."""
     kinds: dict[type, Callable[[Any], Any]] = {Real: float, Truth: bool}
     return kinds.get(type(size), int)
 
 
 class SizePrinter(PythonPrinter):  # type: ignore[misc]
-    """Prints size functions under their names in `FUNCTIONS`."""
+    """Prints an expression as Python source that calls the size functions in `FUNCTIONS`; an infinite bound is None."""
 
     def _print_Function(self, expression: Any) -> str:
         arguments = ", ".join(self._print(argument) for argument in expression.args)
@@ -178,7 +190,7 @@ class SizePrinter(PythonPrinter):  # type: ignore[misc]
         return "None"
 
 
-# Size functions, each with the bounds function and the index of its result
+# keyed by size function: the bounds function, and the index of the value in its result. "member_count": ("member_bounds", 1)
 BOUNDS: dict[str, tuple[str, int]] = {
     f"{kind}_{part}": (f"{kind}_bounds", result_index)
     for kind in ("member", "span", "shifted")
@@ -206,7 +218,7 @@ FUNCTIONS |= {name: _item_of(FUNCTIONS[function], part) for name, (function, par
 
 
 class SizeOf(torch.nn.Module):
-    """Computes a size from the values of its symbols, inside a host program."""
+    """Computes a size from the values of its symbols, inside a host program (the graph that runs the loops over chunks)."""
 
     def __init__(self, size: Size, symbols: tuple[sympy.Symbol, ...]) -> None:
         super().__init__()

@@ -1,4 +1,10 @@
-"""PyTorch's `scan` over rows as one operator, chunk by chunk."""
+"""PyTorch's `scan` over rows as one operator, chunk by chunk of the sequence.
+
+The operands are the first carry, the operands with rows (along dimension 0), and operands that all rows share.
+`plan.combine` takes the carry and a row of each operand, and returns the next carry and a row of each result. Between
+chunks, a buffer of bytes (`carry`) holds the carry's values; a slot is the place of one of them. `states` [chunks, ...]
+holds the buffers with which the forward loop's chunks began, and `chunk` is a chunk's index there.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +23,7 @@ ALIGNED = 16  # bytes: alignment that suits every dtype
 
 
 class ChunkedScan(Recurrence):
-    """The graph operator that runs a `ScanPlan`.
-
-    Its carry holds the bytes of the values that cross from row to row, of any dtype.
-    """
+    """The graph operator that runs a `ScanPlan`, on all rows or in a loop over chunks."""
 
     carry_type = torch.uint8
 
@@ -46,7 +49,7 @@ class ChunkedScan(Recurrence):
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows from the carry; save the old carry in `states`."""
+        """Run the chunk's rows from the carry, and update it; save the old carry in `states` unless that is None."""
         if states is not None:
             states[chunk].copy_(carry)
         return self._run_chunk(before, after, carry, operands)
@@ -54,7 +57,7 @@ class ChunkedScan(Recurrence):
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows, last to first, from the carry."""
+        """Run the chunk's rows, last to first, from the carry, and update it."""
         return self._run_chunk(before, after, carry, operands)
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -63,7 +66,8 @@ class ChunkedScan(Recurrence):
     def _run_chunk(self, before: int, after: int, carry: Tensor, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the chunk's rows and update the carry; return the final values that are used, and the rows of the results.
 
-        Only the chunk that holds the last row returns the final values; others return an additive identity.
+        `before` and `after`: the number of rows that run before and after the chunk's. Only the chunk that holds the last
+        row returns the final values; others return an additive identity.
         """
         first_carry, row_operands, shared = self._split_operands(operands)
         last_carry, outputs = self._run(first_carry if before == 0 else self._read_carry(carry), row_operands, shared)
@@ -74,14 +78,14 @@ class ChunkedScan(Recurrence):
         return (*(value if is_last else additive_identity(value.shape, value.dtype, value.device) for value in finals), *outputs)
 
     def _read_carry(self, carry: Tensor) -> list[Tensor]:
-        """Return copies of the values in the carry."""
+        """Return copies of the carry's values from its bytes, each with its shape and dtype."""
         slices = (carry[start:stop].clone() for start, stop in self._slots)
         return [data.view(dtype)[: prod(shape)].view(shape) for data, (shape, dtype) in zip(slices, self.plan.carry, strict=True)]
 
     def _run(
         self, carry: Sequence[Tensor], row_operands: Sequence[Tensor], shared: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], list[Tensor]]:
-        """Return the carry after the last row, and the rows of each result."""
+        """Run `combine` on each row in order; return the carry after the last one, and the rows of each result, stacked."""
         plan, num_rows = self.plan, row_operands[0].shape[0]
         steps = []
         for step in reversed(range(num_rows)) if plan.reverse else range(num_rows):
@@ -101,7 +105,7 @@ class ChunkedScan(Recurrence):
 
 
 def slots(carry: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of each value in the carry's buffer, in bytes."""
+    """Yield the start and stop of each value in the carry's buffer, in bytes, given its (shape, dtype)."""
     start = 0
     for shape, dtype in carry:
         size = -(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED

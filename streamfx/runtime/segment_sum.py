@@ -1,10 +1,10 @@
-"""Sums over rows with decay: `sums[c]` is the decayed sum, before row c, of an initial value and of all rows before c.
+"""Implement sums over rows with decay (`dialect/decayed_sums.py`), as a product with a matrix of weights.
 
-    sums[0] = initial        sums[c + 1] = exp(decays[c]) * sums[c] + rows[c]
+    sums[0] = first        sums[c + 1] = exp(decays[c]) * sums[c] + rows[c]
+    sums = weights @ [first, *rows],  weights[c, z] = exp(decays[z] + ... + decays[c - 1]) for z <= c, else 0
 
-State space models compute this as a product with a matrix of weights, exp of segment sums of decays. So does this
-module, for all rows or for a chunk's rows, given the sum before them. A second operator returns the sums after each
-row, sums[c + 1].
+The weights are exp of segment sums of decays, as in state space models. Sizes: n rows, f features. The rows are those of the
+sequence, or of a chunk, given the sum before them. A second operator returns the sums after each row, sums[c + 1].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from streamfx.torch_private import OpOverload
 def decayed_sums(decays: Tensor, rows: Tensor, first: Tensor | None, after_row: bool = False) -> tuple[Tensor, Tensor]:
     """Return the sums [... n f] before each row, or after it if `after_row`, and the sum [... f] after the last row.
 
-    The operands are decays [... n], rows [... n f] and the initial sum [... f].
+    The operands are decays [... n], rows [... n f] and the initial sum `first` [... f], None for zeros.
     """
     require_sizes(decays, rows, first)
     weights = _weights(decays)
@@ -40,7 +40,10 @@ def decayed_sums(decays: Tensor, rows: Tensor, first: Tensor | None, after_row: 
 def decayed_sums_backward(
     dsums: Tensor | None, dlast: Tensor | None, decays: Tensor, rows: Tensor, first: Tensor | None, after_row: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of decays, rows and the initial sum, from the gradients of the sums and of the last sum."""
+    """Return the gradients of decays, rows and the initial sum.
+
+    `dsums`, `dlast`: the gradients of both results of `decayed_sums`; None: zeros.
+    """
     weights = _weights(decays)
     dsums = torch.zeros_like(rows) if dsums is None else dsums
     dlast = torch.zeros_like(rows[..., 0, :]) if dlast is None else dlast
@@ -62,7 +65,7 @@ def decayed_sums_backward(
 
 
 def _weights(decays: Tensor) -> Tensor:
-    """Return [c, z]: the weight, before row c, of the sum after row z - 1; zero for z > c."""
+    """Return the weights [... n + 1, n + 1]: of input z (0: `first`, z: row z - 1) in the sum before row c; 0 for z > c."""
     padded = pad(decays, (1, 0))
     count = padded.shape[-1]
     below = torch.ones(count, count, dtype=torch.bool, device=padded.device).tril(-1)
@@ -71,7 +74,10 @@ def _weights(decays: Tensor) -> Tensor:
 
 
 def _gradient_of_decays(dtotals: Tensor) -> Tensor:
-    """Sum over all pairs of an earlier and a later row, because a decay is part of each total between them."""
+    """Return the gradient [... n] of decays, from that of the totals [... n + 1, n + 1], whose exp the weights are.
+
+    A decay is part of the total of each pair of an earlier and a later row between which it is, so sum over these pairs.
+    """
     return dtotals.flip(-2).cumsum(-2).flip(-2).tril(-1).sum(-1)[..., 1:]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def additive_identity(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of -0, which a chunk adds to a sum if it does not hold the value."""
+    """Return a tensor of -0, the contribution to a sum over chunks of a chunk that does not hold the value: -0 + x == x."""
     return torch.full(sizes, complex(-0.0, -0.0) if dtype.is_complex else -0.0, dtype=dtype, device=device)
 
 

@@ -1,4 +1,9 @@
-"""Sizes that differ between calls: generalize from two calls of different length to all lengths."""
+"""Sizes that differ between calls: generalize from two calls of different length to all lengths.
+
+The sizes and strides of all inputs of a call form a tuple of numbers. If two calls differ by the length n of a chunk,
+each number is slope * n + offset: (2, 128, 256) and (2, 116, 232) are (2, n, 2 * n). This is a family, for which code is
+compiled once.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,14 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Family:
-    """Tuples of sizes of the form slope * n + offset, where n is the size at index `at`; if `at` is None, a single tuple."""
+    """Tuples of numbers of the form slope * n + offset, where n is the number at index `at`; if `at` is None, a single tuple."""
 
     slopes: Numbers
     offsets: Numbers
     at: int | None
 
     def member(self, numbers: Numbers) -> int | None:
-        """Return the n of a tuple, None if it is not a member, or 0 if the family has no n."""
+        """Return the n with which a tuple is a member, 0 if the family has no n, None if it is no member."""
         n = 0 if self.at is None else numbers[self.at]
         is_member = all(
             slope * n + offset == number for slope, offset, number in zip(self.slopes, self.offsets, numbers, strict=True)
@@ -40,7 +45,7 @@ class FamilyCode:
     holds: Callable[[int], bool]
 
     def fits(self, numbers: Numbers) -> bool:
-        """Return whether the code is valid for inputs with these sizes and strides."""
+        """Return whether the code is valid for inputs with these sizes and strides: in the family, and the guards hold."""
         n = self.family.member(numbers)
         return n is not None and (self.family.at is None or self.holds(n))
 
@@ -50,7 +55,10 @@ class FamilyCode:
         return self.run(*tensors) if self.family.at is None else self.run(numbers[self.family.at], *tensors)
 
     def bound(self, numbers: Numbers, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return the callable for inputs with the layout of `inputs`; `numbers` are its sizes and strides."""
+        """Return a function of a call's inputs, for inputs with the layout of `inputs`; `numbers` are its sizes and strides.
+
+        It gives the code n and only the tensors, and makes rows contiguous where this layout needs it.
+        """
         run = self.run.forward if isinstance(self.run, fx.GraphModule) else self.run
         if self.family.at is not None:
             run = partial(run, numbers[self.family.at])
@@ -62,7 +70,7 @@ class FamilyCode:
 
 
 def find_code(codes: Sequence[FamilyCode], numbers: Numbers) -> FamilyCode | None:
-    """Return code that is valid for these sizes, if there is any."""
+    """Return the first code that is valid for these sizes and strides, or None."""
     return next((code for code in codes if code.fits(numbers)), None)
 
 
@@ -77,7 +85,7 @@ def single_member(numbers: Numbers) -> Family:
 
 
 def family_of(first: Numbers, second: Numbers) -> Family | None:
-    """Return the family that contains both tuples, or None.
+    """Return the family that contains both tuples, or None: n is the number that differs least.
 
     >>> family_of((2, 128, 256), (2, 116, 232))
     Family(slopes=(0, 1, 2), offsets=(2, 0, 0), at=1)
@@ -96,14 +104,15 @@ def family_of(first: Numbers, second: Numbers) -> Family | None:
 
 
 def widened_family(codes: Sequence[FamilyCode], numbers: Numbers) -> Family:
-    """Return a family that contains these sizes and the sizes of existing code; else the family of these sizes alone."""
+    """Return a family that contains `numbers` and those of code for a single tuple; without one, that of `numbers` alone."""
     families = (family_of(code.family.offsets, numbers) for code in codes if code.family.at is None)
     return next((family for family in families if family is not None), single_member(numbers))
 
 
 def layout_of(inputs: Sequence[Any]) -> tuple[Hashable, Numbers]:
-    """Return the properties that must be equal to share code, and the sizes and strides, which may vary within a family.
+    """Return (kinds, numbers): the properties that must be equal to share code, and the sizes and strides in one tuple.
 
+    Kinds are dtypes, devices and ranks. Numbers may vary within a family; inputs that are numbers are among them.
     The stride of a dimension of size 1 has no meaning; it is replaced by the stride of a contiguous tensor.
     """
     kinds: list[Hashable] = []
@@ -120,9 +129,9 @@ def layout_of(inputs: Sequence[Any]) -> tuple[Hashable, Numbers]:
 
 
 def with_contiguous_rows(value: Any) -> Any:
-    """Return a contiguous copy of a chunk's rows of several batch items: its strides do not depend on the sequence length.
+    """Return a contiguous copy of a slice of a chunk's rows of several batch items, so that code can be shared.
 
-    Return other values unchanged.
+    The slice's batch stride depends on the length of the sequence, the copy's only on the chunk. Return other values unchanged.
     """
     if not isinstance(value, Tensor) or value.dim() < 2 + value.is_floating_point() or value.is_contiguous():
         return value
@@ -130,7 +139,7 @@ def with_contiguous_rows(value: Any) -> Any:
 
 
 def strides_of(value: Tensor) -> list[int]:
-    """Return the strides, with the strides of a contiguous tensor for dimensions of size 1."""
+    """Return the strides; for a dimension of size 1, whose stride has no meaning, that of a contiguous tensor."""
     strides = list(value.stride())
     contiguous = 1
     for dim in range(value.dim() - 1, -1, -1):
@@ -141,7 +150,7 @@ def strides_of(value: Tensor) -> list[int]:
 
 
 def shapes_for(family: Family, n: Any, inputs: Sequence[Any]) -> list[tuple[list[Any], list[Any], Tensor]]:
-    """Return shape and strides of each tensor among the inputs for an n, which is a number or a symbol."""
+    """Return (shape, strides, the tensor) of each tensor among the inputs, for an n of the family, a number or a symbol."""
     numbers = iter([slope * n + offset if slope else offset for slope, offset in zip(family.slopes, family.offsets, strict=True)])
     shapes = []
     for value in inputs:
@@ -153,7 +162,10 @@ def shapes_for(family: Family, n: Any, inputs: Sequence[Any]) -> list[tuple[list
 
 
 def graph_for(module: fx.GraphModule, family: Family, inputs: Sequence[Any]) -> fx.GraphModule:
-    """Return the graph as a function of n and of tensors; other numbers are computed from n, or are constants."""
+    """Return the graph as a function of n and of its inputs that are tensors; without n if the family has none.
+
+    The graph's inputs that are numbers are computed from n, or are constants, as the family says.
+    """
     graph = fx.Graph()
     n = None if family.at is None else graph.placeholder("n")
     copies: dict[fx.Node, Any] = {}

@@ -11,7 +11,8 @@ that get gradients first pass through small identity nodes, one per segment of t
 In the backward pass, the compiled function's node does not run the backward graph for these inputs and returns no
 gradients for them. Then Identity 0 runs the first segment and returns its gradients; the token orders Identity 1
 after it. Autograd runs accumulators before any other node that is ready, so hooks on parameters, reducers and
-optimizers in the backward pass run between two segments.
+optimizers in the backward pass run between two segments. Gradients are identified by their index among the results of the
+backward graph. A gradient that an identity returns is *chained*, and so is a call whose inputs pass through identities.
 
 # NOTE [Which gradients are released early]
 The compiled function's node inspects its own edges: it defers a gradient only if the edge leads to an identity for
@@ -57,7 +58,7 @@ DOUBLE_BACKWARD = "torch.compile with aot_autograd does not currently support do
 
 @dataclass
 class GradientReleaseChain:
-    """State that a compiled function shares with its backward graph.
+    """State that a compiled function shares with its backward graph: which gradients identities may return, and when.
 
     A call is *chained* if its inputs pass through identities. `always`: chain every call, not only those whose gradients
     hooks or optimizers wait for. `released`: the gradients that each segment releases, as indices into the
@@ -74,7 +75,11 @@ class GradientReleaseChain:
     is_used: bool = False
 
     def exclude_inputs(self, primals: Sequence[int] | None) -> None:
-        """Exclude these inputs from chaining: all inputs if `primals` is None, or if it is nonempty and inputs are sharded."""
+        """Exclude inputs from chaining, so that their gradients are returned at once.
+
+        `primals`: their indices in AOTAutograd's graph. All inputs are excluded if it is None, or if it is nonempty and
+        inputs are sharded.
+        """
         if primals is None or (primals and any(source.part is not None for source in self.sources.values())):
             self.released = ()
         else:
@@ -82,7 +87,10 @@ class GradientReleaseChain:
 
 
 class _StagewiseCall:
-    """One call of the compiled function; `input_indices` are the indices of the inputs that are tensors."""
+    """One chained call of the compiled function, shared by its identities and its backward.
+
+    `input_indices` are the indices of the inputs that are tensors; `runs` are its backward graphs that are in progress.
+    """
 
     def __init__(self, input_indices: Sequence[int]) -> None:
         """Start without runs; a backward pass adds its run."""
@@ -110,7 +118,11 @@ class StagewiseFunction:
         )
 
     def _chained(self, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Pass the inputs of early gradients through one `Identity` per segment, last segment first; return the new inputs."""
+        """Pass the inputs of early gradients through one `Identity` per segment, last segment first; return the new inputs.
+
+        The token of an identity is an input of the next one, so in backward the identity of segment 0 runs first. Under
+        transforms such as `torch.func.grad` return the inputs unchanged.
+        """
         if is_transformed():
             return arguments
         values, token = list(arguments), None
@@ -137,7 +149,7 @@ class _Run:
     """One run of a backward graph, paused between two segments."""
 
     def __init__(self, segments: SegmentGenerator, arguments: list[Any]) -> None:
-        """Begin a run of the generated segments, and run its code before the first segment."""
+        """Begin a run of the generated segments on the backward graph's inputs, and run its code before the first segment."""
         self.results: dict[int, Any] = {}
         self._mask_cache = mask_cache_of(arguments)
         self._remaining = segments(arguments, self.results)
@@ -146,17 +158,20 @@ class _Run:
         self._advance()
 
     def run_through(self, segment: int) -> None:
-        """Run the remaining segments, up to and including this one."""
+        """Run the segments that have not run yet, up to and including the one with this index; -1: none."""
         while self._last_run <= segment:
             self._context.run(self._advance)
 
     def take_gradients(self, segment: int, indices: Sequence[int]) -> list[Tensor | None]:
-        """Return the gradients of a segment, and drop all other references to them."""
+        """Run through a segment, and return its gradients with these indices, dropping the run's references to them.
+
+        None if a gradient was returned before.
+        """
         self.run_through(segment)
         return [self.results.pop(index, None) for index in indices]
 
     def finish(self) -> None:
-        """Release the values of segments that never ran."""
+        """Release the values that the run still holds, at the end of the backward pass, even if segments never ran."""
         self._remaining.close()
         self.results.clear()
 
@@ -174,14 +189,22 @@ class Identity(torch.autograd.Function):
     def forward(
         ctx: Any, call: _StagewiseCall, segment: int, gradient_indices: list[int], token: Tensor | None, *values: Tensor
     ) -> Any:
-        """Return the token, then the values; save the indices of the gradients that this segment releases."""
+        """Return a token, which orders the identities, and then the values; save the arguments for `backward`.
+
+        `call`: the call of the compiled function. `segment`: the index of the segment. `gradient_indices`: the gradient of each
+        of `values`. `token`: the one of the identity for the segment after this one, or None.
+        """
         ctx.set_materialize_grads(False)
         ctx.call, ctx.segment, ctx.gradient_indices = call, segment, gradient_indices
         return torch.empty(0, dtype=values[0].dtype, device=values[0].device), *(value.detach() for value in values)
 
     @staticmethod
     def backward(ctx: Any, _: Any, *autograd_gradients: Tensor | None) -> Any:
-        """Run the segment, unless it has run; return its gradients, plus those that autograd passes."""
+        """Run the segment, unless it has run; return the gradients of the values, plus those that autograd passes.
+
+        If the call has no run in this backward pass, the compiled function's node has returned all gradients to autograd, and
+        they are passed on.
+        """
         run = ctx.call.runs.get(backward_pass())
         gradients: Sequence[Tensor | None] = autograd_gradients
         if run is not None:
@@ -197,7 +220,7 @@ class Identity(torch.autograd.Function):
 
 
 def _combined(computed: Tensor | None, from_autograd: Tensor | None) -> Tensor | None:
-    """Return the sum of the computed gradient and the one that autograd passes; either may be None.
+    """Return the sum of the gradient that a segment computed and the one that autograd passes; either may be None.
 
     For a sharded input, autograd's is a placeholder with the layout of the shards.
     """
@@ -208,7 +231,7 @@ def _combined(computed: Tensor | None, from_autograd: Tensor | None) -> Tensor |
 
 
 class _NotTwiceDifferentiable(torch.autograd.Function):
-    """Gradients that raise an error if they are differentiated (`create_graph`)."""
+    """Passes gradients through, but raises an error if they are differentiated (`create_graph=True`)."""
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, *gradients: Tensor | None) -> Any:
@@ -220,7 +243,10 @@ class _NotTwiceDifferentiable(torch.autograd.Function):
 
 
 class StagewiseRunner:
-    """A boxed callable for a backward graph that pauses where gradients are complete, for the calls that are chained."""
+    """A boxed callable for a backward graph: for chained calls it pauses after each segment, whose gradients are complete.
+
+    Boxed: it takes one list of inputs, which it empties.
+    """
 
     def __init__(self, full_runner: HostProgramRunner, segments: Sequence[ReleaseSegment], chain: GradientReleaseChain) -> None:
         """Wrap the runner of the full backward graph, with its segments."""
@@ -231,8 +257,8 @@ class StagewiseRunner:
     def __call__(self, arguments: list[Any]) -> Any:
         """Run the segments up to the last one with a gradient that no identity returns; identities run the other segments.
 
-        Return all results, with placeholders (None for plain tensors) for gradients that identities return later. If the
-        call is not chained, run the full graph.
+        Autograd calls this as the compiled function's node. Return all results of the backward graph, with placeholders
+        (None for plain tensors) for gradients that identities return later. If the call is not chained, run the full graph.
         """
         call_and_indices = _find_chained_gradients(self.chain.sources) if self.chain.is_used else None
         if call_and_indices is None:
@@ -268,7 +294,7 @@ class StagewiseRunner:
         return {i: values.get(output, output) for i, output in outputs if not is_tensor(output)}
 
     def _segments(self) -> SegmentGenerator:
-        """Return the generator function of the backward graph's segments, generated on first use."""
+        """Return the generator function that runs the backward graph's segments (`generate_segments`), made on first use."""
         if self._generated is None:
             module = self.full_runner.module
             calls = [(segment, [code_call_of(node, module) for node in segment.operators]) for segment in self.release_segments]
@@ -279,7 +305,8 @@ class StagewiseRunner:
 def _find_chained_gradients(sources: Sources) -> tuple[_StagewiseCall, set[int]] | None:
     """Return the call whose backward is running, and the indices of its chained gradients; None if it is not chained.
 
-    Output 0 of an identity is its token, so output i + 1 belongs to its gradient i.
+    Autograd's current node is the compiled function's. A gradient is chained if the edge for its input leads to the identity of
+    exactly that input. Output 0 of an identity is its token, so output i + 1 belongs to its gradient i.
     """
     node = current_autograd_node()
     next_edges = () if node is None else node.next_functions

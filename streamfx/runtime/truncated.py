@@ -9,6 +9,10 @@ state starts from zero: k carries are in progress at a time, which have accumula
                                             0, q_1, ... q_{k-1} pass through its rows, and become q_1, q_2, ... q_k
 
 (Adjoint sharding, section 4.3, equation 7: there the reach is counted in rows, as here if a chunk is a single row.)
+
+A carry is a vector of what passes from row to row; its adjoints, slices of it, are the cotangents of the state, which are
+truncated. Its other values, such as sums of gradients over rows, are not. The loop's buffer `carry` [k + 1, ...] holds q_1 .. q_k
+and a carry in which nothing is truncated.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from streamfx.runtime.runtime_sizes import chunks_holding
 
 
 class TruncatedRecurrence(Recurrence):
-    """A truncated recurrence of the backward graph."""
+    """A recurrence of the backward graph, truncated: it runs the original recurrence once per carry that is in progress."""
 
     reverse = True
 
@@ -42,7 +46,7 @@ class TruncatedRecurrence(Recurrence):
 
     @property
     def carry_shape(self) -> tuple[Size, ...]:
-        """The shape of a buffer for q_1, q_2, ... q_k and the untruncated values; the number of chunks bounds k."""
+        """The shape [k + 1, ...] of the buffer: k chunks hold at least `reach` - 1 rows; at most all chunks but one."""
         return 1 + sympy.Min(chunks_holding(self.reach - 1, STEP), CHUNKS - 1), self.carry_size
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -52,7 +56,11 @@ class TruncatedRecurrence(Recurrence):
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the chunk once per carry q_k, ... q_1, shifting each to the next; return the gradients that q_k gives."""
+        """Run the chunk's rows once per carry q_k, ... q_1, 0, each of which becomes the next; return the gradients of q_k.
+
+        `before` rows follow the chunk in the sequence and have run; `after` rows precede it. `states[chunk]` is the carry
+        with which the forward chunk began. In the first chunk, all carries are equal, so it runs once.
+        """
         if before == 0:
             outputs = self.run.retreat(before, after, carry[0], states, chunk, *operands)
             carry[1:].copy_(carry[:1])
