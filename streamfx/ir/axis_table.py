@@ -25,13 +25,13 @@ class AxisTable:
     """
 
     def __init__(self) -> None:
-        """Start without atoms; atoms index `_parent` and `_size`, and `_factors` has the factors of a refined atom."""
-        self._kept: set[Atom] = set()
-        self._blocks: list[tuple[Atom, Dim]] = []  # kept atoms, and the axes into which a view splits them
-        self._parent: list[Atom] = []
+        """Start without atoms. An atom is an index into `_parent` and `_size`."""
+        self._kept: set[Atom] = set()  # indivisible atoms
+        self._blocks: list[tuple[Atom, Dim]] = []  # kept atoms, and the axes (outer, inner) into which a view splits them
+        self._parent: list[Atom] = []  # the union-find tree: another atom of the same class, or the atom itself
         self._size: list[Size] = []
-        self._factors: dict[Atom, Dim] = {}
-        self._resolved: dict[Dim, Dim] = {}  # valid until two axes are unified, or one is split
+        self._factors: dict[Atom, Dim] = {}  # the smaller atoms, (outer, inner), whose product a refined atom is
+        self._resolved: dict[Dim, Dim] = {}  # cache of `resolve`, valid until two axes are unified, or one is split
         self._sizes: dict[Dim, Size] = {}  # always valid: only axes of equal size are unified
 
     def fresh(self, size: Size) -> Dim:

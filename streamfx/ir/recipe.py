@@ -82,7 +82,8 @@ class RecipeProgram:
 def _call_text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     """Format the call of an operator, as `linear(hidden, weight)`; `names` has the text of placeholders."""
     function = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda item: _Name(names.get(item, item.name)))
+    # operands as `_Name`, whose repr has no quotes; other arguments print by their own repr
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: _Name(names.get(operand, operand.name)))
     argument_texts = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
     return f"{function}({', '.join(argument_texts)})"
 

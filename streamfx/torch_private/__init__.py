@@ -297,7 +297,7 @@ def no_saved_tensor_hooks() -> Iterator[None]:
 
 
 def register_logger(name: str) -> None:
-    """Register a logger for `torch._logging.set_logs(name=...)`; `TORCH_LOGS="+name"` needs no registration (2.11, 2.13)."""
+    """Make `torch._logging.set_logs(name=...)` accept a logger; `TORCH_LOGS="+name"` needs no registration (2.11, 2.13)."""
     from torch._logging._internal import log_registry
 
     if name not in log_registry.log_alias_to_log_qnames:

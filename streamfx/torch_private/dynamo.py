@@ -132,7 +132,8 @@ def isolation_keywords() -> dict[str, Any]:
 def unique_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
     """Return the backend as a distinct object, so that a call of `torch.compile` shares no compiled code with others (2.11).
 
-    Dynamo looks up compiled code by code object and equal backend. Later versions isolate it with `isolation_keywords()`.
+    Dynamo looks up compiled code by code object and equal backend. Later torch versions have an option for this
+    (`isolation_keywords()`); there, return the backend itself.
     """
     return backend if isolation_keywords() else functools.update_wrapper(functools.partial(backend), backend)
 

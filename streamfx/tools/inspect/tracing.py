@@ -328,7 +328,7 @@ class _SubsetCompilation(_RecordingCompilation):
         raise LayersDifferError("a graph of two sequences")
 
     def _analyze_subset(self, capture: Callable[[], Facts]) -> Facts | None:
-        """Return the analyses of the graph of the kept layers; None, if they fail: then the graph of all layers is analyzed."""
+        """Analyze the graph with only the first few ("kept") layers, `capture()`; return its facts, or None if that fails."""
         try:
             return run_analyses(capture(), self.options)
         except Exception as error:

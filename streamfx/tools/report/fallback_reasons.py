@@ -122,11 +122,11 @@ class Obstacle:
 
 
 def obstacles(facts: Facts) -> dict[fx.Node, Obstacle]:
-    """Return the obstacle of each operator that falls back, by node; {} if no analysis of the graph has run."""
+    """Return, for each operator that falls back, why it does, for the user; {} if the graph was not analyzed."""
     if facts.found_access is None:
         return {}
-    widest = max((bytes_like(node.meta.get(VALUE)) for node in facts.joint.nodes), default=0)
-    return {node: _obstacle(node, reason, facts, widest) for node, reason in facts.access.reasons.items()}
+    largest_bytes = max((bytes_like(node.meta.get(VALUE)) for node in facts.joint.nodes), default=0)
+    return {node: _obstacle(node, reason, facts, largest_bytes) for node, reason in facts.access.reasons.items()}
 
 
 def _obstacle(node: fx.Node, reason: str, facts: Facts, widest: int) -> Obstacle:

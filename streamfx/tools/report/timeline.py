@@ -74,7 +74,7 @@ class MemoryTimeline:
         return replace(self, seconds=tuple(self.seconds[i] for i in moments), terms=terms)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert the timeline to values that JSON can represent."""
+        """Convert the timeline to values that JSON can represent; key "turn" is the start of the backward pass, in seconds."""
         terms = {name: list(sizes) for name, sizes in self.terms.items()}
         loops = [loop.as_dict() for loop in self.loops]
         course = {"way": self.way, "seconds": list(self.seconds), "terms": terms, "loops": loops}
@@ -121,7 +121,7 @@ def memory_timeline(way: str, curve: Curve, seconds: Seconds, flops: int | None 
     scale = end / unscaled_end if unscaled_end else 1.0
     moments, latest = list[float](), 0.0
     for point in curve.points:
-        latest = max(latest, scale * seconds(point.work))
+        latest = max(latest, scale * seconds(point.work))  # predicted times must not decrease
         moments.append(latest)
     loops = tuple(_loop_time(loop, lambda work: scale * seconds(work)) for loop in curve.loops)
     backward_start = scale * seconds(curve.backward_start) if curve.backward_start is not None else end
