@@ -159,8 +159,8 @@ def _is_backward_of(
     """Return whether a node is the backward of the forward call with these arguments.
 
     A backward writes into buffers, so functionalization has wrapped it: its operands are keyword arguments, and the
-    buffers of dq, dk and dv are its bases 0, 1 and 2. It must have the forward's operands and options, and read its `out`
-    and log-sum-exp; only its results dq, dk and dv may be used.
+    buffers of dq, dk and dv are its bases 0, 1 and 2. It must have the forward's operands and options, and read its `out`,
+    its log-sum-exp and its random state (or None); only its results dq, dk and dv may be used.
     """
     if node.target is not AUTO_FUNCTIONALIZED or operator_name(node.args[0]) != layout.backward:
         return False

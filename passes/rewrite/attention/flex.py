@@ -3,9 +3,8 @@
 A call has a score function, which computes a new score from a score and its indices (batch, head, query position, key
 position), and a mask function, which says from the indices whether the key is visible. Both may read *captured* tensors.
 If the score function only adds a bias, the call becomes a kernel call with a bias (`_FlexKernel`); otherwise matrix
-products and a softmax (`_FlexProducts`). The mask function alone determines the result; the block mask only lists the
-blocks in which it is true. In shapes, m are query positions and n key positions. NotElementwiseError means that the call
-stays as it is.
+products and a softmax (`_FlexProducts`). The block mask is ignored, because it only lists the blocks in which the mask
+function is true. In shapes, m are query positions and n key positions. A call that raises NotElementwiseError is kept.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ class _FlexCall:
         self.result_gradient, self.lse_gradient, self.joint_function = backward_args[5], backward_args[6], backward_args[8]
 
     def replacements(self) -> dict[fx.Node, fx.Node]:
-        """Emit the call as plain operators; return {old result: new result} for forward and backward.
-
-        Raise NotElementwiseError if that is not possible.
-        """
+        """Emit the call as plain operators; return {old result: new result}, or raise NotElementwiseError if impossible."""
         if self.query.meta[VALUE].shape[0] != self.key.meta[VALUE].shape[0]:
             raise NotElementwiseError("one batch of keys for all queries")
         self.visible = self.vectorize(self.mask, [*self.grid, *self.mask_values])
@@ -98,10 +94,7 @@ class _FlexCall:
 
     @cached_property
     def grid(self) -> list[ScoreValue]:
-        """Emit the indices of batch, head, query position and key position, each broadcastable to [b h m n].
-
-        They are the index arguments of the score and mask functions, for all scores at once.
-        """
+        """Emit the index arguments (batch, head, query position, key position) for all scores, broadcastable to [b h m n]."""
         (b, h, m, _), n = self.query.meta[VALUE].shape, self.key.meta[VALUE].shape[2]
         return [ScoreValue(self.broadcast_indices(size, dim)) for dim, size in enumerate((b, h, m, n))]
 
@@ -112,10 +105,7 @@ class _FlexCall:
         return self.writer.call(aten.reshape.default, indices, [size if i == dim else 1 for i in range(4)])
 
     def size(self, size: Any) -> Any:
-        """Return a size as an argument of an operator: an integer, or the graph input that is this dynamic size.
-
-        Raise NotElementwiseError if no input is.
-        """
+        """Return a size as an argument: an integer, or the graph input that is this size; NotElementwiseError without one."""
         if isinstance(size, int):
             return size
         size_input = find_size_input(size, self.node.graph)

@@ -83,7 +83,10 @@ class ExchangedAttention:
 
 
 def split_heads_into_groups(graph: fx.Graph) -> None:
-    """Split attention between exchanges into groups of heads, in place."""
+    """Split each attention whose operands come from exchanges, and whose result goes into one, into groups of heads, in place.
+
+    Each group is then sent, computed and returned separately.
+    """
     matches = [
         exchanged for node in graph.nodes if node.target is ATTENTION and (exchanged := _match_exchanged(node)) is not None
     ]

@@ -177,7 +177,10 @@ class UnfusedAttention:
         return max([*self.results, *([] if self.gradient is None else [self.gradient])])
 
     def fits_kernel(self) -> bool:
-        """Return whether a fused kernel can read all operands: they have one dtype, and shapes that are not broadcast."""
+        """Return whether a fused kernel can compute the match: there is a product p v, and all operands have one dtype.
+
+        Values must have at least one column, and the gradient of the result must have its shape.
+        """
         if not self.results or self.values is None or not shape_of_node(self.values)[-1]:
             return False
         if self.gradient is not None and shape_of_node(self.gradient) != shape_of_node(self.results[0]):

@@ -25,12 +25,15 @@ BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 @rewrite_rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def mean_loss_to_sum(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
-    """mean loss, total weight -> summed loss / label weight, label weight"""
+    """mean loss, total weight -> summed loss / label weight, label weight
+
+    Scores of half precision are cast to float32, because a sum may overflow if the mean does not.
+    """
     arguments = bound_arguments(node)
     if arguments["reduction"] != MEAN:
         return None
     scores, labels, weight, ignored = (arguments[name] for name in ("self", "target", "weight", "ignore_index"))
-    if torch.finfo(_dtype(scores)).max < torch.finfo(torch.float32).max:  # the sum may overflow if the mean does not
+    if torch.finfo(_dtype(scores)).max < torch.finfo(torch.float32).max:
         scores, weight = (item and writer.call(aten._to_copy.default, item, dtype=torch.float32) for item in (scores, weight))
     summed_loss = writer.call(operator.getitem, writer.call(node.target, scores, labels, weight, SUM, ignored), 0)
     label_weight = _emit_label_weight(labels, weight, ignored, writer)

@@ -200,7 +200,7 @@ def _signature(node: fx.Node) -> Signature | None:
         operand: tuple(table.fresh(size) for size in shape_of_node(operand)) for operand in tensor_operands(node)
     }
     signature = evaluate_rule(rule, RuleCall(node, table, dims))
-    return None if isinstance(signature, str) else signature
+    return None if isinstance(signature, str) else signature  # a string is the reason why the rule does not apply
 
 
 def _find_row_label(signature: Signature, permuted_operands: list[Permuted | None]) -> Letter | None:

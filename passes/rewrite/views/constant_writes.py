@@ -176,7 +176,8 @@ def _find_rows(node: fx.Node) -> RowSlice | None:
 def _is_view_of_buffer(view: fx.Node, is_single_row: bool, rows: RowSlice, base: fx.Node) -> bool:
     """Return whether `view` holds these rows of the buffer `base` (a single row without its dimension if `is_single_row`).
 
-    The view may be of the buffer, of a value that was written there, or of the buffer before writes to other rows.
+    The view may be of the buffer, of a value that was written there, or of the buffer before writes to other rows. So walk
+    back over the writes that led to `base`, as long as they wrote other rows.
     """
     if view.target is operator.getitem and node_argument(view).target is aten.unbind.int:
         unbind, row_index = node_argument(view), int_argument(view, 1)
@@ -191,7 +192,7 @@ def _is_view_of_buffer(view: fx.Node, is_single_row: bool, rows: RowSlice, base:
         written = _find_rows(base) if base.target in WRITES else None
         if written is None or written.dim != rows.dim:
             return False
-        if base.target is aten.slice_scatter.default and viewed is node_argument(base, 1):
+        if base.target is aten.slice_scatter.default and viewed is node_argument(base, 1):  # a view of the written value
             return written.contains(rows) and viewed_rows == (rows.dim, rows.start - written.start, rows.stop - written.start)
         if not written.is_disjoint(rows):
             return False

@@ -67,7 +67,7 @@ def _operators_along_sequence(joint: JointGraph, axes: AxisFacts) -> list[fx.Nod
 
 
 def _decompose(joint: JointGraph, nodes: list[fx.Node]) -> JointGraph:
-    """Decompose the given nodes in place, and return the new joint graph."""
+    """Replace the given nodes (`cat`, `roll`, norms and slice writes) by their decompositions; return the new joint graph."""
     writer = GraphWriter(joint.graph)
     emitters: dict[Any, Callable[[fx.Node, GraphWriter], fx.Node]] = {
         aten.cat.default: _emit_padded_sum,

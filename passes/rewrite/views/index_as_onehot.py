@@ -100,17 +100,16 @@ def index_put_per_row_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | 
         return None
     if arguments["accumulate"] and not dtype.is_floating_point:
         return None
-    if not arguments["accumulate"] and _is_computed_from_lookup(values, index):
+    if not arguments["accumulate"] and _is_computed_from_lookup(values, index):  # x[index] = f(x[index])
         new_values = writer.call(values.target, index.view(target, writer), *values.args[1:], **values.kwargs)
     elif not is_zero(target):
         new_values = _broadcast_to_mask(values, index, writer)
-        new_values = (
-            writer.call(aten.add.Tensor, index.view(target, writer), new_values) if arguments["accumulate"] else new_values
-        )
-    else:  # 0 + -0 is 0
-        new_values = (
-            writer.call(aten.add.Tensor, values, _emit_scalar(0.0, target, writer)) if arguments["accumulate"] else values
-        )
+        if arguments["accumulate"]:
+            new_values = writer.call(aten.add.Tensor, index.view(target, writer), new_values)
+    else:  # x is zeros: the gradient of a look-up
+        new_values = values
+        if arguments["accumulate"]:  # 0 + -0 is 0
+            new_values = writer.call(aten.add.Tensor, values, _emit_scalar(0.0, target, writer))
         selected = writer.call(
             aten.where.self,
             _emit_mask(index, writer),
@@ -165,7 +164,7 @@ def _match_index(node: fx.Node) -> _OneHotIndex | None:
         return _match_index_of_view(source, indices)
     if shape_of_node(indices[dim]) != (*shape[:dim], *shape[dim + 1 : num_indices]):
         return _match_index_of_view(source, indices)
-    return _OneHotIndex(source, indices[dim], dim, dim, num_indices - 1, is_viewed=False)
+    return _OneHotIndex(source, indices[dim], dim, indexed_dim=dim, num_row_dims=num_indices - 1, is_viewed=False)
 
 
 def _match_index_of_view(source: fx.Node, indices: Sequence[fx.Node]) -> _OneHotIndex | None:
@@ -177,7 +176,7 @@ def _match_index_of_view(source: fx.Node, indices: Sequence[fx.Node]) -> _OneHot
     shape, indexed_dim = shape_of_node(numbers), len(row_indices)
     if not enumerate_rows(row_indices, shape_of_node(source)[:indexed_dim], shape):
         return None
-    return _OneHotIndex(source, numbers, len(shape), indexed_dim, len(shape), is_viewed=True)
+    return _OneHotIndex(source, numbers, dim=len(shape), indexed_dim=indexed_dim, num_row_dims=len(shape), is_viewed=True)
 
 
 def _match_enumerated_dim(index: fx.Node, rows: Size, rank: int) -> int | None:

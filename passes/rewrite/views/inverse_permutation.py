@@ -30,7 +30,10 @@ SORTS = (aten.sort.default, aten.sort.stable)
 
 @rewrite_rule(aten.gather.default)
 def gather_by_inverse_to_scatter(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """gather(x, d, inverse of an order) -> scatter(zeros, d, order, x)"""
+    """gather(x, d, inverse of an order) -> scatter(zeros, d, order, x)
+
+    An order is the indices of a sort along dimension d, so each element is written once.
+    """
     arguments = bound_arguments(node)
     rows = arguments["self"]
     order = _match_inverted_permutation(arguments["index"], arguments["dim"])

@@ -188,7 +188,7 @@ def _match_written_piece(node: fx.Node, dim: int) -> _Piece | None:
     if not has_same_type(rows, node) or not is_static_shape(shape_of_node(rows)):
         return None
     if node.target is aten.constant_pad_nd.default:
-        pads: Any = node.args[1]
+        pads: Any = node.args[1]  # (before, after) for each dimension, the last one first
         pad_index = 2 * (len(shape_of_node(node)) - 1 - dim)
         before = pads[pad_index] if pad_index < len(pads) else 0
         is_padded_along_dim = all(pad == 0 for i, pad in enumerate(pads) if i not in (pad_index, pad_index + 1))

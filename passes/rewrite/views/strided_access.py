@@ -227,7 +227,7 @@ def _root(node: fx.Node) -> fx.Node:
 def nested_getitem_to_item_at(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """getitem(getitem(cond, 1), 0) -> item_at(cond, 1, 0)
 
-    Also if results are in a dictionary.
+    Also if results are in a dictionary. So one operator reads a nested result, and no value is a container.
     """
     path = list[Any]()  # the keys of the nested results, outermost first
     container = node
