@@ -209,8 +209,9 @@ def _plan_backward(
 ) -> StatefulPlan:
     """Return the plan of a backward call; raise a NotStatefulError if its results would differ from the traced ones.
 
-    Saved results without rows are recomputed for each chunk. If any of them has elements, the backward also reads the
-    forward call's operands. `forward_results` are fake tensors.
+    The forward call saves some of its results for the backward. Those without a dimension of rows are recomputed for each
+    chunk; if any of them has elements, the backward also reads the forward call's operands. `call_plan` is the plan of the
+    forward call, `forward_results` its results as fake tensors.
     """
     backward_values = {name: value for name, value in backward.values.items() if name not in declared.recomputed_per_chunk}
     recomputes = any(0 not in shape_of(forward_results[index]) for index in declared.recomputed_per_chunk.values())

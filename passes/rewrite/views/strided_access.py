@@ -100,6 +100,7 @@ def _find_memory_place(item: Any, results: Sequence[Any]) -> MemoryPlace | None:
     if base.op != "placeholder" and base not in results:
         return MemoryPlace(OtherMemory(base.name), offset, strides)
     base_id = base.name if base.op == "placeholder" else results.index(base)
+    # the offset counts elements of the result, from the first element of the base
     base_offset = size_of(base_value.storage_offset()) * base_value.element_size() // value.element_size()
     return MemoryPlace(base_id, simplified(offset - base_offset), strides)
 
