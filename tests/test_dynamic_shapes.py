@@ -15,7 +15,7 @@ from streamfx.dialect.products import GROUPED_OUTER
 from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from streamfx.ir.joint import is_size
 from streamfx.passes.lowering.accumulating_lowerings import ACCUMULATING_LOWERINGS
-from streamfx.passes.lowering.bodies import LOWERINGS
+from streamfx.passes.lowering.lowering_table import LOWERINGS
 from tests.support import decoders
 from tests.support.exactness import check_streamed, recorder
 from tests.support.small import Causal, tokens

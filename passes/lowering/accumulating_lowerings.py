@@ -1,4 +1,8 @@
-"""Lowerings that compute a chunk's contribution to a sum directly in the accumulator, without a temporary."""
+"""Lowerings that compute a chunk's contribution to a sum directly in the accumulator, without a temporary.
+
+An *accumulator* is the buffer of a sum over chunks, such as a weight's gradient: `dw += x[s:e].T @ dy[s:e]` for each chunk
+[s, e). Each lowering returns the function of `kernels/` to call, and its arguments after the accumulator.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +28,35 @@ AccumulatingLowering: TypeAlias = "Callable[[BodyBuilder, fx.Node], tuple[Any, t
 
 
 def _add_product(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Return the call that adds a matrix product to an accumulator."""
+    """Return the call that adds a matrix product to an accumulator; in the first chunk it overwrites."""
     return accumulate.add_product, (*builder.operands(node), builder.is_first_chunk())
 
 
 def _add_embedding_rows(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Return the call that adds rows of an embedding's gradient to an accumulator."""
+    """Return the call that adds the chunk's rows of an embedding's gradient to an accumulator (args[3]: padding index)."""
     return accumulate.add_embedding_gradient, (*builder.operands(node), builder.scalar_argument(node.args[3]))
 
 
 def _put_rows(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Return the call that writes rows by index into an accumulator."""
+    """Return the call that writes the chunk's rows into an accumulator by index: `scatter(zeros, dim, index, rows)`."""
     _, index, rows = builder.operands(node)
     return accumulate.scatter_rows, (node.args[1], index, rows)
 
 
 def _add_outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Return the call that adds the weight gradients of groups to an accumulator."""
+    """Return the call that adds the weight gradient of each group (expert) to an accumulator.
+
+    The operands are two values with rows, and the group of each row; args[3] is the number of groups.
+    """
     x, y, group = builder.operands(node)
     return add_outer, (x, y, *sort_by_group(builder, group, builder.scalar_argument(node.args[3])))
 
 
 def sort_by_group(builder: BodyBuilder, group: fx.Node, groups: Any) -> tuple[fx.Node, fx.Node]:
-    """Emit the sort of the chunk's rows by group, once for all products with the same groups; return its two results."""
+    """Emit the sort of the chunk's rows by group (expert), once for all products with the same groups.
+
+    `group`: the group of each row; `groups`: the number of groups. Return the two results: the order, and the group ends.
+    """
     key = ("sorted by group", group, groups)
     if key not in builder.lowered:
         pair = builder.graph.call_function(ARRANGE, (group, groups))
@@ -69,7 +79,7 @@ ROUNDED_ONCE = (GROUPED_OUTER, aten.mm.default, aten.bmm.default)
 
 
 def mean_divisor(node: fx.Node, layout: Layout) -> Size:
-    """Return the divisor of an operator's sum over the sequence: the number of elements for a mean, otherwise 1."""
+    """Return by what a sum over all chunks is divided in the end: for a mean, the number of elements; for a sum, 1."""
     signature = layout.axes.signatures[node]
     if signature.combine != "mean":
         return 1

@@ -13,7 +13,7 @@ from streamfx.runtime.collective_calls import end
 
 
 def delay_waits(graph: fx.Graph) -> None:
-    """Move each wait in a loop body right before its first user, in place."""
+    """Move each wait for a reduction (`end`) in a loop body right before its first user, in place."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in reversed(list(graph.nodes)):
         if node.target is end and node.users:

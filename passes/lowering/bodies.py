@@ -1,8 +1,12 @@
-"""Build the body of a loop, which computes one chunk.
+"""Build the body of a loop: the graph that computes one chunk, rows [s, e) of the sequence.
 
 Each operator of the loop is copied. Its operands are replaced by the rows it needs, and its shape arguments by the
 chunk's sizes, axis by axis. Operators that depend on the position of the rows (`tril`, shifted slices, means over the
-sequence, random draws, fused attention) have a dedicated lowering in `LOWERINGS`.
+sequence, random draws, fused attention) have a dedicated lowering (`lowering_table.py`).
+
+The body's placeholders are slices of values from the host program (which runs the loops), of the loop's buffers, or numbers. A
+*prefix buffer* holds a value's rows of all chunks so far. A *per-key sum* (KEYSUM) has a sum over all queries that see a key, as
+d(k) of attention: each chunk adds to the rows of the keys that it sees. An *accumulator* is the buffer of a sum over chunks.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,7 +30,6 @@ from streamfx.ir.program import (
     BufferOutput,
     BufferPart,
     ConcatOutput,
-    FirstRow,
     IsFirst,
     LoopSpec,
     Placement,
@@ -39,41 +42,28 @@ from streamfx.ir.sizes import Size, free_symbols, product
 from streamfx.ir.span import Span
 from streamfx.ir.stage_plan import ChunkSize, StagePlan
 from streamfx.kernels import accumulate
-from streamfx.node_meta import DRAW, HAS_KEYS, JOINT, VALUE
+from streamfx.node_meta import HAS_KEYS, JOINT, VALUE
 from streamfx.passes.lowering.accumulating_lowerings import ACCUMULATING_LOWERINGS, PARTIAL_WRITERS, ROUNDED_ONCE, mean_divisor
 from streamfx.passes.lowering.async_waits import delay_waits
 from streamfx.passes.lowering.body_inputs import SHAPE_ARGUMENT, BodyInputs
-from streamfx.passes.ops.traits import is_random, producer_of
+from streamfx.passes.lowering.lowering_table import find_lowering
+from streamfx.passes.ops.traits import producer_of
 from streamfx.passes.partition.loop_distribution import LoopContent
 from streamfx.passes.partition.value_table import is_loop_value
 from streamfx.runtime import buffers as buffer_ops
 from streamfx.runtime.chunked_scans import carry_type
-from streamfx.runtime.outer import COPYING_VIEWS
-from streamfx.runtime.rng import replay
 from streamfx.runtime.runtime_sizes import first_in_chunk, first_shifted, rows_in_chunk, rows_in_span, rows_shifted
 
 aten = torch.ops.aten
-Lowering: TypeAlias = "Callable[[BodyBuilder, fx.Node], fx.Node]"
-LOWERINGS: dict[Any, Lowering] = {}
-
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", "original")  # provenance copied to the body's nodes
-
-
-def register_lowering(*operators: Any) -> Callable[[Lowering], Lowering]:
-    """Register the lowering of operators."""
-
-    def register(function: Lowering) -> Lowering:
-        for target in operators:
-            LOWERINGS[target] = function
-        return function
-
-    return register
 
 
 class BodyBuilder(BodyInputs):
     """Builds the body of one loop.
 
-    `outer` maps values that exist between loops to nodes of the host program; the body receives slices of them.
+    `layout`: the rows that each operator reads. `order`: the position of each node in the joint graph. `reverse`: the loop
+    runs from the last chunk to the first. `outer` returns the host program's node for a value that exists between loops, of
+    which the body receives slices; None for a value that this loop computes. `states` returns a scan's stored states, or None.
     """
 
     def __init__(
@@ -85,6 +75,7 @@ class BodyBuilder(BodyInputs):
         plan: StagePlan,
         states: Callable[[fx.Node], fx.Node | None] = lambda node: None,
     ) -> None:
+        """Begin with an empty body. `lowered` maps joint-graph nodes (and other keys) to the body's nodes."""
         super().__init__()
         assert layout.axes.sequence is not None
         self.layout, self.outer, self.order, self.reverse, self.plan = layout, outer, order, reverse, plan
@@ -98,7 +89,7 @@ class BodyBuilder(BodyInputs):
         self.requested_span: Span | None = None  # the span of keys for which a mask is being computed
 
     def letter_size(self, node: fx.Node, letter: int) -> Size:
-        """Return the size of the axis with a label in the chunk's copy of an operator."""
+        """Return the chunk's size of an operator's axis with label `letter`: its rows or keys, or the full size (symbolic)."""
         axes, role = self.layout.axes, self.layout.access.roles.get(node, {}).get(letter)
         dim = axes.table.resolve(axes.letters[node][letter])
         atom = axes.sequence_atom(dim) if role in (Role.ROWS, Role.KEYS) else None
@@ -109,12 +100,15 @@ class BodyBuilder(BodyInputs):
         return product(num_rows if a == atom else axes.table.size(a) for a in dim)
 
     def result_shape(self, node: fx.Node, result: int = 0) -> list[Any]:
-        """Return the shape of a result for one chunk, as body arguments."""
+        """Return the shape of a result (by its index) for one chunk, as body arguments: integers, or placeholders for sizes."""
         shape = self.layout.axes.signatures[node].results[result]
         return [self.size_argument(product(self.letter_size(node, letter) for letter in dim)) for dim in shape]
 
     def value(self, node: fx.Node) -> Any:
-        """Return the body's node for a value of this loop; emit the value's operator at the first request."""
+        """Return the body's node for the chunk's part of a value of this loop; emit its operator at the first request.
+
+        A value that is recomputed per consumer is emitted once for each span of keys that is requested.
+        """
         key = (node, self.requested_span) if is_tensor(node) and self.layout.is_recomputed_per_consumer(node) else node
         if key not in self.lowered:
             producer = producer_of(node)
@@ -134,7 +128,10 @@ class BodyBuilder(BodyInputs):
             lowered.meta[HAS_KEYS] = Role.KEYS in self.layout.access.roles.get(producer_of(node), {}).values()
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """Return the body's nodes for an operator's operands, restricted to the requested span of keys."""
+        """Return the body's nodes for an operator's tensor operands, in order: the rows or keys of each that it reads.
+
+        An operator without a span reads the keys that its consumer requests (`requested_span`).
+        """
         previous_span = self.requested_span
         self.requested_span = span = self.layout.span(node, previous_span)
         operands = [self.operand(access) for access in self.layout.operand_accesses(node, span)]
@@ -142,7 +139,10 @@ class BodyBuilder(BodyInputs):
         return operands
 
     def operand(self, access: OperandAccess) -> fx.Node:
-        """Return the accessed rows of an operand: from outside, from this loop, or from one of its buffers."""
+        """Return the rows of an operand that an operator reads, as a body node.
+
+        They come from the host program, from this chunk, from the finished rows of a per-key sum, or from a prefix buffer.
+        """
         source = self.outer(access.operand)
         if source is not None:
             return self.input_rows(access.operand, source, access.sequence_dims)
@@ -154,13 +154,13 @@ class BodyBuilder(BodyInputs):
         return self.append_to_prefix(access)
 
     def _is_own_rows(self, access: OperandAccess) -> bool:
-        """Return whether the accessed rows are the operand's rows of this chunk, or can be sliced from them."""
+        """Return whether the rows that are read are the operand's rows of this chunk, or a slice of them."""
         placement = access.placement
         selected = self.layout.shown_rows(placement, access.selector)
         return selected is not None and (selected.rows == placement.rows or (placement.outer, placement.inner) == (1, 1))
 
     def _chunk_rows(self, access: OperandAccess) -> fx.Node:
-        """Return the chunk's rows of a value that this loop computes: the rows that the reader's axis has as well."""
+        """Return the chunk's rows of a value of this loop, as far as the reader's axis, as x[:, 8:16], has them (a slice)."""
         value, length = self.value(access.operand), self.length
         for placement, _, selector in access.sequence_dims:
             axis_rows, common = placement.rows, self.layout.shown_rows(placement, selector)
@@ -172,7 +172,10 @@ class BodyBuilder(BodyInputs):
         return value
 
     def append_to_prefix(self, access: OperandAccess) -> fx.Node:
-        """Append the chunk's rows of a value to its prefix buffer, and return the accessed rows of the buffer."""
+        """Emit the call that appends the chunk's rows of a value to its prefix buffer, and returns the rows that are read.
+
+        Return its node. Equal requests share one call; the buffer is allocated at the first.
+        """
         operand, placement, selector = access.operand, access.placement, access.selector
         key = (operand, selector)
         if key not in self.prefix_reads:
@@ -187,7 +190,7 @@ class BodyBuilder(BodyInputs):
         return self.prefix_reads[key]
 
     def read_key_sum(self, access: OperandAccess) -> fx.Node:
-        """Return the chunk's rows of a per-key sum, after all chunks whose queries see them have added to it."""
+        """Emit the call that returns the chunk's rows of a per-key sum, complete in this loop's order; return its node."""
         operand, placement = access.operand, access.placement
         index, key_sum_call = self.emit_key_sum(operand)
         rows = self.buffer_rows(f"{operand.name}_own", index, placement, None)
@@ -199,7 +202,7 @@ class BodyBuilder(BodyInputs):
         return self.lowered[key]
 
     def emit_key_sum(self, operand: fx.Node) -> tuple[int, fx.Node]:
-        """Emit, at the first request, the call that adds this chunk's part of a per-key sum to a buffer: (buffer index, call)."""
+        """Emit, once, the call that adds this chunk's part of a per-key sum to its buffer; return (index of the buffer, call)."""
         if operand not in self.key_sum_calls:
             contribution = self.value(operand)
             (placement,) = self.layout.placements(operand)
@@ -212,18 +215,24 @@ class BodyBuilder(BodyInputs):
         return self.key_sum_calls[operand]
 
     def _first_chunk_sees_all_keys(self, placement: Placement, span: Span) -> bool:
-        """Return whether the queries of the chunk that runs first see all keys of an axis."""
+        """Return whether the queries of the chunk that runs first see all keys of an axis, so that it can write, not add.
+
+        `placement`: where the keys lie in the value; `span`: the keys that a chunk sees (None: no limit).
+        """
         reaches_end = span.high is None or (self.reverse and span.high >= 0)
         return span.low is None and reaches_end and placement.rows == RowRange(0, self.length)
 
     def is_first_chunk(self) -> fx.Node:
-        """Return the flag that is true in the first chunk that runs."""
+        """Return the placeholder of the flag that is true in the chunk that runs first."""
         return self.feed("is_first", IsFirst(), None)
 
     def emit_carry(
         self, node: fx.Node, shape: Sequence[Size], dtype: torch.dtype, keeps_states: bool
     ) -> tuple[fx.Node, fx.Node | None]:
-        """Return an operator's carry and, if `keeps_states`, the buffer of the carry's values at the start of each chunk."""
+        """Allocate the buffer of a scan's carry, which each chunk reads and overwrites; return its placeholder, and another.
+
+        The second is that of the buffer of states: the carry at the start of each chunk. None unless `keeps_states`.
+        """
         device = device_of_value(node)
         self.buffers.append(Buffer(f"{node.name}_carry", tuple(shape), dtype, device, zeroed=True))
         carry = self.feed(f"{node.name}_carry", BufferPart(len(self.buffers) - 1, ()), None)
@@ -235,25 +244,28 @@ class BodyBuilder(BodyInputs):
         return carry, self.feed(f"{node.name}_states", BufferPart(self.states[node], ()), None)
 
     def _new_buffer(self, value: fx.Node, dtype: torch.dtype) -> int:
-        """Allocate a buffer of the full shape of a value; return its index."""
+        """Allocate a buffer of the full shape of a value (all rows), not zeroed; return its index in `buffers`."""
         shape = self.layout.full_shape(value)
         self.symbols |= free_symbols(shape)
         self.buffers.append(Buffer(value.name, shape, dtype, device_of_value(value), zeroed=False))
         return len(self.buffers) - 1
 
     def _new_accumulator(self, value: fx.Node, dtype: torch.dtype, zeroed: bool) -> int:
-        """Allocate an accumulator for a value; return its index. It is `zeroed` unless the first chunk overwrites it."""
+        """Allocate an accumulator of a value's full shape; return its buffer index. Not `zeroed` if a chunk overwrites it."""
         index = self._new_buffer(value, dtype)
         self.buffers[index] = replace(self.buffers[index], zeroed=zeroed, is_sum=True)
         return index
 
     def accumulation_dtype(self, node: fx.Node) -> torch.dtype:
-        """Return the accumulation dtype of a sum: a wide one for a mean, whose sum may overflow before the division."""
+        """Return the dtype that adds up a sum over chunks: as planned; a wide one for a mean, which may overflow if undivided."""
         is_mean = self.layout.axes.signatures[producer_of(node)].combine == "mean"
         return carry_type(node.meta[VALUE].dtype) if is_mean else self.plan.sum_type(node)
 
     def emit_accumulation(self, node: fx.Node) -> BufferOutput:
-        """Emit the addition of this chunk's part of a sum to an accumulator; return the output. One call may compute and add."""
+        """Emit the call that adds this chunk's part of a sum over chunks to an accumulator (it may also compute the part).
+
+        Return the loop's output: after the last chunk, the accumulator, divided by the number of elements for a mean.
+        """
         dtype = node.meta[VALUE].dtype
         divisor = mean_divisor(producer_of(node), self.layout)
         index = self._new_accumulator(node, self.accumulation_dtype(node), zeroed=node.target in PARTIAL_WRITERS)
@@ -267,7 +279,10 @@ class BodyBuilder(BodyInputs):
         return BufferOutput(index, dtype, divisor)
 
     def _selected_shape(self, value: fx.Node, placement: Placement, selector: Selector) -> list[Any]:
-        """Return the shape of a value with one sequence dimension, restricted to the selected rows, as body arguments."""
+        """Return the shape of a value if its sequence dimension (`placement`) has only the selected rows, as body arguments.
+
+        `selector`: a span of keys, shifted rows, or None for the chunk's own rows.
+        """
         shape: list[Any] = list(self.layout.full_shape(value))
         rows, length = placement.rows, self.length
         if selector is None:
@@ -280,10 +295,14 @@ class BodyBuilder(BodyInputs):
         return [self.size_argument(size) for size in shape]
 
     def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for a copy of an operator in the body: operands and sizes are replaced by the chunk's."""
+        """Return (args, kwargs) for a copy of an operator in the body: operands and sizes are replaced by the chunk's.
+
+        The shape argument of an operator such as `view` becomes the result's shape for the chunk.
+        """
         operands = iter(self.operands(node))
 
         def body_argument(argument: fx.Node) -> Any:
+            """Return the body's argument for a node among the operator's arguments."""
             return next(operands) if is_tensor(argument) else self.scalar_argument(argument)
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), body_argument)
@@ -293,13 +312,14 @@ class BodyBuilder(BodyInputs):
         return args, dict(kwargs)
 
     def scalar_argument(self, argument: Any) -> Any:
-        """Return an argument that is not a tensor; a symbolic size becomes a placeholder of the body."""
+        """Return the body's argument for one that is not a tensor: a placeholder for a symbolic size, else the argument."""
         return self.size_argument(scalar_argument(argument)) if is_size(argument) else argument
 
     def finish(self, name: str, content: LoopContent, chunk_size: ChunkSize) -> tuple[LoopSpec, list[fx.Node], list[fx.Node]]:
-        """Emit the loop's outputs and close the body.
+        """Emit all values that the loop returns (`content`), and close the body.
 
-        Returns the loop, the host nodes that it reads, and the values that it returns before the states of its scans.
+        Return the description of the loop, the nodes of the host program that it reads, and the joint-graph values that it
+        returns, in order. After these, the loop also returns the states of its scans (`self.states`).
         """
         buffer_outputs: dict[fx.Node, BufferOutput] = {}
         for node in sorted(content.stacked | content.summed | content.key_sums, key=self.order.__getitem__):
@@ -342,7 +362,10 @@ class BodyBuilder(BodyInputs):
         return spec, sources, returned
 
     def _compute_in_order(self, *roots: fx.Node) -> None:
-        """Emit `roots` and their ancestors in program order. Not recursive: bodies may have thousands of operators."""
+        """Emit these values of the loop and their ancestors in graph order, so that `value` finds operands emitted.
+
+        It does not recurse, because bodies may have thousands of operators. Values recomputed per consumer are omitted.
+        """
         to_emit: set[fx.Node] = set()
         todo = list(roots)
         while todo:
@@ -357,7 +380,7 @@ class BodyBuilder(BodyInputs):
                 self.value(node)
 
     def _concat_output(self, node: fx.Node) -> ConcatOutput:
-        """Return the output into which the loop writes the rows of each chunk."""
+        """Return the output that concatenates a value's rows of all chunks: its full shape, and where its rows lie."""
         placement = next(p for p in self.layout.placements(node) if self._is_rows(node, p))
         shape = self.layout.full_shape(node)
         self.symbols |= free_symbols(shape)
@@ -365,36 +388,9 @@ class BodyBuilder(BodyInputs):
         return ConcatOutput(shape, node.meta[VALUE].dtype, device_of_value(node), placement)
 
     def _is_rows(self, node: fx.Node, placement: Placement) -> bool:
-        """Return whether a sequence dimension of a value runs over query positions, not key positions."""
+        """Return whether a sequence dimension (`placement.dim`) of a value runs over query positions, not key positions."""
         producer = producer_of(node)
         result = int_argument(node, 1) if producer is not node else 0
         roles = self.layout.access.roles[producer]
         dim = self.layout.axes.signatures[producer].results[result][placement.dim]
         return any(roles.get(letter) is Role.ROWS for letter in dim)
-
-
-def find_lowering(node: fx.Node) -> Lowering:
-    """Return the lowering of an operator: the registered one, else a seeded draw for a random operator, else a copy."""
-    lowering = LOWERINGS.get(node.target) or LOWERINGS.get(type(node.target))
-    return lowering or (emit_seeded_draw if is_random(node) else emit_copy)
-
-
-def emit_copy(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Copy the operator for the chunk's rows."""
-    args, kwargs = builder.arguments(node)
-    target = COPYING_VIEWS.get(node.target, node.target)
-    return builder.graph.call_function(target, args, kwargs)
-
-
-def emit_seeded_draw(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Emit a random operator whose generator is seeded from the step's seed, the operator's index and the chunk's first row.
-
-    So recomputing the chunk draws the same numbers.
-    """
-    seed, draw_index = node.meta[DRAW]
-    source = builder.outer(seed)
-    assert source is not None
-    args, kwargs = builder.arguments(node)
-    first_row = builder.feed("first_row", FirstRow(), None)
-    draw = (str(node.target), builder.input_rows(seed, source, ()), draw_index, first_row)
-    return builder.graph.call_function(replay, (*draw, *args), kwargs)

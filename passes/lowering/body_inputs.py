@@ -1,7 +1,8 @@
 """Create the placeholders of a loop body.
 
 Placeholders are added while the body is built: slices of values from outside the loop, slices of the loop's buffers,
-and numbers that depend on the chunk's bounds. Equal requests share one placeholder.
+and numbers that depend on the chunk's bounds. Equal requests share one placeholder. A *feed* describes how the loop computes
+the value of a placeholder for each chunk; its *source* is the node of the host program (which runs the loops) that it slices.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class BodyInputs:
     """
 
     def __init__(self) -> None:
+        """Begin with an empty graph. `placeholders` maps (feed, source) to the placeholder."""
         self.graph = fx.Graph()
         self.last_placeholder: fx.Node | None = None
         self.placeholders: dict[Any, fx.Node] = {}
@@ -70,7 +72,10 @@ class BodyInputs:
         self.symbols: set[Any] = set()
 
     def feed(self, name: str, feed: Feed, source: fx.Node | None) -> fx.Node:
-        """Return the placeholder for a feed of a source; equal requests share one."""
+        """Return the placeholder for a feed of a source (None if it has none), added after the last one if it is new.
+
+        `name` is a hint; the graph makes it unique.
+        """
         key = (feed, source)
         if key not in self.placeholders:
             last, graph = self.last_placeholder, self.graph
@@ -90,7 +95,11 @@ class BodyInputs:
         return self.feed("n", Number(size), None)
 
     def input_rows(self, value: fx.Node, source: fx.Node, dims: Sequence[SequenceAccess]) -> fx.Node:
-        """Return the placeholder for the accessed rows of a value that exists between loops."""
+        """Return the placeholder for the rows that an operator reads of a value that exists between loops.
+
+        `source`: its node in the host program; `dims`: for each sequence dimension, which rows are read. Without chunked
+        dimensions, the placeholder is the full value.
+        """
         selections = tuple(RowSelection(dim.placement, dim.selector) for dim in dims if dim.role is not Role.WHOLE)
         self.require_symbols(selections)
         if not selections:
@@ -99,7 +108,10 @@ class BodyInputs:
         return self.feed(f"{value.name}{suffix}", ChunkSlice(selections), source)
 
     def buffer_rows(self, name: str, buffer: int, placement: Placement, selector: Selector) -> fx.Node:
-        """Return the placeholder for the selected rows of one of the loop's buffers."""
+        """Return the placeholder for the selected rows of one of the loop's buffers (by index).
+
+        `placement`: the buffer's sequence dimension; `selector`: a span of keys, shifted rows, or None for the chunk's rows.
+        """
         selection = RowSelection(placement, selector)
         self.require_symbols([selection])
         return self.feed(name, BufferPart(buffer, (selection,)), None)
@@ -113,7 +125,7 @@ class BodyInputs:
             self.symbols |= free_symbols(sizes)
 
     def distinct_sources(self) -> tuple[list[fx.Node], tuple[int | None, ...]]:
-        """Return the distinct source nodes, and for each placeholder the index of its source among them."""
+        """Return the distinct source nodes, and for each placeholder the index of its source among them, or None."""
         index: dict[fx.Node, int] = {}
         for source in self.sources:
             if source is not None:

@@ -22,7 +22,8 @@ from streamfx.kernels.chunk_attention import backward as attention_backward
 from streamfx.kernels.chunk_attention import forward as attention_forward
 from streamfx.node_meta import COLLECTIVE_TEXT, VALUE
 from streamfx.passes.lowering.accumulating_lowerings import mean_divisor, sort_by_group
-from streamfx.passes.lowering.bodies import BodyBuilder, emit_copy, register_lowering
+from streamfx.passes.lowering.bodies import BodyBuilder
+from streamfx.passes.lowering.lowering_table import emit_copy, register_lowering
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.ops.rules.attention import M, N
 from streamfx.passes.ops.rules.views import squeezed_dims

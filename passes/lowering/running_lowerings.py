@@ -9,7 +9,8 @@ from torch import fx
 from streamfx.ir.facts import Role
 from streamfx.ir.program import CHUNK, Broadcast, RowRange
 from streamfx.node_meta import FORWARD_OPERATOR, VALUE
-from streamfx.passes.lowering.bodies import BodyBuilder, emit_copy, register_lowering
+from streamfx.passes.lowering.bodies import BodyBuilder
+from streamfx.passes.lowering.lowering_table import emit_copy, register_lowering
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.ops.rules.scans import REVERSE_SCAN_NAMES, SCAN_NAMES
 from streamfx.runtime import chunked_scans

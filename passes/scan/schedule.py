@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import torch
 from torch import fx
@@ -277,7 +278,11 @@ class _Planner:
 
         A view that may copy becomes an operator that always works (`COPYING_VIEWS`), because strides may differ in the loop.
         """
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: StepValue(self.value_ids[operand]))
+
+        def step_value(operand: fx.Node) -> Any:
+            return StepValue(self.value_ids[operand])
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), step_value)
         return Operation(self.value_ids[node], COPYING_VIEWS.get(node.target, node.target), args, dict(kwargs))
 
     def _concat_result(self, concat: ConcatAccess) -> ConcatResult:
@@ -351,10 +356,7 @@ class _Planner:
         return self.loop.backward_reads if steps.reverse else self.loop.forward_reads
 
     def _operand(self, value: fx.Node, has_rows: bool) -> ValueId:
-        """Return the identifier of an operand: of one that is used in full (no rows), a negative number.
-
-        So a value that is read row by row, and also used in full, becomes two operands.
-        """
+        """Return an operand's identifier: negative if used in full, so a value read by rows and in full is two operands."""
         return self.value_ids[value] if has_rows else -1 - self.value_ids[value]
 
     def _axis_labels(
