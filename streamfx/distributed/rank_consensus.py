@@ -182,7 +182,10 @@ def _facts_with_equal_row_reductions(run: Callable[[Capture], Facts], capture: C
 
 
 def rows_over_ranks(facts: Facts) -> list[fx.Node]:
-    """Return the reductions over ranks whose operands have sequence rows, including those whose result is unused."""
+    """Return the reductions over ranks whose operands have rows of the sequence, including those whose result is unused.
+
+    [] if the graph has no sequence axis.
+    """
     axes = facts.found_axes
     if axes is None or axes.sequence is None:
         return []

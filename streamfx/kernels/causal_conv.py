@@ -30,8 +30,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return the gradients of x, weight, bias (None without one) and the state before x.
 
-    `dy`: the gradient of the output; `dlast`: of the state after x, or None if it has none. `first`: the state before x;
-    None if x begins the sequence. Gradients of parameters have the dtype in which the package accumulates.
+    `silu`: the output has this activation. `dy`: the gradient of the output; `dlast`: of the state after x, or None if it
+    has none. `first`: the state before x; None if x begins the sequence. Gradients of parameters have the dtype in which
+    the package accumulates.
     """
     width = weight.shape[1] - 1
     state = x.new_zeros(*x.shape[:2], width) if first is None else first

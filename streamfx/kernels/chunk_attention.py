@@ -1,7 +1,9 @@
 """Attention of a chunk's queries over their visible keys.
 
-Sizes: b batch, h query heads, g heads of keys and values, m queries (the chunk's rows of the sequence), n keys, d and e head
-widths. `scale` multiplies the scores; None: 1 / sqrt(d). A tile (`MaskTile`) is a range of queries, with a range of keys.
+Sizes: b batch, h query heads, g heads of keys and values, m queries (the chunk's rows of the sequence), n keys, d and e
+head widths. `scale` multiplies the scores; None: 1 / sqrt(d). With a `window` (low, high), query i sees keys i + first +
+low .. i + first + high, where None is unbounded: so `first` is the position of the first query among the keys. A tile
+(`MaskTile`) is a range of queries, with a range of keys.
 
 If a kernel aligns its causal mask, or its window, at the last query and the last key (bottom right), a chunk in the
 middle of the sequence takes one call. Other kernels align it at the first query and key (top left). With these kernels, a chunk
@@ -58,10 +60,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
-    `mask` is added to the scores. With a `window` (low, high), query i sees keys i + first + low .. i + first + high,
-    where None is unbounded; otherwise all keys. So `first` is the position of the first query among the keys.
-    `finite_hides`: scores are small compared with the large negative values of the mask, so that such values hide a key
-    as minus infinity does.
+    `mask` is added to the scores. With a `window` (low, high), query i sees keys i + first + low .. i + first + high;
+    otherwise all keys. `finite_hides`: scores are small compared with the large negative values of the mask, so that such
+    values hide a key as minus infinity does.
     """
     tiles, bias, bottom_right, is_estimate = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
     if _is_single_call(tiles, query, key):
@@ -95,8 +96,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv): the gradients of the queries, and the chunk's contribution to those of its keys and values.
 
-    `gradient`, `out`, `lse`: the output's gradient, and both results of `forward`. The other arguments are those of
-    `forward`.
+    `gradient`, `out`, `lse`: the output's gradient, and both results of `forward`. The other arguments are those of `forward`:
+    `mask` is added to the scores, and large negative values of it hide a key only if `finite_hides`.
     """
     tiles, bias, bottom_right, is_estimate = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
     if _is_single_call(tiles, query, key):

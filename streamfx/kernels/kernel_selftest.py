@@ -207,7 +207,7 @@ class Child:
         self.lock = threading.Lock()
         self.command = [sys.executable, "-m", "streamfx.kernels.kernel_selftest"]
         self._process: subprocess.Popen[bytes] | None = None
-        self._errors: Any = None
+        self._errors: Any = None  # a file with the child's stderr
 
     def answer(self, question: Question) -> Outcome:
         """Return the child's answer, or an outcome that says how the child ended.

@@ -121,7 +121,10 @@ class _Tree(Recurrence):
     carry_type = torch.uint8
 
     def __init__(self, plan: TreePlan) -> None:
-        """Take name, axes and carry size from the plan; torch names the operator by `__name__`."""
+        """Wrap a plan, the description of one scan in a graph; fx prints this operator of the graph as `__name__`.
+
+        `axes`: the axis labels of operands and results; `carry_size`: bytes of the carry.
+        """
         self.plan = plan
         self.name, self.axes, self.carry_size = plan.name, plan.axes, plan.carry_size
         self.__name__ = self.__qualname__ = plan.name

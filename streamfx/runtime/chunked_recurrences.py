@@ -69,7 +69,7 @@ class Recurrence(ABC):
     ) -> tuple[Tensor, ...]:
         """Run the chunk's rows, last to first, and update the carry in place; return the chunk's results.
 
-        `states`: the carries that the forward loop saved; None if it saves none.
+        `before` rows follow the chunk in the sequence, and run before it. `states`: the carries that the forward loop saved; None if it saves none.
         """
 
     @abstractmethod
@@ -102,7 +102,11 @@ class UnrolledRecurrence(Recurrence):
     """
 
     def __init__(self, plan: RecurrencePlan) -> None:
-        """Take name, direction and carry from the plan; torch names the operator by `__name__`."""
+        """Wrap a plan, the traced steps of one loop over rows; fx prints this operator of the graph as `__name__`.
+
+        `axes`: the axis labels of operands and results; `carry_size`: elements of the carry. `needs_states`: a chunk recomputes
+        forward steps that start from a carry of the forward loop.
+        """
         self.plan = plan
         self.name, self.axes, self.reverse = plan.name, plan.axes, plan.steps.reverse
         self.carry_size, self.carry_type = plan.steps.carry_size, plan.steps.dtype
@@ -111,7 +115,7 @@ class UnrolledRecurrence(Recurrence):
         self.__module__ = __name__
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Run all rows: first the forward steps if the plan recomputes them (`recomputed`), then its own steps."""
+        """Run all rows and return the results; a backward loop first recomputes the forward steps (`recomputed`), if any."""
         env, rows = self._environment(operands)
         length = self.plan.length
         if self.plan.recomputed is not None:

@@ -84,10 +84,10 @@ class Segment:
     def __init__(self, module: fx.GraphModule) -> None:
         """Wrap a subgraph of a loop body."""
         self.module = module
-        self.structure = structure(module.graph)
+        self.structure = structure(module.graph)  # equal for equal subgraphs, which share compiled versions
         self.tally: Tally | None = None  # of all segments of the same program
         self._first_numbers: dict[Hashable, Numbers] = {}  # of the first call, by kinds
-        self._code_by_layout: dict[Hashable, Callable[..., Sequence[Any]]] = {}
+        self._code_by_layout: dict[Hashable, Callable[..., Sequence[Any]]] = {}  # keyed by shapes, strides and dtypes of inputs
         self._pause = CompilePause()
 
     def __call__(self, *inputs: Any, has_several_lengths: bool = False) -> Sequence[Any]:

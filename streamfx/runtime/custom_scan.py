@@ -30,7 +30,11 @@ class _Stateful(Recurrence):
     carry_type = torch.uint8
 
     def __init__(self, plan: StatefulPlan) -> None:
-        """Take name, axes, carry size and block from the plan; torch names the operator by `__name__`."""
+        """Wrap the plan of one call; fx prints this operator of the graph as `__name__`.
+
+        `axes`: the axis labels of operands and results; `carry_size`: bytes of the carry; `block`: chunks begin at multiples of
+        this many rows.
+        """
         self.plan = plan
         self.name, self.axes, self.carry_size, self.block = plan.name, plan.axes, plan.carry_size, plan.block
         self.__name__ = self.__qualname__ = plan.name
@@ -224,7 +228,7 @@ def meta_results_of_block(plan: StatefulPlan, values: Mapping[str, Any]) -> Sequ
     """
 
     def meta_like(name: str, value: Any) -> Any:
-        """Return a meta tensor with one block of rows in place of the value's rows."""
+        """Return a meta tensor like the argument `name`, with one block (`plan.block` rows) in place of its rows."""
         if not isinstance(value, Tensor):
             return value
         shape = [plan.block if dim == plan.rows.get(name) else size for dim, size in enumerate(value.shape)]

@@ -85,7 +85,7 @@ class FunctionText:
     def __init__(self, reserved: Iterable[str]) -> None:
         """Start an empty function; `reserved` are names in use, which `unused` does not return."""
         self.lines: list[str] = []
-        self.names: dict[str, Any] = {}
+        self.names: dict[str, Any] = {}  # globals of the function
         self._reserved_names = set(reserved)
         self._next: Counter[str] = Counter()  # by hint: the first suffix that may be free
 

@@ -41,7 +41,7 @@ class Loop(nn.Module):
         self.body = spec.body
         self.compiled: CompiledBody | None = None  # if set, it runs instead of the body
         self.origin: LoopOrigin | None = None  # if set, probes measure this loop
-        self._sizes: dict[Size, Callable[[Env], int]] = {}
+        self._sizes: dict[Size, Callable[[Env], int]] = {}  # compiled expressions
         # the specification for which code was generated; the code, by whether there is a single chunk; the masks
         self._generated: tuple[LoopSpec, dict[bool, Run], Masks] | None = None
 
@@ -156,7 +156,7 @@ class Loop(nn.Module):
         shape = [self.size(size, env) for size in output.shape]
 
         def adopt(rows: Tensor) -> tuple[Tensor, bool]:
-            """Return the rows as the result if nothing shares their memory, else new memory and True."""
+            """Return (the rows as the result, False) if nothing shares their memory, else (new memory, True: copy into it)."""
             if not is_alone(rows, output, used_tensors):
                 return self._result(output, tensors, env), True
             used_tensors.append(rows)

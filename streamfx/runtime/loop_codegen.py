@@ -76,13 +76,13 @@ class LoopWriter:
     """Generates the code that runs before a loop, and the code that runs for each chunk."""
 
     def __init__(self, spec: LoopSpec) -> None:
-        """Start with empty code; `before_loop` and `per_chunk` collect the lines that assign variables."""
+        """Start with empty code for a loop; `before_loop` and `per_chunk` collect the lines that assign variables."""
         self.spec = spec
         self.before_loop: list[str] = []
         self.per_chunk: list[str] = []
         self.uses_chunk_index = False
         self.row_iterators: dict[str, Code] = {}  # loop variables, keyed by the iterator that yields them
-        self._variables: dict[str, tuple[Code, ...]] = {}
+        self._variables: dict[str, tuple[Code, ...]] = {}  # keyed by the text of the assigned expression
         self._length = self.size(spec.length)
 
     # -- values with names

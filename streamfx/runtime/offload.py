@@ -101,9 +101,10 @@ def copy_stream(device: torch.device) -> _CopyStream | None:
 
 
 def _to_host(value: Tensor) -> Tensor:
-    """Implement `streamfx::to_host`: begin to copy a value to pinned host memory; return the copy, which holds its `_Copy`.
+    """Implement `streamfx::to_host`: begin to copy a value to pinned host memory; return the copy.
 
-    If there is no copy stream, copy the value to a file.
+    Until `free_after_copy`, the copy has an attribute with the `_Copy` to wait for, which keeps the value alive. If there
+    is no copy stream, copy the value to a file.
     """
     stream = copy_stream(value.device)
     if stream is None:
@@ -116,7 +117,10 @@ def _to_host(value: Tensor) -> Tensor:
 
 
 def _from_host(held: Tensor, device: torch.device) -> Tensor:
-    """Implement `streamfx::from_host`: begin to copy a value to a device; return the copy, which holds its `_Copy`."""
+    """Implement `streamfx::from_host`: begin to copy a value, which the host holds, to a device; return the copy.
+
+    Until `wait_for_copy`, the copy has an attribute with the `_Copy` to wait for. Without a copy stream, copy at once.
+    """
     stream = copy_stream(device)
     if stream is None:
         return held.to(device, copy=True)

@@ -28,7 +28,10 @@ class ChunkedScan(Recurrence):
     carry_type = torch.uint8
 
     def __init__(self, plan: ScanPlan) -> None:
-        """Take name, direction and carry layout from the plan; torch names the operator by `__name__`."""
+        """Wrap the plan of one scan; fx prints this operator of the graph as `__name__`.
+
+        `axes`: the axis labels of operands and results; `reverse`: rows run from last to first; `carry_size`: bytes.
+        """
         self.plan = plan
         self.name, self.axes, self.reverse = plan.name, plan.axes, plan.reverse
         self._slots = list(slots(plan.carry))

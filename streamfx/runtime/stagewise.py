@@ -150,16 +150,16 @@ class _Run:
 
     def __init__(self, segments: SegmentGenerator, arguments: list[Any]) -> None:
         """Begin a run of the generated segments on the backward graph's inputs, and run its code before the first segment."""
-        self.results: dict[int, Any] = {}
+        self.results: dict[int, Any] = {}  # gradients that segments have computed and no caller has taken, by index
         self._mask_cache = mask_cache_of(arguments)
-        self._remaining = segments(arguments, self.results)
+        self._remaining = segments(arguments, self.results)  # the paused generator
         self._autocast, self._context = autocast_is_on(), contextvars.copy_context()
-        self._last_run = -1
+        self._num_finished = -1  # segments; -1 until the code before the first one has run
         self._advance()
 
     def run_through(self, segment: int) -> None:
         """Run the segments that have not run yet, up to and including the one with this index; -1: none."""
-        while self._last_run <= segment:
+        while self._num_finished <= segment:
             self._context.run(self._advance)
 
     def take_gradients(self, segment: int, indices: Sequence[int]) -> list[Tensor | None]:
@@ -179,7 +179,7 @@ class _Run:
         """Run the next segment, in the context and with the autocast state of the compiled function's node."""
         with torch.no_grad(), use_mask_cache(self._mask_cache), nullcontext() if self._autocast else no_autocast():
             next(self._remaining)
-        self._last_run += 1
+        self._num_finished += 1
 
 
 class Identity(torch.autograd.Function):
