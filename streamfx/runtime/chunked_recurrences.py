@@ -69,7 +69,8 @@ class Recurrence(ABC):
     ) -> tuple[Tensor, ...]:
         """Run the chunk's rows, last to first, and update the carry in place; return the chunk's results.
 
-        `before` rows follow the chunk in the sequence, and run before it. `states`: the carries that the forward loop saved; None if it saves none.
+        `before` rows follow the chunk in the sequence, and run before it. `states`: the carries that the forward loop
+        saved; None if it saves none.
         """
 
     @abstractmethod
