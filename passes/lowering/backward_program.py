@@ -27,7 +27,10 @@ from streamfx.runtime.offload import wait_for_copy
 
 
 class BackwardBuilder(HostProgramBuilder):
-    """Builds the backward host program. Forward values that it needs are saved, or recomputed if that is cheap."""
+    """Builds the backward host program. Forward values that it needs are saved, or recomputed if that is cheap.
+
+    `forward` is the builder of the forward program, `order` has the position of each node in the joint graph.
+    """
 
     def __init__(self, facts: Facts, layout: Layout, order: dict[fx.Node, int], forward: HostProgramBuilder) -> None:
         """Add the tangents as placeholders; `saved`, `symbol_values` and `objects` map forward values to placeholders."""
@@ -54,7 +57,10 @@ class BackwardBuilder(HostProgramBuilder):
         return is_tensor(node) and self.forward.has(node) and not is_dropped and node not in self._recomputed
 
     def value(self, node: fx.Node) -> fx.Node | None:
-        """Return the node of a value, adding a placeholder if the forward program can save it; else None."""
+        """Return the node of a value, adding a placeholder if the forward program can save it; None if it cannot.
+
+        For an offloaded value, the placeholder is its copy on the host, and the node the value fetched from it.
+        """
         if node not in self.env and self._is_saved(node):
             if node in self.offloaded:
                 self.env[node] = self._fetched(node)
@@ -139,7 +145,10 @@ class BackwardBuilder(HostProgramBuilder):
         )
 
     def finish(self, gradients: tuple[Any, ...]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Close the graph, and return the forward nodes to save, in AOTAutograd's order: (tensors, objects and sizes)."""
+        """Close the graph with these results, and put its placeholders in order: sizes, saved tensors, states, objects, tangents.
+
+        Return the nodes that the forward program must save: (tensors, objects followed by sizes), as AOTAutograd expects.
+        """
         self.graph.output(gradients)
         fetch_in_time(self.graph)
         previous: fx.Node | None = None

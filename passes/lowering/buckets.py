@@ -28,10 +28,12 @@ from streamfx.torch_private.groups import supports_coalescing
 
 @dataclass(frozen=True)
 class Buckets:
+    """The pass: coalesces collectives on weights and their gradients."""
+
     name: ClassVar[str] = "buckets"
 
     def apply(self, facts: Facts) -> Facts:
-        """Coalesce the collectives of the forward and the backward host program."""
+        """Coalesce the collectives of the forward and the backward host program, in place; return the same facts."""
         program = facts.program
         if facts.collectives is None or program is None:
             return facts
@@ -55,7 +57,10 @@ def coalesce_collectives(graph: fx.Graph) -> None:
 
 
 def _between_loops(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], fx.Node]]:
-    """Yield the light nodes between two computing nodes (loops, full-sequence operators), and the node that follows them."""
+    """Yield, for each loop, full-sequence operator or output: the operators since the one before it, and the node itself.
+
+    The operators between are collectives, waits and views.
+    """
     nodes: list[fx.Node] = []
     for node in graph.nodes:
         if is_computing(node) or node.op == "output":
@@ -74,7 +79,9 @@ def _starts_before_waits(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Yield groups of collectives that can be coalesced: no operator reads one before the last has started."""
+    """Yield lists of collectives that can become one call: equal in `_bucket_key`, and no operator reads the result of one
+    before the last.
+    """
     open_buckets: dict[Any, list[fx.Node]] = {}
     for node in nodes:
         for key in [key for key, bucket in open_buckets.items() if not set(bucket).isdisjoint(node.all_input_nodes)]:
@@ -92,7 +99,9 @@ def _bucket_key(node: fx.Node) -> Any:
 
 
 def _coalesce(bucket: Sequence[fx.Node], writer: GraphWriter) -> None:
-    """Replace several collectives by one after the last of them; a single collective stays."""
+    """Replace several collectives, in place, by one at the position of the last. A single one stays, and so do those of a
+    process group whose backend cannot coalesce.
+    """
     target, last = coalesced_operator(bucket[0]), bucket[-1]
     device, group = last.all_input_nodes[0].meta[VALUE].device, find_group_name(last)
     if len(bucket) == 1 or group is None or not supports_coalescing(group, device):

@@ -44,17 +44,20 @@ DRAWN_IN_OTHER_STAGE = "{target} draws random numbers that {stage} recomputes, i
 
 @dataclass(frozen=True)
 class BuildProgram:
+    """The pass: builds the program."""
+
     name: ClassVar[str] = "build_program"
 
     def apply(self, facts: Facts) -> Facts:
-        """Return the facts with the program of host programs and loops."""
+        """Return the facts with `program`: the forward and backward host programs, and their loops."""
         return replace(facts, program=_ProgramBuilder(facts).program())
 
 
 class _ProgramBuilder:
-    """Builds the forward and the backward host program from stages and plan."""
+    """Builds the forward and the backward host program from the stages (segments of the graph) and the plan."""
 
     def __init__(self, facts: Facts) -> None:
+        """`layout` has the rows that each operator reads; `order` the position of each node in the joint graph."""
         self.facts, self.joint = facts, facts.joint
         self.layout = Layout(facts.axes, facts.access, facts.key_spans, facts.truncations)
         self.order = {node: i for i, node in enumerate(facts.joint.graph.nodes)}
@@ -96,7 +99,10 @@ class _ProgramBuilder:
         return Program(_finished_module(forward), _finished_module(backward), tuple(saved), loops)
 
     def _rerun_dropped_stages(self, stage: Stage, backward: HostProgramBuilder) -> None:
-        """Rerun the forward loops of earlier stages whose outputs were dropped, starting from the last saved cut."""
+        """Emit, into the backward program, the forward loops of earlier stages whose outputs were dropped (not saved).
+
+        They start from the last saved cut before this stage, so that the inputs of `stage` exist again.
+        """
         dropped = self.facts.plan.dropped[: self.stages.index(stage)]
         first = len(dropped)
         while first and dropped[first - 1] and not any(backward.has(node) for node in dropped[first - 1]):
@@ -120,7 +126,7 @@ class _ProgramBuilder:
         return self.facts.plan.chunk_sizes[self.stages.index(stage)]
 
     def _add_inputs(self, outer: HostProgramBuilder) -> None:
-        """Add a placeholder for each input, and register the symbols that its sizes define."""
+        """Add a placeholder for each input (resolved, if lazily conjugated), and register the symbols that its sizes define."""
         for node in self.joint.primals:
             input_ = outer.graph.placeholder(node.name)
             input_.meta = dict(node.meta)
@@ -155,7 +161,7 @@ class _ProgramBuilder:
         return list(dict.fromkeys([*values, *self.facts.plan.kept[stage_index], *hoisted_reductions(stage_index, self.facts)]))
 
     def _results(self, forward: HostProgramBuilder) -> list[Any]:
-        """Return the results with the strides, and the aliasing, of the trace.
+        """Return the forward results, as nodes of the forward program, with the strides and the aliasing of the trace.
 
         AOTAutograd recreates views from a result's strides, and the caller may call `.view` on it. Three cases: a view
         of an input or of another result becomes a view of it, views of the same other memory are placed into one
@@ -193,7 +199,11 @@ class _ProgramBuilder:
     def _place_in_one_storage(
         self, forward: HostProgramBuilder, outputs: Sequence[tuple[fx.Node, Any, MemoryPlace]]
     ) -> list[fx.Node]:
-        """Return results that are views of one value, which is not a result itself, as views of one storage."""
+        """Return results that were views of one value, which is not a result itself, as views of one new storage.
+
+        `outputs`: for each, its joint-graph node, strides, and place in that memory. A single result, and results of
+        several dtypes, get separate storages.
+        """
         values = [self._output_value(forward, output) for output, *_ in outputs]
         places = [place for *_, place in outputs]
         have_same_type = len({output.meta[VALUE].dtype for output, *_ in outputs}) == 1
@@ -202,7 +212,9 @@ class _ProgramBuilder:
         return [forward.place_at_offset(value, place) for value, place in zip(values, places, strict=True)]
 
     def _clone_shared_results(self, forward: HostProgramBuilder, results: Sequence[Any], saved: Sequence[fx.Node]) -> list[Any]:
-        """Clone results that share memory with other results or saved values if they did not in the trace."""
+        """Return the results, with clones of those that share memory with other results or saved values, but did not in the
+        trace, so that the caller may write to them.
+        """
         traced = self.joint.graph.output_node().meta.get(ALIASES, (frozenset[str](),) * len(results))
         names = {value: node.name for node, value in forward.env.items()}
         return clone_shared_results(results, traced[: len(results)], saved, names)

@@ -1,5 +1,7 @@
-"""Describe the order of a program's collectives as text, which ranks compare
-(`streamfx/distributed/rank_consensus.py`).
+"""Describe the order of a program's collectives as text, which ranks compare (`streamfx/distributed/rank_consensus.py`).
+
+If ranks called collectives in different orders, they would wait for each other forever. A *group* is a process group, by name.
+Some collectives are in the host program, between loops; others (reductions of a chunk's rows) are in loop bodies.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ UNCHUNKED = "unchunked"  # a graph without a program
 
 
 def describe_order_with_chunks(facts: Facts, group: str) -> str:
-    """Describe the collectives of a program in order, with chunks and reduced values of each loop."""
+    """Return a line for each collective of a program in order, with the chunks and reduced values of each loop.
+
+    Of other groups' collectives between loops, only the operator. "unchunked" if there is no program.
+    """
     return UNCHUNKED if facts.program is None else "\n".join(_lines_of_program(facts.program, group))
 
 
@@ -43,7 +48,10 @@ def describe_order_between_loops(facts: Facts, group: str) -> str:
 
 
 def describe_weight_collectives(facts: Facts, group: str) -> str:
-    """List the weights that are gathered over a group, and the gradients that are reduced, sorted: equal for all lengths."""
+    """Return a sorted line for each weight that is gathered over a group, an empty line, and one for each reduced gradient.
+
+    Unlike the order of these collectives, the text is equal for all sequence lengths.
+    """
     collectives = facts.collectives
     gathers_and_reductions = (
         ([], [])
@@ -57,7 +65,7 @@ def describe_weight_collectives(facts: Facts, group: str) -> str:
 
 
 def describe_traced_order(graph: fx.Graph, group: str) -> str:
-    """List a group's collectives in a traced graph in order, with the lines of the user's code that call them."""
+    """Return a line for each of a group's collectives in a traced graph, in order, with the line of the user's code."""
     return "\n".join(f"{_operator_name(node)} {source_line(node)}" for node in _of_group(graph, group))
 
 
@@ -73,12 +81,12 @@ def _of_group(graph: fx.Graph, group: str) -> list[fx.Node]:
 
 
 def _traced_labels(facts: Facts, group: str) -> dict[str, str]:
-    """Return, by node name, the operator and the index of each of a group's collectives in the traced graph."""
+    """Return, by node name, a text for each of a group's collectives in the traced graph: the operator, and its index there."""
     return {node.name: f"{_operator_name(node)}{NUMBER}{i}" for i, node in enumerate(_of_group(facts.joint.graph, group))}
 
 
 def _sent_values(node: fx.Node) -> list[str]:
-    """Describe a collective, or a coalesced one, by a line for each value that it sends."""
+    """Return a line for each value that a collective sends (several if coalesced): operator, dtype and sizes, other arguments."""
     name, (operand, *others) = _operator_name(node), bound_arguments(node).values()
     values = operand if isinstance(operand, (list, tuple)) else [operand]
     return [f"{name.removesuffix('_coalesced')} {_type_and_sizes(value)} {others}" for value in values]

@@ -4,7 +4,9 @@ Without Inductor, bodies run eagerly. With Inductor, a body is split at every op
 kernels, buffer writes, accumulation, random draws), and at operators with as many keys as the chunk sees, since this
 length changes from chunk to chunk. The segments in between have only the chunk's shape, and are compiled once for all
 layers and chunks that share it. Equal layers share all segments: an operator with which only the first or last body
-starts, a lookup or a scaling, is compiled apart from them and runs first.
+starts, a lookup or a scaling (an *opening* operator), stays outside the segments and runs first.
+
+A compiled body is a list of *calls*: of a compiled segment, or of a single operator that runs eagerly.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ CALLS = ("call_function", "call_module")  # operators and mask programs
 
 @dataclass(frozen=True)
 class CompileBodies:
+    """The pass: compiles loop bodies with Inductor, if the options request it or if it pays."""
+
     name: ClassVar[str] = "compile_bodies"
     options: Options
 
@@ -58,14 +62,17 @@ class CompileBodies:
 
 
 def _structural_key(spec: LoopSpec) -> Any:
-    """Return a key of a body: its operators, and the lines of the user's code that its errors name. Equal layers share it."""
+    """Return a hashable key of a loop body, equal for equal layers: its operators, feeds, and the traces that errors name."""
     nodes = spec.body.graph.nodes
     provenance = tuple((node.meta.get(HAS_KEYS, False), node.meta.get(STACK_TRACE)) for node in nodes)
     return structure(spec.body.graph), spec.feeds, provenance
 
 
 def _calls_for(spec: LoopSpec, first: LoopSpec, calls: Sequence[CodeCall]) -> list[CodeCall]:
-    """Return the calls of a body, given the calls of an equal body: the same segments, applied to this body's nodes."""
+    """Return the calls of the body of `spec`, given the calls of an equal body (`first`).
+
+    Segments are shared, with this body's nodes as arguments and results; single operators are calls of this body's own nodes.
+    """
     node_of = dict(zip(first.body.graph.nodes, spec.body.graph.nodes, strict=True))
     return [
         replace(call, args=tuple(node_of[node] for node in call.args), outputs=tuple(node_of[node] for node in call.defs))

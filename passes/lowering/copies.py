@@ -28,7 +28,7 @@ from streamfx.runtime.offload import free_after_copy, wait_for_copy
 
 
 class _Runs:
-    """The runs of a host program that compute something, in order, and the index of each node's run.
+    """The runs of a host program (the loops of a stage in one direction), in order, and the index of each node's run.
 
     The result of a loop belongs to the loop's run; any other node without a run belongs to the run of the next node
     with one.
@@ -60,9 +60,10 @@ class _Runs:
 
 
 def copy_to_host(graph: fx.Graph, values: Mapping[fx.Node, dict[str, Any]]) -> dict[fx.Node, fx.Node]:
-    """Insert a copy to the host of each value of a forward graph, which has no output yet; return the copies.
+    """Insert a copy to host memory of each value of a forward graph, which has no output yet. Return {value: node of its copy}.
 
-    `values` has the `meta` of each copy. A value is freed after its last use, and not before the end of the next run.
+    `values` maps each value to the `meta` of its copy. The copy starts when the value exists; the value is freed after its last
+    use, and not before the end of the next run, so that the copy overlaps with that run.
     """
     runs = _Runs(graph)
     after_last_use = {value: runs.last_of(value, *value.users).next for value in values}
@@ -80,9 +81,10 @@ def copy_to_host(graph: fx.Graph, values: Mapping[fx.Node, dict[str, Any]]) -> d
 
 
 def fetch_in_time(graph: fx.Graph) -> None:
-    """Move each fetch of a complete backward graph to the run before its first user's run, in place.
+    """Move each fetch of an offloaded value (`from_host`, then `wait_for_copy`) of a backward graph earlier, in place.
 
-    If much later runs read the value as well, it is refetched for them.
+    The copy starts in the run before its first user's run, and the wait comes right before that user. If much later runs read
+    the value as well, it is refetched for them.
     """
     runs, groups = _Runs(graph), list[tuple[fx.Node, list[fx.Node]]]()
     for node in graph.find_nodes(op="call_function", target=wait_for_copy):

@@ -41,7 +41,11 @@ def write_in_place(module: fx.GraphModule) -> None:
 
 
 def _write_over_operand(node: fx.Node, module: fx.GraphModule) -> None:
-    """Let a sum or product write over an operand without other users, if this graph owns it or it was saved for this graph."""
+    """Replace a sum or product, in place, by the variant that writes over an operand, if an operand may be overwritten.
+
+    Its memory must be a loop's result in this graph, or saved for this graph alone; it has no other user, and the result's
+    shape and dtype.
+    """
     over_owned, over_saved = IN_PLACE[node.target]  # type: ignore[index]
     left, right = node.args[:2]
     for operand, other in ((left, right), (right, left)):
@@ -69,7 +73,7 @@ def find_view_base(node: fx.Node) -> fx.Node:
 
 
 def is_owned_here(node: fx.Node, module: Any) -> bool:
-    """Return whether a value is one of a loop's results, or was itself written in place."""
+    """Return whether this host program allocated a value: it is one of a loop's results, or was itself written in place."""
     if node.target in OVERWRITES_FIRST:
         return True
     if node.target is not operator.getitem:

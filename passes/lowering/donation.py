@@ -22,7 +22,10 @@ from streamfx.torch_private import OpOverload
 
 
 def reuse_buffers(module: fx.GraphModule) -> None:
-    """Let each loop of a host program write its stacked results over operands that no later node uses."""
+    """Mark, in each loop of a host program, the results (concatenated rows) that overwrite an operand, or are `is_fresh`.
+
+    An operand is overwritten if it is an earlier loop's result of the same shape that no other node uses. In place.
+    """
     for call in module.graph.nodes:
         if call.op != "call_module" or not isinstance(loop := module.get_submodule(call.target), Loop):
             continue
@@ -48,7 +51,9 @@ def reuse_buffers(module: fx.GraphModule) -> None:
 
 
 def _mark_fresh_results(spec: LoopSpec) -> LoopSpec:
-    """Mark the results that the loop body allocates, and that alias nothing, as fresh."""
+    """Return the loop with `is_fresh` set for results that the body allocates and that alias nothing: a single chunk's result
+    need not be copied into a buffer.
+    """
     outputs: Sequence[fx.Node] = spec.body.graph.output_node().args[0]  # type: ignore[assignment]
     placeholders = zip(spec.body.graph.find_nodes(op="placeholder"), spec.feeds, strict=True)
     scalars = {node for node, feed in placeholders if not isinstance(feed, (Broadcast, ChunkSlice, BufferPart))}

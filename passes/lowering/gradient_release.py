@@ -47,7 +47,10 @@ class ReleaseSpec(NamedTuple):
 def plan_chain(
     chain: GradientReleaseChain, joint: fx.Graph, forward: fx.Graph, backward: fx.GraphModule, num_outputs: int, num_inputs: int
 ) -> None:
-    """Record which gradients can be released early; inputs that the graph writes to are excluded."""
+    """Record in `chain`, in place, which gradients the backward graph can release before it ends, and after which segment.
+
+    Gradients of inputs that the graph writes to are excluded. If the analysis fails, all are released at the end.
+    """
     plan = partial(_release_spec, joint, forward, backward, num_outputs, num_inputs)
     no_release = ReleaseSpec({}, (), ())
     chain.sources, chain.saved, chain.released = try_step(plan, no_release, GRADIENTS_AT_END, strict=False)
@@ -128,6 +131,7 @@ def _execution_order(module: fx.GraphModule) -> list[fx.Node]:
         return node in movable and node not in placed and placed.issuperset(node.all_input_nodes)
 
     def place(node: fx.Node) -> None:
+        """Append a node to the order."""
         order.append(node)
         placed.add(node)
 

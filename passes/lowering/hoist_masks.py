@@ -1,8 +1,10 @@
 """Hoist masks that depend only on data out of the loops, and compute them once per step instead of in every layer.
 
 Padding and packed documents arrive as a mask that is the same in all layers. As part of every body it would be
-recomputed and applied once per layer, chunk and direction. As a separate program it runs once per chunk, and is
-converted to the few kernel calls that it requires (`streamfx/kernels/mask_tiles.py`).
+recomputed and applied once per layer, chunk and direction. As a separate program (`MaskProgram`, a module that bodies call; its
+result is cached) it runs once per chunk, and is converted to the few kernel calls that it requires
+(`streamfx/kernels/mask_tiles.py`). A body's placeholder has a *feed* (which slice it gets) and a *source*, the node of the
+host program that it slices.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ MASK_ARGUMENT = {attention_forward: 3, attention_backward: 6}  # by kernel, the 
 
 @dataclass(frozen=True)
 class HoistMasks:
+    """The pass: replaces masks in loop bodies by calls of mask programs."""
+
     name: ClassVar[str] = "hoist_masks"
 
     def apply(self, facts: Facts) -> Facts:
-        """Replace the hoistable masks of all loop bodies by calls of mask programs."""
+        """Replace, in place, each attention mask of a loop body that depends only on data from outside loops."""
         program: Program | None = facts.program
         if program is None:
             return facts
@@ -60,7 +64,11 @@ def _saved_forward_values(program: Program, num_outputs: int) -> dict[fx.Node, f
 
 
 def _hoist_masks(spec: LoopSpec, sources: Sequence[Any], programs: dict[Any, MaskProgram]) -> None:
-    """Replace each mask of a body that depends only on data from outside loops by a call of its program, in place."""
+    """Replace each mask of a body that depends only on data from outside loops by a call of its program, in place.
+
+    `sources`: the host program's nodes that the body slices; for backward, the forward values that were saved. `programs`: all
+    mask programs so far, by key.
+    """
     body = spec.body
     loop_invariant: dict[fx.Node, fx.Node | None] = {}  # placeholders whose values no loop computes, and their host nodes
     for node, feed, source_index in zip(body.graph.find_nodes(op="placeholder"), spec.feeds, spec.sources, strict=True):
@@ -84,7 +92,10 @@ def _is_outside_loops(source: fx.Node) -> bool:
 
 
 def _is_view(feed: Any) -> bool:
-    """Return whether a feed is a view of its source's memory, so that it is the same for all loops."""
+    """Return whether a placeholder is a view of its source's memory, not a copy, so that its memory identifies the data.
+
+    A slice of rows is a view if no other factor precedes the rows in their dimension.
+    """
     return isinstance(feed, Broadcast) or (
         isinstance(feed, ChunkSlice) and all(placement.outer == 1 for placement, _ in feed.selections)
     )
@@ -118,7 +129,11 @@ def _replace_by_program_call(
     loop_invariant: Mapping[fx.Node, fx.Node | None],
     programs: dict[Any, MaskProgram],
 ) -> None:
-    """Replace a mask that attention reads by a call of its program, and erase operators without users, in place."""
+    """Replace a mask that attention reads by a call of its program, and erase operators without users, in place.
+
+    `operators` compute the mask from placeholders; `loop_invariant` maps these placeholders to their sources, None for a number
+    such as the chunk's start. Scalar constants among the sources are copied into the program.
+    """
     inside = set(operators)
     inputs = list(dict.fromkeys(source for node in operators for source in node.all_input_nodes if source not in inside))
     constants = {node: source for node in inputs if (source := loop_invariant[node]) is not None and _is_scalar(source)}
@@ -151,9 +166,9 @@ def _mask_program(
     loop_invariant: Mapping[fx.Node, fx.Node | None],
     programs: dict[Any, MaskProgram],
 ) -> MaskProgram:
-    """Return the program that computes the mask from `inputs` and from copies of the constants.
+    """Return the program that computes the mask from `inputs` and from copies of the constants: a new one, or an equal one.
 
-    Equal masks share a program.
+    Programs are equal if their operators are, and those inputs that are computed from literals alone, such as an `arange`.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in inputs}
@@ -170,7 +185,7 @@ def _mask_program(
 
 
 def _literal_key(source: fx.Node | None) -> Any:
-    """Return a key of a value that is computed from literals alone, such as an `arange`; None for other values."""
+    """Return a hashable key, equal for equal values, of a value computed from literals alone, such as `arange`; else None."""
     operators = _operators_from((), source) if source is not None else []
     if not operators:
         return None

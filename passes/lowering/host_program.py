@@ -1,4 +1,10 @@
-"""Build a host program: its loops, the operators that run once, and the values passed between programs."""
+"""Build a host program: the graph that replaces the forward or backward graph. Its nodes are loops over chunks, and the few
+operators that run once, on full values, before, between and after them.
+
+A *region* is all loops of a stage in one direction. The *states* of a scan are its carry at the start of each chunk, which a
+loop stores so that the backward loop can recompute a chunk. The *traced strides* and *places* are those of the user's graph,
+on which views in user code may depend.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +47,7 @@ class HostProgramBuilder:
     """
 
     def __init__(self, layout: Layout, order: dict[fx.Node, int], plan: StagePlan) -> None:
+        """Begin with an empty graph. `env` maps values of the joint graph to nodes; `runs` counts the regions emitted."""
         self.layout, self.order, self.plan = layout, order, plan
         self.graph = fx.Graph()
         self.module = torch.nn.Module()
@@ -56,11 +63,14 @@ class HostProgramBuilder:
         return node in self.env
 
     def value(self, node: fx.Node) -> fx.Node | None:
-        """Return the node of a value that exists between loops at this point."""
+        """Return the node of a value of the joint graph that exists between loops at this point; None if it does not."""
         return self.env.get(node)
 
     def symbol(self, symbol: sympy.Symbol) -> Any:
-        """Return the value of a dynamic-shape symbol: from an input, the shape of a value, or data."""
+        """Return the node of a dynamic-shape symbol's value: of an input, or read from the shape of a value or from data.
+
+        Raise `KeyError` if nothing defines the symbol.
+        """
         if symbol not in self.symbols:
             self.symbols[symbol] = self._symbol_from_shape(symbol)
         return self.symbols[symbol]
@@ -98,7 +108,10 @@ class HostProgramBuilder:
         return call
 
     def emit(self, node: fx.Node) -> None:
-        """Copy an operator that runs once, outside loops, on full values; also emit the elements of its tuple."""
+        """Copy an operator that runs once, outside loops, on full values, unless this program has it; set its `env`.
+
+        If it returns a tuple, also emit the elements. Operands that this program does not have are emitted first.
+        """
         if self.has(node):
             return
         if node.op == "get_attr":
@@ -114,7 +127,10 @@ class HostProgramBuilder:
                 self.emit(user)
 
     def _argument_mapper(self, node: fx.Node) -> Callable[[fx.Node], Any]:
-        """Return the function that maps an operator's arguments; opaque operators get tensors with traced strides."""
+        """Return the function that maps an argument node of the joint graph to the copied operator's argument.
+
+        It must be called once per argument, in order. Operators that read memory (opaque ones) get tensors with traced strides.
+        """
         layouts = iter(node.meta.get(TRACED_STRIDES, ()))
 
         def map_argument(argument: fx.Node) -> Any:
@@ -128,7 +144,10 @@ class HostProgramBuilder:
         return map_argument
 
     def restride(self, value: fx.Node, node: fx.Node, strides: tuple[Size, ...]) -> fx.Node:
-        """Return a value with its traced strides. Inputs have them already, and so have contiguous results of loops."""
+        """Emit a copy of a value (of `node` in the joint graph) with its traced strides, unless it has them; return the node.
+
+        Inputs have them, and results of loops are contiguous.
+        """
         if node.op == "placeholder" or (value.meta.get(STACKED) and _are_dense(strides, shape_of_node(node))):
             return value
         call = self.graph.call_function(restride, (value, *(self.size_argument(stride) for stride in strides)))
@@ -136,14 +155,14 @@ class HostProgramBuilder:
         return call
 
     def place_at_offset(self, value: fx.Node, place: MemoryPlace) -> fx.Node:
-        """Return a result that starts at an offset in its storage: the value itself if it does already, else a copy."""
+        """Emit the call that returns a result at its traced offset and strides: itself if it has them, else a copy; return it."""
         offset, *strides = (self.size_argument(size) for size in (place.offset, *place.strides))
         call = self.graph.call_function(restride_at, (value, offset, *strides))
         call.meta = dict(value.meta)
         return call
 
     def place_in_one_storage(self, values: Sequence[fx.Node], places: Sequence[MemoryPlace]) -> list[fx.Node]:
-        """Return copies of results that share one storage."""
+        """Emit a copy of these results into one new storage, each at its traced offset and strides; return the views."""
         offsets = [self.size_argument(place.offset) for place in places]
         strides = [[self.size_argument(stride) for stride in place.strides] for place in places]
         call = self.graph.call_function(restride_together, (list(values), offsets, strides))
@@ -153,7 +172,7 @@ class HostProgramBuilder:
         return views
 
     def view_of_storage(self, base: fx.Node, node: fx.Node, place: MemoryPlace) -> fx.Node:
-        """Return a value of the joint graph as a view of the storage of `base`."""
+        """Emit a view of the storage of `base` with the dtype and shape of `node`, at its traced offset and strides."""
         sizes = shape_of_node(node)
         sizes_and_strides = (self.size_argument(item) for item in (*sizes, *place.strides))
         arguments = base, node.meta[VALUE].dtype, self.size_argument(place.offset), len(sizes), *sizes_and_strides
@@ -162,7 +181,7 @@ class HostProgramBuilder:
         return call
 
     def _emit_constant(self, node: fx.Node) -> None:
-        """Register a constant of the graph, a tensor or a subgraph, as an attribute of the module."""
+        """Register a constant of the joint graph (a tensor, or a subgraph) as an attribute of the module; set its `env`."""
         name = f"constant_{node.name}"
         if GRAPH in node.meta:
             self.module.add_module(name, node.meta[GRAPH])
@@ -180,7 +199,7 @@ class HostProgramBuilder:
         return value
 
     def states_of(self, node: fx.Node) -> fx.Node | None:
-        """Return a scan's states at the start of each chunk, if another loop has stored them."""
+        """Return the node of a scan's states (its carry at the start of each chunk); None if no loop has stored them."""
         return self.states.get(node)
 
     def chunks_of(self, region: Region) -> ChunkSize | None:
@@ -189,14 +208,17 @@ class HostProgramBuilder:
         return next((self.chunks_of_states[node] for node in forward_nodes if node in self.chunks_of_states), None)
 
     def _states_for(self, node: fx.Node, chunk_size: ChunkSize) -> fx.Node | None:
-        """Return a scan's stored states, if any; a FallbackError if they were stored with another chunk size."""
+        """Return a scan's stored states; None if there are none. Raise `FallbackError` if stored with another chunk size."""
         states = self.states_of(node)
         if states is not None and self.chunks_of_states[node] != chunk_size:
             raise FallbackError(node, CHUNK_SIZES_DIFFER.format(target=node.target))
         return states
 
     def run(self, name: str, region: Region, chunk_size: ChunkSize) -> None:
-        """Emit a region: its loops, and the operators before, between and after them."""
+        """Emit a region (all loops of a stage in one direction): its loops, and the operators before, between and after them.
+
+        `name`: of the loops; they get a number if there are several. A value between loops is emitted before its `loop_index`.
+        """
         full_values: dict[int, list[fx.Node]] = {}
         for node in region.nodes:
             if is_tensor(node) and not is_loop_value(node, self.layout):
@@ -221,7 +243,7 @@ class HostProgramBuilder:
         self.emit(node)
 
     def _emit_loop(self, name: str, region: Region, loop_index: int, chunk_size: ChunkSize) -> None:
-        """Emit a call of one loop of a region, and extract its results and the states of its scans."""
+        """Build one loop of a region, emit its call, and set the `env` of its results and the `states` of its scans."""
         builder = BodyBuilder(
             self.layout, self.value, self.order, region.reverse, self.plan, lambda node: self._states_for(node, chunk_size)
         )

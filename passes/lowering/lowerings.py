@@ -1,4 +1,10 @@
-"""Lowerings of operators for which a copy on the chunk's rows would compute another result."""
+"""Lowerings of operators for which a copy on the chunk's rows would compute another result.
+
+A lowering emits the chunk's version of a joint-graph node into the body of a loop over chunks (rows [s, e) of the sequence), and
+returns the body's node. `builder` gives the body's operands and sizes. An axis label (`letter`, an integer) names a dimension
+in an operator's axis rule (signature); its role says whether the chunk has its own rows of it (ROWS), the key positions that
+its queries see (KEYS), or all of it.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +52,9 @@ READS_NEXT_ROW = (
 
 @register_lowering(aten.mean.default, aten.mean.dim)
 def lower_mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Lower a mean over the sequence to a sum and a division by the number of elements.
+    """Lower a mean over the chunked sequence to a sum, in a wide dtype, and a division by the number of elements.
 
-    If the sum accumulates over chunks, the division comes after the loop.
+    If the sum accumulates over chunks, return the chunk's sum: the division comes after the loop. Other means are copied.
     """
     signature, roles = builder.layout.axes.signatures[node], builder.layout.access.roles.get(node, {})
     contracted_roles = {roles[letter] for letter in signature.contracted_letters() if letter in roles}
@@ -86,7 +92,7 @@ def lower_squeeze(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @register_lowering(aten.tril.default, aten.triu.default)
 def lower_triangle(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Shift the diagonal of `tril` or `triu` by the first row and the first column of the chunk."""
+    """Lower `tril` or `triu`: of rows s, s + 1, ... and columns c, c + 1, ..., the diagonal d becomes d + s - c."""
     (operand,) = builder.operands(node)
     rank = len(shape_of_node(node))
     diagonal = scalar_argument(bound_arguments(node)["diagonal"])
@@ -96,13 +102,13 @@ def lower_triangle(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 
 def _first_index(builder: BodyBuilder, node: fx.Node, dim: int) -> Any:
-    """Return the chunk's first index along a dimension of the result; 0 if the dimension is not chunked."""
+    """Return the index in the full value of the chunk's first row (or key) along a result dimension; 0 if it is not chunked."""
     letters = builder.layout.axes.signatures[node].results[0][dim]
     return next((first for letter in letters if (first := _first_index_of_label(builder, node, letter)) is not None), 0)
 
 
 def _first_index_of_label(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
-    """Return the chunk's first index along the axis with a label; None if the chunk has the full axis."""
+    """Return the index of the chunk's first row, or first visible key, along the axis with a label; None for the full axis."""
     axes, role = builder.layout.axes, builder.layout.access.roles.get(node, {}).get(letter)
     if role is Role.ROWS:
         return first_in_chunk(builder.layout.rows(axes.letters[node][letter]), builder.length)
@@ -114,7 +120,11 @@ def _first_index_of_label(builder: BodyBuilder, node: fx.Node, letter: int) -> A
 
 @register_lowering(RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD)
 def lower_relative_shift(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Subtract the chunk's first row from the shift, and add its first column."""
+    """Lower a relative shift (each row starts one column further left than the row before) to the chunk's rows and columns.
+
+    Its arguments are (operand, dim of rows, shift of row 0, number of columns): subtract the chunk's first row from the shift,
+    and add its first column. Raise `FallbackError` if a row may read elements of the next row.
+    """
     (operand,) = builder.operands(node)
     dim, first, columns = _size_arguments(node)
     if not _reads_only_own_row(builder, node, dim, first):
@@ -127,12 +137,16 @@ def lower_relative_shift(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 
 def _size_arguments(node: fx.Node) -> list[Any]:
-    """Return the arguments after the operand as sizes."""
+    """Return the arguments after the operand as sizes (integers or symbolic expressions)."""
     return [scalar_argument(item) for item in node.args[1:]]
 
 
 def _reads_only_own_row(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -> bool:
-    """Return whether each row of a relative shift in this chunk reads only the same row of the operand."""
+    """Return whether each row of a relative shift in this chunk reads only the same row of the operand.
+
+    `dim`: the dimension and label of rows; `first`: the column that row 0 reads first. It does if the operand's rows are wide
+    enough for all columns, or for the columns up to the last key that the chunk's queries see.
+    """
     layout, roles = builder.layout, builder.layout.access.roles.get(node, {})
     letters = layout.axes.letters[node]
     width, columns = (layout.axes.table.size_of_dim(letters[letter]) for letter in (len(layout.axes.shapes[node]), dim + 1))
@@ -232,7 +246,9 @@ def lower_convolution_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 
 def _missing_window_rows(builder: BodyBuilder, access: OperandAccess) -> tuple[Any, Any]:
-    """Return the numbers of rows of the chunk's windows that lie before the operand's first row and after its last row."""
+    """Return two numbers of rows, as body arguments: how many rows of the chunk's windows lie before the operand's first row,
+    and how many after its last row.
+    """
     placement, selector = access.placement, access.selector
     assert isinstance(selector, ShiftedRows)
     axis_length, length = placement.rows.length, builder.length
@@ -257,7 +273,7 @@ def lower_repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @register_lowering(aten.native_layer_norm_backward.default)
 def lower_layer_norm_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Make the mean and the inverse deviation contiguous: the CPU kernel assumes it, and slices of a batch are not."""
+    """Copy the operator, with contiguous mean and inverse deviation: the CPU kernel assumes it, and a chunk's slices are not."""
     args, kwargs = builder.arguments(node)
     statistics = [builder.graph.call_function(aten.contiguous.default, (item,)) for item in args[3:5]]
     return builder.graph.call_function(aten.native_layer_norm_backward.default, (*args[:3], *statistics, *args[5:]), kwargs)
@@ -314,15 +330,19 @@ def lower_attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 
 def _score_options(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> dict[str, Any]:
-    """Return the scale of the scores, and `finite_hides=False` if a mask's finite numbers may not hide large scores."""
+    """Return the attention kernel's options: the scale of the scores, and whether a mask's finite numbers hide keys.
+
+    `finite_hides=False`: they may not, because scores may be as large as these numbers.
+    """
     scale = {"scale": builder.scalar_argument(bound_arguments(node)["scale"])}
     return scale if not mask or node in builder.layout.key_spans.ordinary_scores else {**scale, "finite_hides": False}
 
 
 def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tuple[Any, Any, Any]:
-    """Return (mask, shift, window). If the mask is exactly a span, the window replaces it.
+    """Return the attention kernel's arguments (mask, shift, window); each may be None.
 
-    `shift`: the position of the chunk's first query minus the position of its first key; `window`: (low, high) of the span.
+    `shift`: the position of the chunk's first query minus the position of its first key. `window`: (low, high), a query at
+    position p sees keys from p + low to p + high, inclusive (None: no limit). An exact window replaces the mask.
     """
     layout = builder.layout
     span = layout.span(node)

@@ -35,7 +35,7 @@ def clone_if_mutated(node: fx.Node) -> fx.Node:
 
 
 def clone_shared_gradients(gradients: Sequence[Any]) -> list[Any]:
-    """Clone gradients that share memory with another gradient or with an input."""
+    """Return the gradients, with a clone of each that shares memory with a gradient before it, an input, or a constant."""
     shared_memory, results = set[fx.Node](), list[Any]()
     for gradient in gradients:
         if is_tensor(gradient):
@@ -53,7 +53,7 @@ def clone_shared_results(
     """Return the results, with clones of those that newly share memory with other results, inputs or saved values.
 
     `traced` has, for each result, the names of the values whose memory it shared in the trace; `names` maps this
-    graph's values to their names in the trace.
+    graph's values to their names in the trace; `saved` are the values that the graph saves for backward.
     """
     saved_memory = frozenset[fx.Node]().union(*map(memories, saved))
     traced_names_of, separate = dict[fx.Node, frozenset[str]](), list[Any]()
@@ -79,6 +79,7 @@ def _outlives_graph(memory: fx.Node) -> bool:
 
 
 def _copy(node: fx.Node) -> fx.Node:
+    """Emit a clone of a value, with its metadata; return the clone."""
     clone = node.graph.call_function(aten.clone.default, (node,))
     clone.meta = dict(node.meta)
     return clone

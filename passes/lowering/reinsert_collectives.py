@@ -8,7 +8,8 @@ A weight is gathered one stage before the loops that use it, and regathered if l
 uses, so the full weights of two stages are alive at a time. The reduction of a gradient starts after the loop that
 computes it, and its wait comes after the loops of the next stage, so the gradients of two stages are alive at a time.
 The placement depends only on the order of loops and values, which is the same on all ranks, and not on lengths, chunk
-sizes or a budget.
+sizes or a budget. A *region* (`run`, counted from 0 in each host program) is all loops of a stage in one direction; a *light*
+value is a view, an element of a tuple, or a cast.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ReinsertCollectives:
+    """The pass: inserts the collectives on weights and their gradients."""
+
     name: ClassVar[str] = "reinsert_collectives"
     options: Options
 
     def apply(self, facts: Facts) -> Facts:
-        """Insert gathers of weights and reductions of gradients into both host programs."""
+        """Insert gathers of weights and reductions of gradients into both host programs, in place; return the same facts."""
         removed, program = facts.collectives, facts.program
         if removed is None or program is None:
             return facts
@@ -63,7 +66,9 @@ class ReinsertCollectives:
         return facts
 
     def keep_full(self, gather: Gather, first_run: int) -> bool:
-        """Return whether the full weight, rather than its shard, is saved for the backward graph.
+        """Return whether the full weight, rather than its shard, is saved for the backward graph, which then need not gather it.
+
+        `first_run`: the index of the first region of the backward graph that uses it.
 
         The option decides, then the user's code. Otherwise the weight is kept if the first region of the backward graph
         uses it, because no other weight would be gathered between its last use in forward and that use.
@@ -106,11 +111,15 @@ class _HostGraph:
         self.module.recompile()
 
     def first_run(self, weight: fx.Node) -> int:
-        """Return the index of the first region that uses a weight."""
+        """Return the index of the first region that uses a weight; 0 if none does."""
         return min((self.run[use.user] for use in self._uses(weight)), default=0)
 
     def gather(self, shard: fx.Node, gather: Gather, is_kept: bool = False) -> None:
-        """Gather a weight before its uses, in place; if `is_kept`, save the full weight for the backward graph."""
+        """Gather a weight before its uses, in place: the gather starts before the previous region, the wait precedes the use.
+
+        `shard`: the placeholder, which becomes this rank's shard. If uses are far apart, gather once for each group of uses. If
+        `is_kept`, gather once, and save the full weight for the backward graph.
+        """
         uses, views = self._uses(shard), _light_views_of(shard)
         groups = [[*uses, Use(self.output, shard)]] if is_kept else self._group_uses(uses)
         for group in groups:
@@ -141,7 +150,9 @@ class _HostGraph:
         return groups
 
     def reduce(self, gradient_index: int, subgraph: Subgraph) -> None:
-        """Start the reduction of a gradient when the gradient is ready, and wait for it after the next region, in place."""
+        """Insert the reduction of a gradient (by output index), in place: it starts when the gradient is ready, before the next
+        loop, and its wait comes after the next region.
+        """
         results = list(outputs_of(self.graph))
         gradient = results[gradient_index]
         start_before = next(node for node in _nodes_after(gradient) if node is self.output or is_computing(node))

@@ -1,4 +1,9 @@
-"""Lowerings of operators with a carry: each chunk continues from the carry of the chunk before it in the scan's direction."""
+"""Lowerings of operators with a carry: each chunk continues from the carry of the chunk before it in the scan's direction.
+
+The *carry* is a buffer that each chunk reads and overwrites. The *states* are a buffer of its values at the start of each chunk,
+which the forward loop stores, so that a loop in the opposite direction can start any chunk. A forward operator `advance`s; in
+a backward loop it `resume`s from states; a backward operator `retreat`s.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,11 @@ NO_STATES = "the backward pass of a loop over rows needs states that no loop of 
 
 @register_lowering(*SCAN_NAMES, *REVERSE_SCAN_NAMES)
 def lower_scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Continue from this loop's carry; in a loop in the opposite direction, from the states stored by an earlier loop."""
+    """Lower a cumulative sum (product, maximum, ...) over the sequence: continue from the carry of this loop.
+
+    In a loop in the opposite direction, continue from the states that an earlier loop stored; raise `FallbackError` if there
+    are none. If its dimension is not chunked, it is copied. A forward scan stores states if no loop has stored them yet.
+    """
     (dim,) = builder.layout.axes.signatures[node].index
     if builder.layout.access.roles.get(node, {}).get(dim) is not Role.ROWS:
         return emit_copy(builder, node)
@@ -52,9 +61,10 @@ def lower_scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 @register_lowering(UnrolledRecurrence, ChunkedScan, Forward, Backward, Associative, AssociativeBackward)
 def lower_recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Continue from this loop's carry. The backward of a recurrence also reads the states that the forward loop stored.
+    """Lower a recurrence over the sequence: continue from this loop's carry. Its backward also reads the states that the
+    forward loop stored; a forward recurrence in a backward loop is recomputed from these states.
 
-    A forward recurrence in a backward loop is recomputed from these states.
+    Raise `FallbackError` if the states are missing, or if chunks would start inside a block of its rows.
     """
     run: Recurrence = node.target  # type: ignore[assignment]
     layout, rows = builder.layout, run.axes.rows
@@ -105,6 +115,6 @@ def _kept_steps(builder: BodyBuilder, forward: fx.Node | None, run: Recurrence) 
 
 
 def _rows_before(builder: BodyBuilder, rows: RowRange, reverse: bool) -> fx.Node:
-    """Return the number of rows of an axis that come before the chunk's rows, in the direction of the scan."""
+    """Return the number of an axis's rows that come before the chunk's rows (after, if `reverse`), as a body argument."""
     first = first_in_chunk(rows, builder.length)  # the first or last chunks may have no row of this axis
     return builder.size_argument(rows.length - first - rows_in_chunk(rows, builder.length) if reverse else first)
