@@ -174,7 +174,11 @@ class _ProgramBuilder:
         nodes_by_layout: dict[Any, Any] = {}
 
         def result_at(index: int) -> Any:
-            """Return the result at an index with its traced strides, or as a view if it was one."""
+            """Return the node (or literal) of the result at an index; `places` says what memory it was a view of in the trace.
+
+            A view of an input (named by a string) or of another result (by its index) becomes a view of it. Views of the same
+            other memory are placed together. Any other result is restrided if it has traced strides. Equal results share a node.
+            """
             output, strides = outputs[index], layouts[index]
             place: MemoryPlace | None = places[index]
             if place is not None and not isinstance(place.base, OtherMemory):

@@ -80,7 +80,10 @@ def _is_only_use(source: fx.Node, call: fx.Node, module: fx.GraphModule) -> bool
 
 
 def _concat_output_of(source: fx.Node, module: fx.GraphModule) -> ConcatOutput | None:
-    """Return the `ConcatOutput` of the loop that computes `source`; None if `source` is not such a result."""
+    """Return the description (shape, dtype, rows) of a loop result that concatenates the rows of all chunks.
+
+    None if `source` is not such a result: the node of another operator, or a sum over chunks.
+    """
     if source.target is not operator.getitem:
         return None
     producer, result_index = source.args

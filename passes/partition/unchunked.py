@@ -152,8 +152,8 @@ def find_smaller_unchunked(
 def _is_less(min_peak: int, candidate: Cost, baseline: Cost) -> bool:
     """Return whether a candidate takes less memory than the baseline: loops, or another unchunked variant.
 
-    Either the smallest peak of all variants, `min_peak`, is lower by more than the tolerance; the candidate's is about equal.
-    Or its peak is not higher, and it holds less between forward and backward, while other graphs of the step run.
+    Either the smallest peak of all variants, `min_peak`, is at least 2 % lower; the candidate's is about `min_peak`. Or its peak
+    is not higher, and it holds at least 2 % less between forward and backward, which counts when other graphs run in between.
     """
     return min_peak * TOLERANCE < baseline.peak or (
         candidate.peak <= baseline.peak and candidate.held * TOLERANCE < baseline.held

@@ -246,7 +246,7 @@ class _Family:
     # -- connected components
 
     def loops(self, other_family_nodes: Container[fx.Node] = ()) -> list[UnrolledLoop]:
-        """Return the loops: connected components of the operators with a step, backward ones with their forward ones."""
+        """Return the loops: connected components of operators that belong to a step, backward with the forward ones they use."""
         self._merge_components(self.useful)
         self._add_sums_over_steps(self.useful, other_family_nodes)
         nodes_of_component: dict[fx.Node, list[fx.Node]] = {}
