@@ -95,7 +95,8 @@ WRITES: list[tuple[Callable[..., Any], tuple[int, ...], bool]] = [
 
 @pytest.mark.parametrize(("write", "shape", "is_lost"), WRITES)
 def test_a_lost_write_is_reported(warned: Warnings, write: Callable[..., Any], shape: tuple[int, ...], is_lost: bool) -> None:
-    """AOTAutograd drops some writes, under torch's own backend, too; no other write is reported."""
+    """AOTAutograd drops some writes, under torch's own backend, too (until 2.13); no other write is reported."""
+    is_lost = is_lost and torch.__version__ < "2.14"
     model, x = nn.Linear(8, 8).double(), torch.randn(2, 8, 8).double()
     model.register_buffer("seen", torch.zeros(shape, dtype=torch.float64))
 

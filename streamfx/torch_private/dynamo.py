@@ -81,6 +81,7 @@ def register_backend_names(names: Iterable[str], where: str) -> None:
         registry._BACKENDS.setdefault(name, EntryPoint(name, where, "torch_dynamo_backends"))
 
 
+RUN_NODE_ERROR = "Dynamo failed to run FX node"
 SWITCHED_OFF = "torch.compile is switched off"
 SWITCH_ON = (
     "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, and remove torch._dynamo.config.disable and "
@@ -202,7 +203,7 @@ def user_error_of(error: BaseException) -> Exception | None:
     """Return the error to raise for a failed compilation: streamfx's own, or the one that the model raised while traced.
 
     None for errors of torch itself. Dynamo wraps the model's errors, and their traceback is the tracer's, so the line in the
-    model is added as a note (2.11, 2.13).
+    model is added as a note (2.11, 2.13). 2.14 wraps them twice, the second time in a `RuntimeError` (`RUN_NODE_ERROR`).
     """
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
@@ -211,7 +212,8 @@ def user_error_of(error: BaseException) -> Exception | None:
     if not isinstance(error, TorchRuntimeError):
         return None
     cause: BaseException | None = error
-    while isinstance(cause, TorchDynamoException):
+    while isinstance(cause, TorchDynamoException) or str(cause).startswith(RUN_NODE_ERROR):
+        assert cause is not None
         cause = cause.__cause__ or cause.__context__
     if not isinstance(cause, Exception):
         return None
