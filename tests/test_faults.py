@@ -27,7 +27,7 @@ from streamfx.errors import NotStreamedError, OverBudgetError
 from streamfx.frontend.capture import initial_facts
 from streamfx.ir.facts import Facts, StorageClass, known
 from streamfx.passes import run_pipeline
-from streamfx.passes.lowering import bodies
+from streamfx.passes.lowering import bodies, lowering_table
 from streamfx.passes.ops.traits import producer_of
 from streamfx.passes.partition import checkpoint_policy
 from streamfx.runtime.restride import RestridedOperator
@@ -195,7 +195,7 @@ def test_a_recurrence_on_which_planning_fails_becomes_a_loop_again() -> None:
 
 def a_step(monkeypatch: pytest.MonkeyPatch, fails: Callable[[list[str], str], bool], **options: Any) -> Any:
     """The emitter of running sums fails at those that a function of their names so far, and their own, tells."""
-    find_lowering, met = bodies.find_lowering, list[str]()
+    find_lowering, met = lowering_table.find_lowering, list[str]()
 
     def failing(node: fx.Node) -> Any:
         if str(node.target) == "aten.cumsum.default":

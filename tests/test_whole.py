@@ -11,7 +11,7 @@ from torch._higher_order_ops import while_loop
 
 import streamfx
 from streamfx.ir.facts import known
-from streamfx.passes.lowering import bodies
+from streamfx.passes.lowering import bodies, lowering_table
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.rewrite.canonicalize import canonicalize
 from tests.support.exactness import compare
@@ -150,7 +150,7 @@ def test_equal_calls_of_functions_and_unknown_operators_are_not_merged() -> None
 def test_an_operator_that_a_later_pass_refuses_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes start again after they mark an operator."""
     refused: list[str] = []
-    find_lowering, target = bodies.find_lowering, "aten.mm.default"
+    find_lowering, target = lowering_table.find_lowering, "aten.mm.default"
 
     def refusing(node: Any) -> Any:
         if str(node.target) == target and not refused:

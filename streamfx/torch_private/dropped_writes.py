@@ -17,6 +17,7 @@ from streamfx.torch_private.lines import source_line
 
 DROPS_WRITES = torch.__version__ < "2.14"
 
+
 def dropped_writes(graph: fx.Graph) -> list[str]:
     """Return the user's source lines in a Dynamo graph whose writes AOTAutograd drops, each once (2.11, 2.13).
 

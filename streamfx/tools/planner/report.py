@@ -281,8 +281,8 @@ class PlanReport(Exports):
         yield from reason_lines(step.stages)
         if step.choices:
             yield ""
-            header = ("candidates in order", "work of a chunk", "peak")
-            yield from aligned([header, *map(candidate_cells, step.choices)], left=1)
+            choices_header = ("candidates in order", "work of a chunk", "peak")
+            yield from aligned([choices_header, *map(candidate_cells, step.choices)], left=1)
         if step.stopped:
             yield ""
             yield f"the call could not be traced to its end: {step.stopped}"
