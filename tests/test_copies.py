@@ -18,7 +18,7 @@ from streamfx.cost.memory import bytes_like, cost_of
 from streamfx.ir.facts import known
 from streamfx.options import SAVE_LEVELS, resolve_options
 from streamfx.runtime.offload import free_after_copy, wait_for_copy
-from streamfx.tools.planner.host_memory import bytes_on_host
+from streamfx.tools.planner.overlap import bytes_on_host
 from tests.support.planned import Traced
 from tests.support.stages import Layers
 from tests.support.streams import Device

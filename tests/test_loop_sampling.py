@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streamfx.cost import loop_sampling
 from streamfx.cost.eager_step import EagerStep, eager_step
-from streamfx.cost.loop_sampling import NUM_FIRST, NUM_LAST, IterationsDifferError, run_iterations
+from streamfx.cost.loop_sampling import NUM_FIRST, NUM_LAST, run_iterations
 from streamfx.runtime.chunks import Chunks
 from streamfx.tools.inspect.eager import checkpointed, eager_cost
 from streamfx.tools.planner import baselines
@@ -31,9 +32,7 @@ def plain(weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy((hidden @ weight).flatten(0, -2).float(), labels.flatten(), reduction="sum")
 
 
-def step(
-    is_sampled: bool, length: int, loss: Loss = plain, is_trained: bool = True, around: Callable[..., Any] = checkpointed
-) -> EagerStep:
+def step(length: int, loss: Loss, is_trained: bool) -> EagerStep:
     """A backbone, and a loss in chunks."""
     with FakeTensorMode():
         weight = torch.empty(WIDTH, VOCABULARY, dtype=torch.bfloat16, requires_grad=is_trained)
@@ -43,9 +42,9 @@ def step(
         def call() -> Tensor:
             hidden = (given @ below).relu()
             pieces = list(zip(hidden.split(ROWS, 1), labels.split(ROWS, 1), strict=True))
-            return torch.stack(run_iterations(around(partial(loss, weight)), pieces)).sum()
+            return torch.stack(run_iterations(checkpointed(partial(loss, weight)), pieces)).sum()
 
-        return eager_step(call, is_sampled=is_sampled)
+        return eager_step(call)
 
 
 SAMPLED = NUM_FIRST + NUM_LAST
@@ -53,38 +52,19 @@ SAMPLED = NUM_FIRST + NUM_LAST
 
 @pytest.mark.parametrize("is_trained", [True, False])
 @pytest.mark.parametrize("length", [NUM_FIRST * ROWS, SAMPLED * ROWS, (SAMPLED + 1) * ROWS, 30 * ROWS, 30 * ROWS + 3])
-def test_sampled_iterations_cost_the_same_as_all(length: int, is_trained: bool) -> None:
+def test_sampled_iterations_cost_the_same_as_all(length: int, is_trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [0, 0]
 
     def counted(number: int, *given: Tensor) -> Tensor:
         calls[number] += 1
         return plain(*given)
 
-    one, other = (step(bool(few), length, partial(counted, few), is_trained) for few in (1, 0))
+    one = step(length, partial(counted, 1), is_trained)
+    monkeypatch.setattr(loop_sampling, "NUM_FIRST", length)
+    other = step(length, partial(counted, 0), is_trained)
     assert one == other and one.cost.backward_curve == other.cost.backward_curve
     iterations = -(-length // ROWS)
     assert calls == [2 * iterations, 2 * min(iterations, SAMPLED + (length % ROWS > 0))]  # the backward half recomputes
-
-
-def test_iterations_that_allocate_or_differ_are_refused() -> None:
-    """Every second of the first iterations may keep memory, or one after the skipped iterations may differ."""
-    held: list[Tensor] = []
-
-    def keeps(weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
-        held.append(hidden if len(held) % 2 == 0 else hidden.new_empty(0))
-        return plain(weight, hidden, labels)
-
-    def differs(weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
-        held.append(hidden.new_empty(0))
-        return plain(weight, hidden, labels) + (hidden.sum() if len(held) == SAMPLED - 1 else 0)
-
-    with pytest.raises(IterationsDifferError, match="allocated or freed during the skipped iteration"):
-        step(True, 30 * ROWS, around=lambda function: function)
-    with pytest.raises(IterationsDifferError, match="the first iterations differ"):
-        step(True, 30 * ROWS, keeps)
-    held.clear()
-    with pytest.raises(IterationsDifferError, match="differs from the earlier ones"):
-        step(True, 30 * ROWS, differs)
 
 
 class CustomHead(nn.Linear):
@@ -109,29 +89,6 @@ def test_only_heads_of_torch_are_sampled(head: type[nn.Linear], monkeypatch: pyt
     chunked, around = baselines.baselines_of(model)[IN_CHUNKS]
     found = eager_cost(loss_of(chunked), objective_by_name("sft", 1).inputs(1, 30 * ROWS), around)
     assert found is not None and bool(counts) is (head is nn.Linear)
-
-
-def test_all_iterations_run_if_they_differ() -> None:
-    calls: list[int] = []
-
-    class Odd(nn.Module):
-        """Keeps every second piece."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, device="meta")])
-            self.kept: list[Tensor] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.stack(run_iterations(self.loss, [(piece,) for piece in self.layers[0](x).split(ROWS, 1)])).sum()
-
-        def loss(self, piece: Tensor) -> Tensor:
-            calls.append(len(calls))
-            self.kept = [*self.kept, piece.clone() if len(self.kept) % 2 else piece]
-            return piece.square().sum()
-
-    cost = eager_cost(Odd(), {"x": torch.empty(1, 30 * ROWS, WIDTH, device="meta")}, lambda forward: forward)
-    assert cost is not None and len(calls) == NUM_FIRST + 30  # refused at the fourth, then all
 
 
 # -- few chunks

@@ -13,12 +13,9 @@ from streamfx.cost.curve import Curve, Point
 from streamfx.cost.work import NO_WORK
 from streamfx.options import OFFLOADS
 from streamfx.tools.inspect.explain import OURS
-from streamfx.tools.planner.baselines import ON_HOST
-from streamfx.tools.planner.break_even import gains_from
-from streamfx.tools.planner.initial_guess import guess_length
+from streamfx.tools.planner.baselines import ON_HOST, find_longest
 from streamfx.tools.planner.predict import Prediction
-from streamfx.tools.planner.scaling import growth_of
-from streamfx.tools.planner.search import Limits, SearchedSize, find_largest
+from streamfx.tools.planner.search import Limits, SearchedSize, find_largest, gains_from, growth_of
 from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, IN_CHUNKS, MIN_GAIN, times
 from tests.test_plan import TINY
 
@@ -67,10 +64,20 @@ def test_a_search_ends_if_no_longer_length_fits() -> None:
     assert find_largest(Predicting(lambda length: 10**9), Limits(1000), {}, 65_536, LENGTH, 9) is None
 
 
-def test_few_layers_predict_the_first_guess() -> None:
-    guess = guess_length(lambda size: (5_400 + 15 * size, 5_500 + 17 * size), 36, 1000, 10**6)  # of 4 layers, and of 5
-    assert guess is not None
-    assert guess.size == (10**6 - 8_600) // 79 and guess.base == pytest.approx(8_600)
+@pytest.mark.parametrize("first", [1000, 65_536, 10**6])
+def test_the_longest_length_of_a_baseline_fits(first: int) -> None:
+    """Each trace is at a multiple; 0 if no length fits, None if none can be traced."""
+    traced: list[int] = []
+
+    def peak_at(length: int) -> int:
+        traced.append(length)
+        return 5_000 + 3 * length + max(0, length - 50_000)
+
+    found = find_longest(peak_at, 4_000, 400_000, first, 256)
+    assert found is not None and 0.98 * 111_250 < found <= 111_250 and found in traced
+    assert all(length % 256 == 0 for length in traced)
+    assert find_longest(lambda length: 10**9, 0, 1000, first, 256) == 0
+    assert find_longest(lambda length: None, 0, 1000, first, 256) is None
 
 
 class Stepped(Predicting):

@@ -14,9 +14,8 @@ from streamfx.cost.meter import Meter
 from streamfx.cost.work import Work
 from streamfx.cost.workspaces import ALLOCATION_BLOCK
 from streamfx.tools.planner.devices import device_by_name
-from streamfx.tools.planner.host_memory import Copies
 from streamfx.tools.planner.models import build_model
-from streamfx.tools.planner.overlap import OverlapInterval, Seconds, waiting_seconds
+from streamfx.tools.planner.overlap import Copies, OverlapInterval, Seconds, waiting_seconds
 from tests.support.collectives import data_of
 from tests.support.sharded import Decoder
 from tests.support.spread import only

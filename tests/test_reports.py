@@ -17,7 +17,7 @@ from streamfx.tools.cli import main
 from streamfx.tools.report.chart import colour_of, comparison_chart, stacked_chart
 from streamfx.tools.report.diagram import Arrow, Box, Diagram, Group, as_dot, as_mermaid
 from streamfx.tools.report.html import SPAN_SIZE, html_of, stairs_of
-from streamfx.tools.report.page import SpanFigure
+from streamfx.tools.report.stage_titles import SpanFigure
 from tests.support.layered import Layered
 from tests.support.pages import Read
 from tests.support.small import Mixing, tokens

@@ -12,8 +12,7 @@ from torch import Tensor
 import streamfx
 from streamfx.cost.categories import BETWEEN_GRAPHS, CHUNK, LOSS
 from streamfx.cost.curve import Point, shortened
-from streamfx.cost.sampled_chunks import MAX_GROUPS, chunk_groups
-from streamfx.cost.sampling import SampledLoop
+from streamfx.cost.sampling import MAX_GROUPS, SampledLoop, chunk_groups
 from streamfx.cost.work import Work
 from streamfx.runtime.loop import Loop
 from streamfx.tools.report.loop_bodies import python_of

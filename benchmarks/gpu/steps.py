@@ -17,8 +17,7 @@ from benchmarks.gpu.place import GIB, Place
 from examples.peak_memory import PeakMemory
 from streamfx.tools.planner.devices import PUBLISHED, device_by_name
 from streamfx.tools.planner.models import configuration
-from streamfx.tools.report.first_step_notice import Compiled, noted_in
-from streamfx.tools.report.notices import predicted
+from streamfx.tools.report.notices import Compiled, noted_in, predicted
 
 MODEL = "Qwen3-8B"
 SMALLER = 256  # times shorter are sequences of the small form

@@ -81,21 +81,18 @@ def _curve_of(eager_pass: EagerPass, begin: Work) -> Curve:
     return Curve(shortened(eager_pass.points), (), eager_pass.work).shifted(NO_WORK.minus(begin))
 
 
-def eager_step(
-    call: Callable[[], Any], layers: Iterable[nn.Module] = (), forward_only: bool = False, is_sampled: bool = True
-) -> EagerStep:
+def eager_step(call: Callable[[], Any], layers: Iterable[nn.Module] = (), forward_only: bool = False) -> EagerStep:
     """Run a call in eager mode under the active fake mode, and the backward of its first scalar, or else of all results.
 
     The caller keeps the results, as in `out = model(...); out.loss.backward()`. The forward FLOPs of `layers`, whose
-    `forward` is wrapped, are also counted separately. With `is_sampled`, only a few of equal iterations are traced
-    (`loop_sampling.py`); this raises `IterationsDifferError` if they are not equal.
+    `forward` is wrapped, are also counted separately. Of many equal iterations, only a few are traced (`loop_sampling.py`).
     """
     meter, recorder = Meter(), Recorder()
     meter.recorder = recorder
     marks = _Marks(meter, recorder)
     for i, layer in enumerate(layers):
         layer.forward = marks.with_marks(i, meter.with_watched_flops(layer.forward))
-    with meter, sampled_iterations(Iterations(meter, is_sampled)):
+    with meter, sampled_iterations(Iterations(meter, recorder)):
         outputs = call()
         meter.flush()
         forward = EagerPass(tuple(recorder.points), meter.work, tuple(marks.forward))

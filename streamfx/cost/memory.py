@@ -15,11 +15,10 @@ from torch import Tensor, fx
 from streamfx.cost.categories import GRADIENTS, terms_of
 from streamfx.cost.comm import Traffic, total_traffic
 from streamfx.cost.curve import Curve, Recorder
-from streamfx.cost.gradient_copies import largest_copied_bytes
 from streamfx.cost.hop_cost import with_stand_ins
 from streamfx.cost.meter import Delta, Meter
 from streamfx.cost.outer_categories import may_allocate, terms_between_loops
-from streamfx.cost.released_gradients import ReleasedGradients, run_in_segments
+from streamfx.cost.released_gradients import ReleasedGradients, largest_copied_bytes, run_in_segments
 from streamfx.cost.sampling import LoopRun, SampledLoop
 from streamfx.cost.work import NO_WORK, Work
 from streamfx.ir.joint import graph_copy

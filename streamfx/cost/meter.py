@@ -23,8 +23,7 @@ from streamfx.cost.comm import KINDS, traffic_of_call
 from streamfx.cost.curve import Curve, Recorder
 from streamfx.cost.flops import arguments_by_name, flops_of, is_fused_attention
 from streamfx.cost.fusion import Fusion, is_fusible
-from streamfx.cost.inplace_accumulate import bytes_of_total, find_total
-from streamfx.cost.kernels import by_kernel
+from streamfx.cost.kernels import by_kernel, bytes_of_total, find_total
 from streamfx.cost.max_rows import run_with_max_rows
 from streamfx.cost.nested_tensors import tensors_in
 from streamfx.cost.work import Work

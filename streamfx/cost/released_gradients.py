@@ -6,14 +6,14 @@ segment 1: gradients of layer 3         released before segment 2 starts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from streamfx.cost.categories import GRADIENTS
-from streamfx.cost.gradient_copies import needs_no_copy
 from streamfx.cost.meter import Delta, Meter
 from streamfx.ir.release_plan import ReleaseSegment
 from streamfx.kernels.mask_programs import use_mask_cache
@@ -70,3 +70,36 @@ def _segments_of(backward: fx.GraphModule, released: ReleasedGradients) -> Segme
         (segment, [code_call_of(node, backward) for node in segment.operators]) for segment in map(in_graph, released.segments)
     ]
     return generate_segments("backward", backward.graph.find_nodes(op="placeholder"), segments)
+
+
+# -- copies by autograd: it copies a gradient before it stores it if the strides differ from those of its input
+#    (accumulate_grad.h: obeys_layout_contract)
+
+
+def largest_copied_bytes(inputs: Iterable[Any], gradients: Iterable[Any]) -> int:
+    """Return the bytes of the largest gradient that is copied. Gradients are copied one by one, after all of them exist."""
+    copied = (
+        gradient.nbytes
+        for value, gradient in zip(inputs, gradients, strict=False)
+        if isinstance(value, Tensor) and isinstance(gradient, Tensor) and gradient.layout is torch.strided
+        if gradient.shape == value.shape and not needs_no_copy(gradient, value)
+    )
+    return max(copied, default=0)
+
+
+def needs_no_copy(gradient: Tensor, input_value: Tensor) -> bool:
+    """Return whether autograd stores a gradient without a copy: strides of a dense input, or else contiguous."""
+    if not _is_dense(input_value):
+        return gradient.is_contiguous()
+    strides = zip(gradient.shape, gradient.stride(), input_value.stride(), strict=True)
+    return all(size == 1 or gradient_stride == value_stride for size, gradient_stride, value_stride in strides)
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Return whether the elements fill memory without overlaps and without gaps."""
+    expected_stride = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1):
+        if stride != expected_stride:
+            return False
+        expected_stride *= size
+    return True

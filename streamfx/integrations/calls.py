@@ -20,7 +20,7 @@ from streamfx.frontend.backend import streambp
 from streamfx.integrations import packing, plain_weights
 from streamfx.integrations.engines import DATA_PARALLEL, is_sharded_by_engine
 from streamfx.tools.inspect.side_effect_guard import ENABLED
-from streamfx.tools.report.first_step_notice import Compiled, noted_in
+from streamfx.tools.report.notices import Compiled, noted_in
 from streamfx.torch_private.autograd import is_in_data_parallel
 from streamfx.torch_private.dynamo import (
     is_disabled_by_environment,

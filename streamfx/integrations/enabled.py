@@ -17,7 +17,7 @@ from streamfx.integrations.target import Target
 from streamfx.integrations.targets import CompileTargets, find_targets, models_of
 from streamfx.log import log
 from streamfx.options import resolve_options
-from streamfx.tools.report.first_step_notice import Compiled
+from streamfx.tools.report.notices import Compiled
 from streamfx.torch_private.checkpoints import checkpoints_around, disable_checkpointing, restore_checkpointing
 from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from streamfx.errors import StreamFXError, describe_error
 from streamfx.frontend.gc_pause import uncollected
 from streamfx.tools.cli import doctor, explain, plan, verify
-from streamfx.tools.cli.codes import INTERRUPTED, REFUSED, CommandResult
+from streamfx.tools.cli.arguments import INTERRUPTED, REFUSED, CommandResult
 
 CODES = "exit codes: 0 done, 1 refused (with an error message), 2 wrong usage, 3 the answer is no, 130 Ctrl-C"
 COMMANDS = (explain, verify, plan, doctor)
@@ -42,7 +42,7 @@ def command() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code (see `codes.py`); refusals go to standard error, without a traceback."""
+    """Run a subcommand and return its exit code (see `arguments.py`); refusals go to standard error, without a traceback."""
     parsed = parser().parse_args(arguments)
     try:
         answer = parsed.run(parsed)

@@ -1,16 +1,32 @@
-"""Arguments that select a model and its inputs. They are parsed and validated before torch is imported."""
+"""Arguments that several commands share, validated before torch is imported, and the result of a command.
+
+Exit codes, for programs:
+
+0  done
+1  refused: one message on standard error says what was asked, what was found, and what to do
+2  the command line itself is wrong (argparse)
+3  done, and the answer is no: `verify` found a difference, `explain --strict` an unchunked operator, `doctor` a fault
+130  Ctrl-C
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamfx.errors import ModelError
 from streamfx.tools.planner.model_names import TYPES, builtin_names, config_file
-from streamfx.tools.report.paths import is_there
+from streamfx.tools.report.paths import checked_path, is_there
 
+if TYPE_CHECKING:
+    from streamfx.tools.report.exports import Exports
+
+REFUSED, NOT_SO, INTERRUPTED = 1, 3, 130  # exit codes
 SOURCES = "a Hugging Face folder, its config.json, org/name in the local cache, a shipped name, or package.module:factory"
 EXAMPLE = 'for example {"chunk_size": 1024}'
 
@@ -46,3 +62,25 @@ def check_model(arguments: argparse.Namespace) -> None:
     """Raise an error for an unknown model name before any slow work begins."""
     if not is_factory(arguments.model):
         config_file(arguments.model)
+
+
+class CommandResult(NamedTuple):
+    """The text to print, and the exit code."""
+
+    text: str
+    code: int = 0
+
+
+def add_html_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--html", metavar="FILE", help="also write the report as an HTML file")
+
+
+@contextmanager
+def written_as_html(arguments: argparse.Namespace) -> Iterator[list[Exports]]:
+    """Write the reports appended to the yielded list; a path that cannot be written is refused before any tracing."""
+    if arguments.html is not None:
+        checked_path(arguments.html)
+    reports: list[Exports] = []
+    yield reports
+    for report in reports if arguments.html is not None else ():
+        print(f"report written to {report.to_html(arguments.html)}", file=sys.stderr)

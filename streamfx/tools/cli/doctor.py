@@ -11,7 +11,7 @@ from typing import Any
 
 import streamfx
 from streamfx.errors import describe_error
-from streamfx.tools.cli.codes import NOT_SO, CommandResult
+from streamfx.tools.cli.arguments import NOT_SO, CommandResult
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "lightning", "triton")
 GROUP = "torch_dynamo_backends"

@@ -7,9 +7,15 @@ import json
 from typing import Any
 
 from streamfx.progress import show_activity
-from streamfx.tools.cli.arguments import add_model_arguments, check_model, options_of
-from streamfx.tools.cli.codes import NOT_SO, CommandResult
-from streamfx.tools.cli.html_option import add_html_argument, written_as_html
+from streamfx.tools.cli.arguments import (
+    NOT_SO,
+    CommandResult,
+    add_html_argument,
+    add_model_arguments,
+    check_model,
+    options_of,
+    written_as_html,
+)
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from streamfx.argument_checks import require
 from streamfx.budget import format_bytes, free_memory
 from streamfx.errors import ModelError, describe_error, with_article
 from streamfx.tools.cli.arguments import is_factory
@@ -25,16 +26,14 @@ RETURN = "let it return a model, or a pair of a model and its arguments (a dicti
 
 def model_and_inputs(arguments: argparse.Namespace, device: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return the model, its arguments and keyword arguments; `device` may be "meta" if nothing is computed."""
-    if arguments.seq < 2 or arguments.batch < 1:
-        raise ModelError("--seq must be 2 or more, and --batch 1 or more", found=f"{arguments.seq} and {arguments.batch}")
-    if arguments.layers is not None and arguments.layers < 1:
-        raise ModelError("--layers must be 1 or more", found=str(arguments.layers))
+    sizes, layers = f"{arguments.seq} and {arguments.batch}", arguments.layers
+    are_valid = arguments.seq >= 2 and arguments.batch >= 1
+    require(are_valid, ModelError, "--seq must be 2 or more, and --batch 1 or more", sizes, "")
+    require(layers is None or layers >= 1, ModelError, "--layers must be 1 or more", str(layers), "")
     if is_factory(arguments.model):
-        if arguments.layers is not None:
-            do = "omit --layers, and let the function build the model with fewer layers"
-            raise ModelError(
-                "--layers applies only to Hugging Face configurations", found=f"the function {arguments.model}", do=do
-            )
+        do = "omit --layers, and let the function build the model with fewer layers"
+        asked = "--layers applies only to Hugging Face configurations"
+        require(layers is None, ModelError, asked, f"the function {arguments.model}", do)
         return _from_factory(arguments)
     model = _configured_model(arguments, device)
     ids = torch.zeros(arguments.batch, arguments.seq, dtype=torch.int64, device=device)
@@ -62,10 +61,11 @@ def _configured_model(arguments: argparse.Namespace, device: str) -> Any:
 def _truncate_layers(config: Any, layers: int) -> None:
     """Truncate a configuration to its first layers."""
     layer_count = getattr(config, "num_hidden_layers", None)
-    if not isinstance(layer_count, int) or layers > layer_count:
-        count_text = f"it has {layer_count}" if isinstance(layer_count, int) else "it has no num_hidden_layers"
-        do = f"give a number from 1 to {layer_count}, or omit --layers" if isinstance(layer_count, int) else "omit --layers"
-        raise ModelError(f"--layers {layers} must not exceed the layers of the configuration", found=count_text, do=do)
+    found, do = "it has no num_hidden_layers", "omit --layers"
+    if isinstance(layer_count, int):
+        found, do = f"it has {layer_count}", f"give a number from 1 to {layer_count}, or omit --layers"
+    is_fewer = isinstance(layer_count, int) and layers <= layer_count
+    require(is_fewer, ModelError, f"--layers {layers} must not exceed the layers of the configuration", found, do)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
@@ -75,13 +75,11 @@ def _check_host_memory(model: torch.nn.Module) -> None:
     """Raise an error if the parameters and the gradients of two runs do not fit into host memory."""
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     needed, free = COPIES * parameters, free_memory(torch.device("cpu"))
-    if needed > free:
-        asked = (
-            f"this command runs the model: {format_bytes(parameters)} of parameters, and as many of gradients in each of two runs"
-        )
-        memory_text = f"{format_bytes(needed)} needed, without activations, {format_bytes(max(0, free))} free"
-        do = "give fewer --layers, or a --dtype of fewer bytes; `streamfx explain` allocates no such memory"
-        raise ModelError(asked, found=memory_text, do=do)
+    do = "give fewer --layers, or a --dtype of fewer bytes; `streamfx explain` allocates no such memory"
+    size = format_bytes(parameters)
+    asked = f"this command runs the model: {size} of parameters, and as many of gradients in each of two runs"
+    found = f"{format_bytes(needed)} needed, without activations, {format_bytes(max(0, free))} free"
+    require(needed <= free, ModelError, asked, found, do)
 
 
 def _pretrained_model(folder: Path, dtype: torch.dtype) -> Any:
@@ -111,10 +109,8 @@ def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tu
         raise ModelError(
             f"{module_name} cannot be imported", found=describe_error(error), where=place_of(error), do=do
         ) from error
-    if not callable(factory):
-        raise ModelError(
-            f"{arguments.model} must be a function that returns a model", found=with_article(type(factory).__name__), do=RETURN
-        )
+    asked = f"{arguments.model} must be a function that returns a model"
+    require(callable(factory), ModelError, asked, with_article(type(factory).__name__), RETURN)
     try:
         result = factory if isinstance(factory, torch.nn.Module) else factory()
     except Exception as error:
@@ -132,13 +128,10 @@ def _model_and_arguments(
     if isinstance(result, tuple) and len(result) == 2 and callable(result[0]) and isinstance(result[1], (Mapping, tuple, list)):
         model, model_arguments = result
         return (model, (), dict(model_arguments)) if isinstance(model_arguments, Mapping) else (model, tuple(model_arguments), {})
-    if not callable(result):
-        type_text = (
-            f"a tuple of {', '.join(type(item).__name__ for item in result)}"
-            if isinstance(result, tuple)
-            else type(result).__name__
-        )
-        raise ModelError(f"{arguments.model} must be a function that returns a model", found=type_text, do=RETURN)
+    type_text = type(result).__name__
+    if isinstance(result, tuple):
+        type_text = f"a tuple of {', '.join(type(item).__name__ for item in result)}"
+    require(callable(result), ModelError, f"{arguments.model} must be a function that returns a model", type_text, RETURN)
     return result, *arguments_of(result, arguments.model, arguments.batch, arguments.seq)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from streamfx.budget import format_bytes
 from streamfx.options import OFFLOADS, SAVE_LEVELS
 from streamfx.progress import show_activity
-from streamfx.tools.cli.html_option import add_html_argument, written_as_html
+from streamfx.tools.cli.arguments import add_html_argument, written_as_html
 from streamfx.tools.planner.model_names import (
     DEVICES,
     GROUP,
@@ -22,6 +22,12 @@ from streamfx.tools.planner.model_names import (
     TYPES,
     builtin_names,
     config_file,
+)
+
+BACKEND_OPTIONS = ("chunk_size", "loss_chunk_size", "save", "keep_every", "offload")
+PLAN_ARGUMENTS = (
+    *("seq", "batch", "memory", "host_memory", "dtype", "lora_rank", "quantize", "optimizer", "optimizer_in_backward"),
+    *("world", "shard", "tensor", "context", "max_length", "max_batch", "objective", "group", "device"),
 )
 
 if TYPE_CHECKING:
@@ -50,21 +56,16 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of the step, its memory limits, and what is trained."""
-    parser.add_argument("--seq", type=int, default=4096, metavar="TOKENS", help="tokens per sequence (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences per step and device (default: %(default)s)")
-    parser.add_argument(
-        "--memory", metavar="SIZE", help="memory budget of a device, such as 80G; the plan is then the fastest that fits"
-    )
-    parser.add_argument(
-        "--host-memory", metavar="SIZE", help="memory for offloaded values on each host of up to 8 devices, such as 1TiB"
-    )
-    parser.add_argument("--dtype", choices=TYPES, default="bfloat16", help="dtype of parameters (default: %(default)s)")
-    parser.add_argument("--lora-rank", type=int, metavar="R", help="train LoRA adapters of this rank instead of all parameters")
-    parser.add_argument("--quantize", choices=SCHEMES, help="freeze the model, and store its layers' weights in fewer bits")
-    parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="none", help="optimizer whose state is counted (default: %(default)s)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--seq", type=int, default=4096, metavar="TOKENS", help="tokens per sequence (default: %(default)s)")
+    add("--batch", type=int, default=1, metavar="N", help="sequences per step and device (default: %(default)s)")
+    add("--memory", metavar="SIZE", help="memory budget of a device, such as 80G; the plan is then the fastest that fits")
+    add("--host-memory", metavar="SIZE", help="memory for offloaded values on each host of up to 8 devices, such as 1TiB")
+    add("--dtype", choices=TYPES, default="bfloat16", help="dtype of parameters (default: %(default)s)")
+    add("--lora-rank", type=int, metavar="R", help="train LoRA adapters of this rank instead of all parameters")
+    add("--quantize", choices=SCHEMES, help="freeze the model, and store its layers' weights in fewer bits")
+    add("--optimizer", choices=OPTIMIZERS, default="none", help="optimizer whose state is counted (default: %(default)s)")
+    add(
         "--optimizer-in-backward",
         action="store_true",
         help="the optimizer updates parameters, and frees gradients, during the backward pass",
@@ -73,51 +74,39 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
 
 def _add_devices_and_objective(parser: argparse.ArgumentParser) -> None:
     """Add the division of the step among devices, and its objective."""
-    parser.add_argument(
-        "--world", type=int, default=1, metavar="N", help="devices that run the step together (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--shard", choices=SHARDS, default=SHARDS[0], help="state that these devices shard (default: %(default)s, no state)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--world", type=int, default=1, metavar="N", help="devices that run the step together (default: %(default)s)")
+    add("--shard", choices=SHARDS, default=SHARDS[0], help="state that these devices shard (default: %(default)s, no state)")
+    add(
         "--tensor",
         type=int,
         default=1,
         metavar="T",
         help="devices that split each layer (tensor parallelism; default: %(default)s)",
     )
-    parser.add_argument(
-        "--context", type=int, default=1, metavar="C", help="devices that split each sequence (Ulysses; default: %(default)s)"
-    )
-    parser.add_argument("--objective", choices=OBJECTIVES, default="sft", help="objective of a step (default: %(default)s)")
-    parser.add_argument(
-        "--group", type=int, default=GROUP, metavar="N", help="answers per prompt, for grpo (default: %(default)s)"
-    )
+    add("--context", type=int, default=1, metavar="C", help="devices that split each sequence (Ulysses; default: %(default)s)")
+    add("--objective", choices=OBJECTIVES, default="sft", help="objective of a step (default: %(default)s)")
+    add("--group", type=int, default=GROUP, metavar="N", help="answers per prompt, for grpo (default: %(default)s)")
 
 
 def _add_search_and_options(parser: argparse.ArgumentParser) -> None:
     """Add the searches for the largest size, options of the backend, and the device."""
-    parser.add_argument("--max-length", action="store_true", help="find the longest sequence that fits into --memory")
-    parser.add_argument("--max-batch", action="store_true", help="find the largest batch of --seq that fits into --memory")
-    parser.add_argument("--chunk-size", type=int, metavar="ROWS", help="set the option chunk_size instead of planning it")
-    parser.add_argument(
-        "--loss-chunk-size", type=int, metavar="ROWS", help="set the option loss_chunk_size instead of planning it"
-    )
-    parser.add_argument("--save", choices=SAVE_LEVELS, help="set the option save instead of planning it")
-    parser.add_argument("--keep-every", type=int, metavar="K", help="set the option keep_every instead of planning it")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--max-length", action="store_true", help="find the longest sequence that fits into --memory")
+    add("--max-batch", action="store_true", help="find the largest batch of --seq that fits into --memory")
+    add("--chunk-size", type=int, metavar="ROWS", help="set the option chunk_size instead of planning it")
+    add("--loss-chunk-size", type=int, metavar="ROWS", help="set the option loss_chunk_size instead of planning it")
+    add("--save", choices=SAVE_LEVELS, help="set the option save instead of planning it")
+    add("--keep-every", type=int, metavar="K", help="set the option keep_every instead of planning it")
+    add(
         "--offload",
         choices=OFFLOADS,
         nargs="?",
         const=OFFLOADS[0],
         help="offload stage inputs (inputs, the default) or also attention results to the host until the backward pass",
     )
-    parser.add_argument(
-        "--device", default="H100", help=f"device to plan for, with its kernels and rates: {', '.join(DEVICES)}, or here"
-    )
-    parser.add_argument(
-        "--no-baselines", action="store_true", help="omit the baselines: eager mode with and without gradient checkpointing"
-    )
+    add("--device", default="H100", help=f"device to plan for, with its kernels and rates: {', '.join(DEVICES)}, or here")
+    add("--no-baselines", action="store_true", help="omit the baselines: eager mode with and without gradient checkpointing")
 
 
 def run(arguments: argparse.Namespace) -> str:
@@ -154,29 +143,10 @@ def _plan_for(arguments: argparse.Namespace, noted: Callable[[Prediction], None]
     """Call `streamfx.plan` with the parsed arguments."""
     from streamfx.tools.planner.plan import plan
 
-    option_values = {
-        name: getattr(arguments, name) for name in ("chunk_size", "loss_chunk_size", "save", "keep_every", "offload")
-    }
+    option_values = {name: getattr(arguments, name) for name in BACKEND_OPTIONS}
     return plan(
         arguments.model,
-        seq=arguments.seq,
-        batch=arguments.batch,
-        memory=arguments.memory,
-        host_memory=arguments.host_memory,
-        dtype=arguments.dtype,
-        lora_rank=arguments.lora_rank,
-        quantize=arguments.quantize,
-        optimizer=arguments.optimizer,
-        optimizer_in_backward=arguments.optimizer_in_backward,
-        world=arguments.world,
-        shard=arguments.shard,
-        tensor=arguments.tensor,
-        context=arguments.context,
-        max_length=arguments.max_length,
-        max_batch=arguments.max_batch,
-        objective=arguments.objective,
-        group=arguments.group,
-        device=arguments.device,
+        **{name: getattr(arguments, name) for name in PLAN_ARGUMENTS},
         baselines=not arguments.no_baselines,
         options={name: value for name, value in option_values.items() if value is not None},
         noted=noted,

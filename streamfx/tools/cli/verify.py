@@ -6,8 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from streamfx.tools.cli.arguments import add_model_arguments, check_model, options_of
-from streamfx.tools.cli.codes import NOT_SO, CommandResult
+from streamfx.tools.cli.arguments import NOT_SO, CommandResult, add_model_arguments, check_model, options_of
 
 if TYPE_CHECKING:
     from streamfx.tools.inspect.verify import Verification

@@ -32,13 +32,8 @@ class ChunkedCompilation(QuietCompilation):
 
 def why_not_chunked(compilations: Sequence[Compilation]) -> str:
     """Return why a comparison does not exercise the values passed between chunks, or an empty string if it does."""
-    loops = [
-        loop
-        for compilation in compilations
-        for facts in compilation.facts
-        if facts.program is not None
-        for loop in facts.program.loops
-    ]
+    programs = [facts.program for compilation in compilations for facts in compilation.facts]
+    loops = [loop for program in programs if program is not None for loop in program.loops]
     if not loops:
         return NOT_CHUNKED
     return ONE_CHUNK if any(map(_has_one_chunk, loops)) else ""

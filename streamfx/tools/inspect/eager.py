@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from streamfx.cost.eager_step import EagerStep, eager_step
 from streamfx.cost.integer_values import RealIntegers
-from streamfx.cost.loop_sampling import IterationsDifferError
 from streamfx.cost.memory import Cost
 from streamfx.cost.nested_tensors import tensors_in
 from streamfx.cost.repeats import Repeat, step_of_all
@@ -66,20 +65,6 @@ def eager_cost(
     mode, faker = faker_of(model, (), inputs)
     with allow_real_inputs(mode), mode:
         return EagerCall(model, (), inputs, faker, repeat).cost(wrapper) if layers_of(model) else None
-
-
-def costs_with_one_more(
-    model: Callable[..., Any], inputs: Mapping[str, Any], wrapper: LayerWrapper, num_layers: int
-) -> tuple[Cost, Cost] | None:
-    """Return the costs of the model with its first `num_layers` layers, and with one more.
-
-    The additional layer is assumed to equal the one before the last. None if the layers do not repeat or cannot be traced.
-    """
-    mode, faker = faker_of(model, (), inputs)
-    with allow_real_inputs(mode), mode, first_layers(model, num_layers):
-        result = EagerCall(model, (), inputs, faker).step(wrapper)
-        extended = None if result is None else step_of_all(result[0], Repeat(1, 1, num_layers, num_layers + 1))
-        return None if result is None or extended is None else (result[0].cost, extended.cost)
 
 
 def find_layer_repetition(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Repeat | None:
@@ -204,21 +189,7 @@ class EagerCall:
         """Trace a step, or only its forward pass; return it, and the bytes of parameter gradients of all layers.
 
         With `repeat`, only the kept layers are traced; the gradient bytes include those of the missing ones. `notes`, if given,
-        records what each layer computes. A loop over many equal inputs is sampled, if its iterations prove to be alike.
-        """
-        try:
-            return self._trace_step(wrapper, repeat, forward_only, notes, sampled=True)
-        except IterationsDifferError as error:
-            log.info("all iterations are traced: %s", error)
-            return self._trace_step(wrapper, repeat, forward_only, notes, sampled=False)
-
-    def _trace_step(
-        self, wrapper: LayerWrapper | None, repeat: Repeat | None, forward_only: bool, notes: Notes | None, sampled: bool
-    ) -> tuple[EagerStep, int]:
-        """Trace a step as `_traced_step` does. If `sampled`, a function over many equal inputs is traced for only some of them.
-
-        Raises:
-            IterationsDifferError: if it is sampled, and the traced iterations differ.
+        records what each layer computes.
         """
         with self._fake_call(repeat) as (args, kwargs):
             layers = layers_of(self.model)
@@ -235,7 +206,7 @@ class EagerCall:
                 without_gradients([*inputs, *parameters]),
                 outside_of_inference(),
             ):  # the converter returns the same fake tensors for each call
-                step = eager_step(lambda: self.model(*args, **kwargs), layers, forward_only, sampled)
+                step = eager_step(lambda: self.model(*args, **kwargs), layers, forward_only)
                 gradients = _gradient_bytes(parameters)
                 if repeat is not None:
                     repeated = layers[repeat.front : repeat.front + repeat.period]

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from streamfx.argument_checks import check_call, require
-from streamfx.cost.call_order import bytes_of_parameters, peak_of_calls
+from streamfx.cost.call_order import bytes_of_parameters, curve_of_call, curve_of_calls, peak_of_calls
 from streamfx.cost.categories import loss_values
 from streamfx.cost.curve import Curve
 from streamfx.cost.eager_step import eager_cost_of_graph
@@ -30,14 +30,12 @@ from streamfx.log import log
 from streamfx.node_meta import VALUE
 from streamfx.passes.lowering.gradient_release import release_segments
 from streamfx.tools.inspect.at_peak import alive_at_peak
-from streamfx.tools.inspect.comm_report import wire_of
-from streamfx.tools.inspect.curves import curve_of_call, curve_of_calls
 from streamfx.tools.inspect.input_checks import AS_TENSORS, DO, empty_inputs_text, numpy_inputs_text
 from streamfx.tools.inspect.keywords import split_options
 from streamfx.tools.inspect.side_effect_guard import original
 from streamfx.tools.inspect.tracing import TracedCall, TracedGraph, traced
-from streamfx.tools.report.dataflow import flow_of
-from streamfx.tools.report.diagram import Diagram, diagram_of
+from streamfx.tools.report.communication import communication_of
+from streamfx.tools.report.diagram import Diagram, diagram_of, flow_of
 from streamfx.tools.report.exports import Exports
 from streamfx.tools.report.fallback_reasons import strict_refusal_text
 from streamfx.tools.report.loop_bodies import bodies_of, bodies_of_module, python_of
@@ -103,8 +101,7 @@ class Explanation(Unpicklable, Exports):
 
     Example:
         >>> import torch, streamfx
-        >>> weight = torch.randn(8, 8, requires_grad=True)
-        >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+        >>> found = streamfx.explain(torch.nn.Linear(8, 8), torch.randn(2, 64, 8), chunk_size=16)
         >>> print(found)  # doctest: +ELLIPSIS
         streamfx: ...
     """
@@ -147,12 +144,12 @@ class Explanation(Unpicklable, Exports):
 
         Example:
             >>> import torch, streamfx
-            >>> weight = torch.randn(8, 8, requires_grad=True)
-            >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+            >>> found = streamfx.explain(torch.nn.Linear(8, 8), torch.randn(2, 64, 8), chunk_size=16)
             >>> found.summary()["sequence"], found.summary(with_baseline=False)["baseline_flops"]
             ([64], 0)
         """
         streamed, baseline = self.costs, self.baseline if with_baseline else Cost(0, 0, 0)
+        eager = (self.call.checkpointed or self.call.eager) if with_baseline else None
         # All gradients are alive at the end, including gradients of code between graphs: `baseline.gradients`.
         return {
             "graphs": len(self.call.graphs),
@@ -174,7 +171,9 @@ class Explanation(Unpicklable, Exports):
             "flops": flops_of_calls(streamed),
             "baseline_flops": baseline.flops,
             "checkpointing_flops": None if self.call.checkpointed is None else self.visible(self.call.checkpointed).flops,
-            "wire": wire_of(self._graph_calls, streamed, self.call) if with_baseline else wire_of(self._graph_calls, streamed),
+            "wire": communication_of(
+                [graph.facts for graph in self._graph_calls], streamed, eager, self.call.checkpointed is not None
+            ),
             "options": self.call.options.as_dict(),
         }
 
@@ -200,8 +199,7 @@ class Explanation(Unpicklable, Exports):
 
         Example:
             >>> import torch, streamfx
-            >>> weight = torch.randn(8, 8, requires_grad=True)
-            >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+            >>> found = streamfx.explain(torch.nn.Linear(8, 8), torch.randn(2, 64, 8), chunk_size=16)
             >>> list(found.curves())
             ['streamfx', 'eager']
         """
@@ -244,8 +242,7 @@ class Explanation(Unpicklable, Exports):
 
         Example:
             >>> import torch, streamfx
-            >>> weight = torch.randn(8, 8, requires_grad=True)
-            >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+            >>> found = streamfx.explain(torch.nn.Linear(8, 8), torch.randn(2, 64, 8), chunk_size=16)
             >>> "def forward(" in found.print_readable(print_output=False)
             True
         """
@@ -319,8 +316,7 @@ class Explanation(Unpicklable, Exports):
 
         Example:
             >>> import torch, streamfx
-            >>> weight = torch.randn(8, 8, requires_grad=True)
-            >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+            >>> found = streamfx.explain(torch.nn.Linear(8, 8), torch.randn(2, 64, 8), chunk_size=16)
             >>> found.visible(found.baseline) == found.baseline  # nothing is masked
             True
         """

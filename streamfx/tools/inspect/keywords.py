@@ -14,10 +14,8 @@ from streamfx.options import NAMES, merge_options, refuse_positional, validate_o
 from streamfx.tools.inspect.side_effect_guard import ENABLED, modules_of, original
 from streamfx.torch_private.dynamo import backend_of, unwrap_compiled
 
-MIN_SIMILARITY, MIN_SIMILARITY_WITH_KWARGS = (
-    0.6,
-    0.8,
-)  # similarity above which a keyword is a misspelled option: for a model without **kwargs, and with
+MIN_SIMILARITY = 0.6  # similarity above which a keyword is a misspelled option
+MIN_SIMILARITY_WITH_KWARGS = 0.8  # the same for a model that takes **kwargs
 BIND_IT = "to pass it to the model, bind it: functools.partial(model, name=value)"
 
 
@@ -56,15 +54,8 @@ def compiled_options(model: Callable[..., Any]) -> dict[str, Any]:
         for call in (module._compiled_call_impl, module.__dict__.get("forward"), module)
         if (options := _options_of(call)) is not None
     ]
-    return (
-        {}
-        if not enabled
-        else {
-            name: value
-            for name, value in enabled[0].items()
-            if all(name in others and others[name] == value for others in enabled)
-        }
-    )
+    common = enabled[0].items() if enabled else ()
+    return {name: value for name, value in common if all(name in others and others[name] == value for others in enabled)}
 
 
 def _options_of(call: Any) -> dict[str, Any] | None:

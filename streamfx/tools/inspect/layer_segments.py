@@ -88,7 +88,7 @@ def periods_of(graph: fx.Graph, num_primals: int, num_outputs: int, repeat: Repe
         dict(zip(Track, (primals, *operators), strict=True)) for primals, operators in zip(inputs, nodes_by_period, strict=True)
     )
     periods = Periods(first, second)
-    _PeriodMatcher(periods, graph, num_primals, num_outputs).prove({node: i for i, node in enumerate(nodes)}, b, f)
+    _PeriodMatcher(periods, graph, num_primals, num_outputs).prove({node: i for i, node in enumerate(nodes)}, f)
     return periods
 
 
@@ -131,10 +131,10 @@ class _PeriodMatcher:
         self.first_of_second: dict[fx.Node, fx.Node] = {}
         self.second_of_first: dict[fx.Node, fx.Node] = {}
 
-    def prove(self, order: Mapping[fx.Node, int], middle: int, end: int) -> None:
+    def prove(self, order: Mapping[fx.Node, int], end: int) -> None:
         """Match the two periods and check all other uses of their values.
 
-        `middle` is the index of the second period, `end` the index after the backward graph of the first one.
+        `order` maps each node to its index, and `end` is the index after the backward graph of the first period.
         """
         for track in Track:
             first_nodes, second_nodes = self.periods.first[track], self.periods.second[track]
@@ -151,74 +151,45 @@ class _PeriodMatcher:
 
     def _match_nodes(self, first_node: fx.Node, second_node: fx.Node) -> None:
         """Check that two nodes agree in operator, value type and operands."""
-        is_same = (first_node.op, value_type(first_node.meta.get(VALUE))) == (
-            second_node.op,
-            value_type(second_node.meta.get(VALUE)),
-        )
-        if (
-            not is_same
-            or first_node.op == "call_module"
-            or (first_node.op != "placeholder" and first_node.target != second_node.target)
-        ):
+        kinds = [
+            (node.op, None if node.op == "placeholder" else node.target, value_type(node.meta.get(VALUE)))
+            for node in (first_node, second_node)
+        ]
+        if kinds[0] != kinds[1] or first_node.op == "call_module":
             raise LayersDifferError(f"{first_node.name} and {second_node.name}")
         if first_node.op != "placeholder":
-            self._match_arguments((first_node.args, dict(first_node.kwargs)), (second_node.args, dict(second_node.kwargs)))
+            self._match_arguments((first_node.args, first_node.kwargs), (second_node.args, second_node.kwargs))
 
     def _match_arguments(self, first_argument: Any, second_argument: Any) -> None:
         """Check that nested arguments of two corresponding nodes are equal, and match the nodes among them."""
-        if isinstance(first_argument, fx.Node) and isinstance(second_argument, fx.Node):
-            self._match_operands(first_argument, second_argument)
-        elif (
-            isinstance(first_argument, (tuple, list))
-            and type(first_argument) is type(second_argument)
-            and len(first_argument) == len(second_argument)
-        ):
-            for element, counterpart in zip(first_argument, second_argument, strict=True):
-                self._match_arguments(element, counterpart)
-        elif (
-            isinstance(first_argument, dict)
-            and isinstance(second_argument, dict)
-            and list(first_argument) == list(second_argument)
-        ):
-            for key, element in first_argument.items():
-                self._match_arguments(element, second_argument[key])
-        elif (
-            type(first_argument) is not type(second_argument)
-            or first_argument != second_argument
-            or isinstance(first_argument, (fx.Node, slice))
-        ):
+        (first_nodes, first_text), (second_nodes, second_text) = map(_nodes_and_text, (first_argument, second_argument))
+        if first_text != second_text:
             raise LayersDifferError(f"{first_argument} and {second_argument}")
+        for first_node, second_node in zip(first_nodes, second_nodes, strict=True):
+            self._match_operands(first_node, second_node)
 
     def _match_operands(self, first_node: fx.Node, second_node: fx.Node) -> None:
-        """Match two operands one to one, and record the place of the second period's operand.
-
-        A place in the two periods is its period (1 or 2) and its position in the period.
-        """
-        first_place, second_place = self.places.get(first_node), self.places.get(second_node)
-        operand_place: OperatorPlace | tuple[()] | None
-        if first_place is None and second_place is None:
-            operand_place = None if first_node is second_node else ()
-        elif first_place is not None and second_place is not None:
-            operand_place = (
-                second_place[1] if (first_place[0], second_place[0]) == (1, 2) and first_place[1] == second_place[1] else ()
-            )
-        elif first_place is None and second_place is not None:  # the second period reads the first, which reads code before it
-            operand_place = second_place[1]._replace(period_offset=-1) if second_place[0] == 1 else ()
-        else:
-            assert first_place is not None
-            operand_place = first_place[1]._replace(period_offset=1) if first_place[0] == 2 else ()
+        """Match two operands one to one, and record the place of the second period's operand."""
+        match self.places.get(first_node), self.places.get(second_node):
+            case None, None if first_node is second_node:
+                place = None
+            case (1, first_place), (2, place) if first_place == place:
+                pass
+            case None, (1, previous_place):  # the second period reads the first one, which reads the code before it
+                place = previous_place._replace(period_offset=-1)
+            case (2, next_place), None:  # the first period reads the second one, which reads the code after it
+                place = next_place._replace(period_offset=1)
+            case _:
+                raise LayersDifferError(f"{first_node.name} and {second_node.name}")
         partners = (
             self.first_of_second.setdefault(second_node, first_node),
             self.second_of_first.setdefault(first_node, second_node),
         )
-        if (
-            operand_place == ()
-            or partners != (first_node, second_node)
-            or value_type(first_node.meta.get(VALUE)) != value_type(second_node.meta.get(VALUE))
-        ):
+        types = [value_type(node.meta.get(VALUE)) for node in (first_node, second_node)]
+        if partners != (first_node, second_node) or types[0] != types[1]:
             raise LayersDifferError(f"{first_node.name} and {second_node.name}")
-        if isinstance(operand_place, OperatorPlace):
-            self.periods.roles[second_node] = operand_place
+        if place is not None:
+            self.periods.roles[second_node] = place
 
     def _check_other_users(
         self, order: Mapping[fx.Node, int], end: int, results: Sequence[Any], gradients: Mapping[fx.Node, Any]
@@ -240,6 +211,18 @@ class _PeriodMatcher:
             is_of_period = isinstance(gradient, fx.Node) and gradient in self.places and primal not in self.places
             if is_of_period and (order[primal] < first_input) is not (self.places[gradient][0] == 1):
                 raise LayersDifferError(f"the gradient of {primal.name} is {gradient.name}")
+
+
+def _nodes_and_text(argument: Any) -> tuple[list[fx.Node], str]:
+    """Return the nodes in nested arguments, with repetitions, and a text that represents everything else in them."""
+    nodes: list[fx.Node] = []
+
+    def mark(node: fx.Node) -> str:
+        """Collect a node, and return its text."""
+        nodes.append(node)
+        return "a node"
+
+    return nodes, repr(fx.node.map_arg(argument, mark))
 
 
 def results_of(graph: fx.Graph) -> list[Any]:

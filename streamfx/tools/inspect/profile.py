@@ -22,9 +22,8 @@ from streamfx.frontend.unpicklable import Unpicklable
 from streamfx.runtime.probes import LoopOrigin, measurement
 from streamfx.tools.report.notices import CostedProgram
 from streamfx.tools.report.paths import checked_path, written
-from streamfx.tools.report.perfetto import trace_of
 from streamfx.tools.report.profile_text import MeasuredStep, as_plain, measured, table_of
-from streamfx.tools.report.timeline import Timeline
+from streamfx.tools.report.timeline import Timeline, trace_of
 from streamfx.torch_private.allocations import allocations, is_profiled
 from streamfx.torch_private.dynamo import record_compilations
 

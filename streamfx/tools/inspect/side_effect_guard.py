@@ -69,13 +69,8 @@ def parameters_of(model: Callable[..., Any]) -> dict[str, nn.Parameter]:
     for root in roots:
         class_name = type(root).__name__
         class_counts[class_name] += 1
-        prefix = (
-            ""
-            if len(roots) == 1
-            else f"{class_name}."
-            if class_counts[class_name] == 1
-            else f"{class_name}({class_counts[class_name]})."
-        )
+        number = f"({class_counts[class_name]})" if class_counts[class_name] > 1 else ""
+        prefix = f"{class_name}{number}." if len(roots) > 1 else ""
         parameters |= {f"{prefix}{name}": parameter for name, parameter in root.named_parameters()}
     return parameters
 

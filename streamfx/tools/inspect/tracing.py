@@ -38,8 +38,8 @@ from streamfx.tools.inspect.layers import first_layers, layers_of
 from streamfx.tools.inspect.lock import serialized
 from streamfx.tools.inspect.repeated_analysis import facts_of_all_layers
 from streamfx.tools.inspect.side_effect_guard import FakeConverter, modules_of, original, parameters_of, without_side_effects
-from streamfx.tools.report.dump import show_product
 from streamfx.tools.report.fallback_reasons import advice_on_break
+from streamfx.tools.report.printer import show_product
 from streamfx.torch_private import default_partition, in_trace_context, mutated_inputs, real_values
 from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import (

@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from streamfx.argument_checks import check_call
+from streamfx.argument_checks import check_call, require
 from streamfx.cost.nested_tensors import tensors_returned
 from streamfx.distributed.zero_3 import refuse_partitioned
 from streamfx.errors import NotComparableError, StreamFXError, describe_error, with_article
@@ -26,7 +27,12 @@ from streamfx.tools.inspect.chunk_override import ChunkedCompilation, why_not_ch
 from streamfx.tools.inspect.input_checks import DO, advice_on, empty_inputs_text
 from streamfx.tools.inspect.keywords import split_options
 from streamfx.tools.inspect.lock import serialized
-from streamfx.tools.inspect.side_effect_guard import original, parameters_of, restored_randomness, without_side_effects
+from streamfx.tools.inspect.side_effect_guard import (
+    original,
+    parameters_of,
+    restored_randomness,
+    without_side_effects,
+)
 from streamfx.tools.report.notices import Record, record_of
 from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
 from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF, is_switched_off, isolated_compilation, unwrapped_errors
@@ -35,6 +41,11 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, to
 MAX_SHOWN = 8
 NOTHING = "the loss and all gradients are zero or NaN: nothing was compared"
 NONZERO = "give inputs, weights and a loss whose eager gradients are finite and not all zero"
+RANDOM = (
+    "the model draws random numbers (dropout?): eager mode for all rows at once, the backend for each chunk separately, so no "
+    "seed gives both the same numbers"
+)
+IN_EAGER = "no graph reaches the backend: the call runs in eager mode"
 REQUIREMENT = "streamfx.verify takes a call that gives the same result twice"
 
 
@@ -74,9 +85,9 @@ def verify(
     option_values, kwargs = split_options(model, options, args, kwargs, "streamfx.verify(...)")
     model = original(model)
     backend_options = resolve_options(option_values)
-    _check_functions(model, loss)
     sources = gradient_sources(model, (args, kwargs))
-    _check_data([*sources.values(), *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))])
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    _check_arguments(model, loss, [*sources.values(), *given])
     compilations: list[Compilation] = []
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -104,23 +115,15 @@ def verify(
 
 def _check_not_random(eager: Run) -> None:
     """Raise `NotComparableError` if the model draws random numbers, which differ between eager mode and chunks."""
-    if eager.is_random:
-        raise NotComparableError(
-            REQUIREMENT,
-            found="the model draws random numbers (dropout?): eager mode for all rows at once, the backend for each chunk "
-            "separately, so no seed gives both the same numbers",
-            do="call model.eval(), or set the probabilities of dropout to 0",
-        )
+    do = "call model.eval(), or set the probabilities of dropout to 0"
+    require(not eager.is_random, NotComparableError, REQUIREMENT, RANDOM, do)
 
 
 def _check_arrived(compilations: Sequence[Compilation]) -> None:
     """Raise `NotComparableError` if no graph of the call reached the backend, so that both runs were in eager mode."""
-    if not compilations:
-        raise NotComparableError(
-            "streamfx.verify takes a call that torch.compile can trace",
-            found=SWITCHED_OFF if is_switched_off() else "no graph reaches the backend: the call runs in eager mode",
-            do=SWITCH_ON if is_switched_off() else "streamfx.explain shows the reason",
-        )
+    found, do = (SWITCHED_OFF, SWITCH_ON) if is_switched_off() else (IN_EAGER, "streamfx.explain shows the reason")
+    asked = "streamfx.verify takes a call that torch.compile can trace"
+    require(bool(compilations), NotComparableError, asked, found, do)
 
 
 @contextmanager
@@ -159,10 +162,8 @@ def run_of(call: Callable[[], Any], loss: Callable[[Any], Tensor], sources: Sequ
     with restored_randomness(), torch.enable_grad():
         states_before = _generator_states()
         value = loss(call())
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise NotComparableError(
-                REQUIREMENT, found=f"the loss is {_type_text(value)}", do="let loss= return a tensor with one element"
-            )
+        is_loss, do = isinstance(value, Tensor) and value.numel() == 1, "let loss= return a tensor with one element"
+        require(is_loss, NotComparableError, REQUIREMENT, f"the loss is {_type_text(value)}", do)
         is_random = any(not torch.equal(a, b) for a, b in zip(states_before, _generator_states(), strict=True))
         gradients: tuple[Tensor | None, ...] = tuple(None for _ in sources)
         if value.requires_grad and sources:
@@ -313,12 +314,11 @@ def default_loss(output: Any) -> Tensor:
     if isinstance(output, Tensor) and output.dim() == 0:
         return output
     tensors = [tensor for tensor in tensors_returned(output) if tensor.is_floating_point()]
-    if not tensors:
-        raise NotComparableError(
-            REQUIREMENT,
-            found=f"the output, {_type_text(output)}, has no loss",
-            do="give loss=, a function that returns the number to differentiate",
-        )
+    found, do = (
+        f"the output, {_type_text(output)}, has no loss",
+        "give loss=, a function that returns the number to differentiate",
+    )
+    require(bool(tensors), NotComparableError, REQUIREMENT, found, do)
     return sum((_random_combination(tensor, seed) for seed, tensor in enumerate(tensors)), tensors[0].new_zeros(()))
 
 
@@ -331,29 +331,29 @@ def _random_combination(tensor: Tensor, seed: int) -> Tensor:
 
 def lowest_precision(compilations: Sequence[Compilation], tensors: Any) -> torch.dtype:
     """Return the least precise floating point dtype among the values of all graphs and `tensors`; float32 if there is none."""
-    values = [
-        node.meta.get(VALUE) for compilation in compilations for facts in compilation.facts for node in facts.joint.graph.nodes
-    ]
+    joint_graphs = [facts.joint.graph for compilation in compilations for facts in compilation.facts]
+    values = [node.meta.get(VALUE) for graph in joint_graphs for node in graph.nodes]
     # Graphs that are not chunked have no facts, only Dynamo's values.
     values += [node.meta.get(EXAMPLE_VALUE) for compilation in compilations for node in compilation.module.graph.nodes]
     dtypes = {value.dtype for value in (*values, *tensors) if isinstance(value, Tensor) and value.is_floating_point()}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
-def _check_functions(model: Any, loss: Any) -> None:
-    """Raise an error for a model or loss that is not callable, a class, or parameters that ZeRO-3 has partitioned."""
-    if not callable(model):
-        raise NotComparableError(
-            REQUIREMENT, found=f"{_type_text(model)}, which cannot be called", do="give a model, or a function of one"
-        )
-    if isinstance(model, type):  # torch.compile would modify the class permanently
-        class_text = f"a class ({model.__name__}), not an instance"
-        raise NotComparableError(REQUIREMENT, found=class_text, do="pass a model: Model(...), not Model")
-    if loss is not None and not callable(loss):
-        raise NotComparableError(
-            REQUIREMENT, found=f"loss is {_type_text(loss)}", do="give a function from the output to a tensor with one element"
-        )
+def _check_arguments(model: Any, loss: Any, tensors: Sequence[Tensor]) -> None:
+    """Refuse a model or loss that is not callable, a class, parameters that ZeRO-3 has partitioned, and fake or meta tensors."""
+    refuse = partial(require, error=NotComparableError, asked=REQUIREMENT)
+    type_text = _type_text(model)
+    refuse(callable(model), found=f"{type_text}, which cannot be called", do="give a model, or a function of one")
+    # torch.compile would modify a class permanently.
+    class_text = f"a class ({getattr(model, '__name__', '')}), not an instance"
+    refuse(not isinstance(model, type), found=class_text, do="pass a model: Model(...), not Model")
+    do = "give a function from the output to a tensor with one element"
+    refuse(loss is None or callable(loss), found=f"loss is {_type_text(loss)}", do=do)
     refuse_partitioned(parameters_of(model).values())
+    for tensor in tensors:
+        has_data = not isinstance(tensor, FakeTensor) and not tensor.is_meta
+        do = "give real tensors, or use streamfx.explain, which needs none"
+        refuse(has_data, found=f"{_type_text(tensor)} holds no data", do=do)
 
 
 def _checked_nonzero(verification: Verification, inputs: Any) -> Verification:
@@ -365,24 +365,10 @@ def _checked_nonzero(verification: Verification, inputs: Any) -> Verification:
     return verification
 
 
-def _check_data(tensors: Sequence[Tensor]) -> None:
-    """Raise `NotComparableError` for fake and meta tensors, which hold no data to compare."""
-    for tensor in tensors:
-        if isinstance(tensor, FakeTensor) or tensor.is_meta:
-            raise NotComparableError(
-                REQUIREMENT,
-                found=f"{_type_text(tensor)} holds no data",
-                do="give real tensors, or use streamfx.explain, which needs none",
-            )
-
-
 def _type_text(value: Any) -> str:
     """Return the type of a value, and the shape of a tensor, for error messages: `a Tensor of shape (2, 8)`, `a dict`."""
-    return (
-        f"{with_article(type(value).__name__)} of shape {tuple(value.shape)}"
-        if isinstance(value, Tensor)
-        else with_article(type(value).__name__)
-    )
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"{with_article(type(value).__name__)}{shape}"
 
 
 def _generator_states() -> list[Tensor]:

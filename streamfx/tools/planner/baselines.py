@@ -8,7 +8,7 @@ with the loss in chunks          head and loss run over chunks of the sequence, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +18,14 @@ from streamfx.cost.loop_sampling import run_all, run_iterations
 from streamfx.cost.repeats import Repeat
 from streamfx.dialect.offload import from_host, to_host
 from streamfx.runtime.offload import free_after_copy, wait_for_copy
-from streamfx.tools.inspect.eager import LayerWrapper, checkpointed, costs_with_one_more, eager_cost
+from streamfx.tools.inspect.eager import LayerWrapper, checkpointed, eager_cost
 from streamfx.tools.inspect.layers import is_torch_module
-from streamfx.tools.planner.initial_guess import FEW_LAYERS, guess_length
 from streamfx.tools.planner.models import loss_of
 from streamfx.tools.planner.search import EFFICIENT_TOKENS, MIN_RELATIVE_GAIN, TARGET_SHARE
 from streamfx.tools.report.verdict import CHECKPOINTING, IN_CHUNKS
 
 ON_HOST = "checkpoints on the host"
-MAX_TRACES = 4  # full traces of the model in one search
+MAX_TRACES = 5  # in one search
 Baseline = tuple[nn.Module, LayerWrapper]
 
 
@@ -102,45 +101,37 @@ def _with_loss_in_chunks(model: nn.Module) -> nn.Module | None:
     return LossInChunks(model, backbone, head) if is_known else None
 
 
-def peak_of(way: Baseline, inputs: Mapping[str, Tensor], alike: Repeat | None = None) -> int | None:
-    """Return the peak bytes in excess of the constant memory, or None if it cannot be traced. `alike` as in `eager_cost`."""
-    model, around = way
-    cost = eager_cost(loss_of(model), inputs, around, alike)
+def peak_of(baseline: Baseline, inputs: Mapping[str, Tensor], repeat: Repeat | None) -> int | None:
+    """Return the peak bytes in excess of the constant memory, or None if it cannot be traced. `repeat` as in `eager_cost`."""
+    model, wrapper = baseline
+    cost = eager_cost(loss_of(model), inputs, wrapper, repeat)
     return None if cost is None else cost.peak
 
 
-def peaks_of_few(way: Baseline, inputs: Mapping[str, Tensor]) -> tuple[int, int] | None:
-    """Return the peaks of the first few layers and, estimated, of one layer more."""
-    model, around = way
-    costs = costs_with_one_more(loss_of(model), inputs, around, FEW_LAYERS)
-    return None if costs is None else (costs[0].peak, costs[1].peak)
+def find_longest(
+    peak_at: Callable[[int], int | None], constant_bytes: int, budget: int, first_length: int, multiple: int
+) -> int | None:
+    """Return approximately the longest length whose peak fits the budget, confirmed by a trace.
 
+    Args:
+        peak_at: The peak at a length, or None if it cannot be traced.
+        constant_bytes: The memory that does not grow with the length, approximately.
+        budget: The memory in bytes.
+        first_length: The length of the first trace.
+        multiple: The number of which the length is a multiple.
 
-class Peaks(NamedTuple):
-    """The peak of a baseline as a function of the length: of the full model, of its first layer, and of a few layers
-    and one more. Each is None if unknown.
+    Returns:
+        The length; 0 if none fits, None if no peak is known.
     """
-
-    whole: Callable[[int], int | None]
-    first: Callable[[int], int | None]
-    few: Callable[[int], tuple[int, int] | None]
-
-
-def find_longest(peaks: Peaks, layers: int, budget: int, first_length: int, multiple: int) -> int | None:
-    """Return approximately the longest length whose peak fits the budget, confirmed by a trace; 0 if none fits, None if
-    no peak is known.
-    """
-    initial = guess_length(peaks.few, layers, first_length, int(budget * TARGET_SHARE))
-    if initial is None and peaks.first(multiple) is None:
-        return None
-    size, constant_bytes, best, failed = first_length, 0.0, 0, None
-    if initial is not None:
-        size, constant_bytes = initial
+    size, best, failed = first_length, 0, None
+    previous_size, previous_peak = 0, constant_bytes
     for _ in range(MAX_TRACES):
         size = max(size // multiple * multiple, multiple)
-        peak = peaks.whole(size) or 0
+        if (peak := peak_at(size)) is None:
+            return best or None
         best, failed = (size, failed) if peak <= budget else (best, size)
-        slope = max(peak - constant_bytes, 1) / size
+        slope = max((peak - previous_peak) / (size - previous_size), 1)
+        previous_size, previous_peak = size, peak
         size = int(size + (TARGET_SHARE * budget - peak) / slope)
         if failed is not None and not best < size < failed:
             size = (best + failed) // 2

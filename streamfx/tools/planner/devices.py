@@ -74,40 +74,23 @@ LAUNCH_SECONDS = 5e-6  # seconds of the host per operator
 EXPOSED_ACCUMULATION = (
     0.5  # fraction of accumulator traffic that is not hidden: 0.28 to 0.66 on an H100, for weights of a layer and the head
 )
-HOSTS = {  # bytes/s in one direction between a device and its host (PCIe 4.0 or 5.0, 16 lanes)
-    "A100": 32e9,
-    "H100": 64e9,
-    "H200": 64e9,
-    "B200": 64e9,
-    "L40S": 32e9,
-    "RTX4090": 32e9,
-    "MI300X": 64e9,
-}
-WIRES = {  # bytes/s in one direction: within a machine (NVLink, Infinity Fabric, else PCIe), and between machines (network)
-    "A100": (300e9, 25e9),
-    "H100": (450e9, 50e9),
-    "H200": (450e9, 50e9),
-    "B200": (900e9, 50e9),
-    "L40S": (32e9, 25e9),
-    "RTX4090": (32e9, 12.5e9),
-    "MI300X": (448e9, 50e9),
-}
 HOPPER = {  # FLOP/s of causal attention with heads of 128, 8K to 32K keys, on an H100 (`python -m benchmarks.gpu kernels`)
     "cudnn": 570e12,
     "cudnn_backward": 490e12,
     "flash": 345e12,
     "flash_backward": 310e12,
 }
-ATTENTION_RATES = {"H100": HOPPER, "H200": HOPPER}
-REACHED = {"H100": HOPPER_REACHES, "H200": HOPPER_REACHES}
-PUBLISHED = {  # dense bfloat16 FLOP/s, bytes/s, capability
-    "A100": (312e12, 2.039e12, (8, 0)),
-    "H100": (989e12, 3.35e12, (9, 0)),
-    "H200": (989e12, 4.8e12, (9, 0)),
-    "B200": (2250e12, 8.0e12, (10, 0)),
-    "L40S": (362e12, 0.864e12, (8, 9)),
-    "RTX4090": (165e12, 1.008e12, (8, 9)),
-    "MI300X": (1307e12, 5.3e12, (9, 4)),
+REACHED = ("H100", "H200")  # devices whose rates are the measured fractions in `HOPPER_REACHES`, and those of `HOPPER`
+PUBLISHED = {
+    # Dense bfloat16 FLOP/s, bytes/s of memory, capability; bytes/s in one direction: to the host (PCIe 4.0 or 5.0, 16 lanes),
+    # within a machine (NVLink, Infinity Fabric, else PCIe), and between machines (network).
+    "A100": (312e12, 2.039e12, (8, 0), 32e9, 300e9, 25e9),
+    "H100": (989e12, 3.35e12, (9, 0), 64e9, 450e9, 50e9),
+    "H200": (989e12, 4.8e12, (9, 0), 64e9, 450e9, 50e9),
+    "B200": (2250e12, 8.0e12, (10, 0), 64e9, 900e9, 50e9),
+    "L40S": (362e12, 0.864e12, (8, 9), 32e9, 32e9, 25e9),
+    "RTX4090": (165e12, 1.008e12, (8, 9), 32e9, 32e9, 12.5e9),
+    "MI300X": (1307e12, 5.3e12, (9, 4), 64e9, 448e9, 50e9),
 }
 
 
@@ -118,13 +101,12 @@ def device_by_name(name: str) -> Device:
     names_by_lower = {key.lower(): key for key in PUBLISHED}
     if str(name).lower() not in names_by_lower:
         raise PlanError(f"there are no rates of a device {name!r}", do=choices_hint(name, (*PUBLISHED, "here")))
-    flops, bandwidth, capability = PUBLISHED[names_by_lower[name.lower()]]
+    name = names_by_lower[name.lower()]
+    flops, bandwidth, capability, to_host, near, far = PUBLISHED[name]
     kind = DeviceKind("cuda", capability, has_flash=True, has_cudnn=capability in CUDNN_CAPABILITIES)
-    near, far = WIRES[names_by_lower[name.lower()]]
-    wires, host = (EFFICIENCY * near, EFFICIENCY * far), EFFICIENCY * HOSTS[names_by_lower[name.lower()]]
-    attention = ATTENTION_RATES.get(names_by_lower[name.lower()], {})
-    computing, moving = REACHED.get(names_by_lower[name.lower()], (EFFICIENCY, EFFICIENCY))
-    return Device(names_by_lower[name.lower()], computing * flops, moving * bandwidth, kind, wires, host, attention)
+    computing, moving = HOPPER_REACHES if name in REACHED else (EFFICIENCY, EFFICIENCY)
+    wires, attention = (EFFICIENCY * near, EFFICIENCY * far), HOPPER if name in REACHED else {}
+    return Device(name, computing * flops, moving * bandwidth, kind, wires, EFFICIENCY * to_host, attention)
 
 
 def local_device() -> torch.device:

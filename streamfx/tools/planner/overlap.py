@@ -14,14 +14,28 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from streamfx.cost.comm import EXCHANGES, GATHERS, REDUCTIONS, Traffic, total_traffic
-from streamfx.cost.memory import Cost
+from streamfx.cost.comm import DEVICES_PER_MACHINE, EXCHANGES, GATHERS, REDUCTIONS, Traffic, total_traffic
+from streamfx.cost.memory import Cost, bytes_like
 from streamfx.cost.work import NO_WORK, Work, total_work
+from streamfx.dialect.offload import from_host, to_host
 from streamfx.ir.facts import Facts
+from streamfx.ir.program import Program
+from streamfx.node_meta import VALUE
 from streamfx.runtime.loop import Loop
-from streamfx.tools.planner.host_memory import Copies, copies_by_loop
-from streamfx.tools.report.comm_table import HALVES, IN_LOOPS, Wire, sent_by_program
+from streamfx.runtime.pinned import bytes_pinned
+from streamfx.tools.report.communication import HALVES, IN_LOOPS, Wire, halves_of, sent_by_program
 from streamfx.tools.report.stage_table import loops_of
+
+
+class Copies(NamedTuple):
+    """Bytes fetched from the host before a loop, and bytes copied to the host after it has computed them."""
+
+    fetched: int = 0
+    left: int = 0
+
+    def plus(self, other: Copies) -> Copies:
+        return Copies(self.fetched + other.fetched, self.left + other.left)
+
 
 NO_TRAFFIC, NO_COPIES = Traffic(), Copies()
 
@@ -105,3 +119,33 @@ def _with_concurrent_transfers(
         wire = [*(interval.gathered for interval in following), *(interval.reduced for interval in previous)]
         copies = sum(interval.copies.fetched for interval in following) + sum(interval.copies.left for interval in previous)
         yield intervals[i] if 0 <= i < len(intervals) else None, wire, copies
+
+
+# -- copies to the host
+
+
+def bytes_on_host(facts: Facts) -> int:
+    """Return the bytes, in whole pages, that one device's graph holds on the host at its peak, the end of the forward graph."""
+    if facts.program is None:
+        return 0
+    nodes = facts.program.forward.graph.find_nodes(op="call_function", target=to_host)
+    return sum(bytes_pinned(bytes_like(node.meta[VALUE])) for node in nodes)
+
+
+def copies_by_loop(program: Program, num_outputs: int) -> dict[str, dict[str, Copies]]:
+    """Return the copies of each loop, by forward or backward graph and by the loop's name."""
+    by_half: dict[str, dict[str, Copies]] = {half: {} for half in HALVES}
+    for name, host_program in halves_of(program, num_outputs):
+        for node, loop_before in host_program.between():
+            if node.target in (from_host, to_host):
+                is_fetch = node.target is from_host
+                size = bytes_like((node.all_input_nodes[0] if is_fetch else node).meta[VALUE])
+                loop = host_program.loop_of(node, is_fetch, loop_before)
+                copies = Copies(fetched=size) if is_fetch else Copies(left=size)
+                by_half[name][loop] = by_half[name].get(loop, Copies()).plus(copies)
+    return by_half
+
+
+def devices_per_host(world: int) -> int:
+    """Return how many devices share the memory of a host."""
+    return min(world, DEVICES_PER_MACHINE)

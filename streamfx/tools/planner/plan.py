@@ -10,26 +10,25 @@ from typing import Any
 
 from torch import nn
 
-from streamfx.argument_checks import as_python_number, check_call, choices_hint, describe_value, did_you_mean
+from streamfx.argument_checks import as_python_number, check_call, choices_hint, describe_value, did_you_mean, require
 from streamfx.budget import FORMS, budget_bytes, is_budget, parse_amount
 from streamfx.errors import OptionError, PlanError
 from streamfx.frontend.gc_pause import uncollected
 from streamfx.options import NAMES, Options, merge_options, resolve_options
 from streamfx.tools.inspect.lock import serialized
-from streamfx.tools.planner.context import check_heads
+from streamfx.tools.planner.context import check_heads, check_plan
 from streamfx.tools.planner.devices import device_by_name, local_device
-from streamfx.tools.planner.host_memory import devices_per_host
 from streamfx.tools.planner.inputs import Inputs, check_inputs
 from streamfx.tools.planner.model_names import DEVICES, GROUP, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS
 from streamfx.tools.planner.models import TYPES, build_model
 from streamfx.tools.planner.objectives import objective_by_name
 from streamfx.tools.planner.optimizers import UPDATING, state_bytes
+from streamfx.tools.planner.overlap import devices_per_host
 from streamfx.tools.planner.predict import Prediction
 from streamfx.tools.planner.report import PlanReport
 from streamfx.tools.planner.search import Limits
 from streamfx.tools.planner.shards import ZERO1, Sharding, checked_sharding
 from streamfx.tools.planner.step import StepSearch, TrainingStep
-from streamfx.tools.planner.tensors import check_plan
 
 CHOICES = {
     "dtype": tuple(TYPES),
@@ -40,6 +39,7 @@ CHOICES = {
     "device": (*DEVICES, "here"),
 }
 SWITCHES = ("optimizer_in_backward", "max_length", "max_batch", "baselines")
+MINIMA = {"seq": 2, "batch": 1, "group": 1, "lora_rank": 1, "world": 1, "tensor": 1, "context": 1}
 FUNCTIONS = {
     "inputs": "give inputs=, a function of (batch, length) that returns the model's arguments by name",
     "noted": "give a function that gets each prediction",
@@ -133,35 +133,27 @@ def plan(
         >>> streamfx.plan(Mean(64, 64, device="meta"), seq=1024, inputs=inputs).prediction.length
         1024
     """
-    backend_options = _backend_options(options, keywords)
-    head = (model, seq, batch, memory, host_memory, dtype, lora_rank, quantize, optimizer, optimizer_in_backward, world, shard)
-    rest = (tensor, context, max_length, max_batch, device, baselines, objective, group, inputs, backend_options, noted)
-    return _run_request(PlanRequest(*map(as_python_number, (*head, *rest))))
+    given = {name: as_python_number(value) for name, value in locals().items() if name != "keywords"}
+    return _run_request(PlanRequest(**{**given, "options": _backend_options(options, keywords)}))
 
 
 def _run_request(request: PlanRequest) -> PlanReport:
     """Check the request, build the model on the meta device, and predict one step or search for the largest."""
-    _check_kinds(request)
-    _check_dtype_and_memory(request.dtype, request.memory)
-    _check_host_memory(request.host_memory)
-    _check_budgets(request.memory, request.options)
-    _check_counts(seq=(request.seq, 2), batch=(request.batch, 1), group=(request.group, 1))
-    _check_counts(lora_rank=(1 if request.lora_rank is None else request.lora_rank, 1))
-    _check_counts(world=(request.world, 1), tensor=(request.tensor, 1), context=(request.context, 1))
-    _check_search(request.memory, request.max_length, request.max_batch)
+    _check_values(request)
+    _check_combinations(request)
     objective = objective_by_name(request.objective, request.group)
-    _check_has_effect(request)
     ranks = checked_sharding(request.world, request.shard, request.tensor, request.context)
-    _check_context_divides(request.context, request.seq)
-    _check_parallelism(ranks, request.objective, request.inputs, request.lora_rank or request.quantize)
-    _check_updates(request.optimizer_in_backward, request.optimizer, ranks)
+    _check_ranks(request, ranks)
     with uncollected():
         model = objective.step(build_model(request.model, request.dtype, request.lora_rank, request.quantize))
     name = Path(request.model).name if isinstance(request.model, str) else type(model).__name__
-    _check_takes_ids(request.model, request)
+    _check_takes_ids(request)
     if request.inputs is not None:
         check_inputs(request.inputs, request.batch, request.seq, request.max_batch)
-    _check_model(model, request.tensor, request.context)
+    if request.tensor * request.context > 1:
+        check_heads(model, request.tensor, request.context)
+    if request.tensor > 1:
+        check_plan(model)
     optimizer_bytes = state_bytes(model, request.optimizer, ranks)
     device = device_by_name(request.device)
     step = TrainingStep(
@@ -194,115 +186,87 @@ def _limits(memory: Any, host_memory: Any, world: int) -> Limits:
     return Limits(device, None if host_memory is None else budget_bytes(host_memory, local_device()) // devices_per_host(world))
 
 
-def _check_model(model: nn.Module, tensor: int, context: int) -> None:
-    """Check that the heads can be split among devices, and that the layers have a tensor-parallel plan."""
-    if tensor * context > 1:
-        check_heads(model, tensor, context)
-    if tensor > 1:
-        check_plan(model)
-
-
-def _check_host_memory(size: Any) -> None:
-    """Refuse a host memory that is not a number of bytes."""
-    if size is not None and not isinstance(parse_amount(size), int):
-        raise PlanError(f"host_memory cannot be {size!r}", do="give bytes, or a text like '1TiB' or '1T'")
-
-
-def _check_has_effect(request: PlanRequest) -> None:
-    """Refuse arguments that would have no effect."""
-    if request.group != GROUP and request.objective != "grpo":
-        found = f"group={request.group}, and the objective {request.objective!r}"
-        do = "plan the objective 'grpo', or omit group"
-        raise PlanError("group has no effect: it is the number of answers per prompt in grpo", found=found, do=do)
-    if request.host_memory is not None and (offload := resolve_options(request.options).offload) == "none":
-        found = f"host_memory={request.host_memory!r}, and offload={offload!r}"
-        do = "give offload='inputs' (--offload) or 'attention', or omit host_memory"
-        raise PlanError("host_memory has no effect: it limits offloaded values", found=found, do=do)
-
-
-def _check_search(memory: Any, max_length: bool, max_batch: bool) -> None:
-    """Refuse two searches at once, and a search without a limit."""
-    if max_length and max_batch:
-        raise PlanError("max_length and max_batch cannot be combined", do="give one of them")
-    if (max_length or max_batch) and memory is None:
-        name = "max_length" if max_length else "max_batch"
-        raise PlanError(f"{name} needs a limit of memory", do="give memory, as in memory='80GiB'")
-
-
-def _check_dtype_and_memory(dtype: Any, memory: Any) -> None:
-    """Refuse an unknown dtype, and a memory that is not a budget."""
-    if dtype not in TYPES:
-        raise PlanError(f"there is no dtype {dtype!r} to plan for", do=choices_hint(dtype, TYPES))
-    if not is_budget(memory):
-        raise PlanError(f"memory cannot be {memory!r}", do=f"give {FORMS}")
-
-
-def _check_kinds(request: PlanRequest) -> None:
-    """Check the types of arguments before any lookup: names are strings, switches are booleans, callbacks are callable."""
+def _check_values(request: PlanRequest) -> None:
+    """Check each argument before any lookup: names are strings, switches booleans, callbacks callable, sizes large enough."""
     for name, choices in CHOICES.items():
         value = getattr(request, name)
-        if not isinstance(value, str) and not (value is None and name == "quantize"):
-            raise PlanError(f"{name} cannot be {describe_value(value)}", do=choices_hint(value, choices))
+        is_name = isinstance(value, str) or (value is None and name == "quantize")
+        require(is_name, PlanError, f"{name} cannot be {describe_value(value)}", "", choices_hint(value, choices))
     for name in SWITCHES:
-        if not isinstance(value := getattr(request, name), bool):
-            raise PlanError(f"{name} cannot be {describe_value(value)}", do="give True or False")
+        value = getattr(request, name)
+        require(isinstance(value, bool), PlanError, f"{name} cannot be {describe_value(value)}", "", "give True or False")
     for name, do in FUNCTIONS.items():
-        if (value := getattr(request, name)) is not None and not callable(value):
-            raise PlanError(f"{name} cannot be {describe_value(value)}", do=do)
+        value = getattr(request, name)
+        require(value is None or callable(value), PlanError, f"{name} cannot be {describe_value(value)}", "", do)
+    asked = f"there is no dtype {request.dtype!r} to plan for"
+    require(request.dtype in TYPES, PlanError, asked, "", choices_hint(request.dtype, TYPES))
+    require(is_budget(request.memory), PlanError, f"memory cannot be {request.memory!r}", "", f"give {FORMS}")
+    is_size = request.host_memory is None or isinstance(parse_amount(request.host_memory), int)
+    do = "give bytes, or a text like '1TiB' or '1T'"
+    require(is_size, PlanError, f"host_memory cannot be {request.host_memory!r}", "", do)
+    for name, minimum in MINIMA.items():
+        value = getattr(request, name)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+        is_count |= value is None and name == "lora_rank"
+        require(is_count, PlanError, f"{name} cannot be {value!r}", "", f"give a whole number, {minimum} or more")
 
 
-def _check_takes_ids(model: Any, request: PlanRequest) -> None:
+def _check_combinations(request: PlanRequest) -> None:
+    """Refuse contradictory limits, two searches at once, a search without a limit, and arguments without an effect."""
+    memory, budget = request.memory, request.options.get("memory_budget")
+    agree = memory is None or budget is None or parse_amount(memory) == parse_amount(budget)
+    found = f"memory={memory!r} and memory_budget={budget!r}"
+    require(agree, PlanError, "memory and memory_budget contradict each other", found, "give only memory=")
+    asked = "max_length and max_batch cannot be combined"
+    require(not (request.max_length and request.max_batch), PlanError, asked, "", "give one of them")
+    is_searched, asked = request.max_length or request.max_batch, "max_length" if request.max_length else "max_batch"
+    is_limited = memory is not None or not is_searched
+    require(is_limited, PlanError, f"{asked} needs a limit of memory", "", "give memory, as in memory='80GiB'")
+    asked = "group has no effect: it is the number of answers per prompt in grpo"
+    found = f"group={request.group}, and the objective {request.objective!r}"
+    has_group = request.objective == "grpo" or request.objective not in OBJECTIVES
+    require(request.group == GROUP or has_group, PlanError, asked, found, "plan the objective 'grpo', or omit group")
+    offload = "none" if request.host_memory is None else resolve_options(request.options).offload
+    found = f"host_memory={request.host_memory!r}, and offload={offload!r}"
+    asked, do = (
+        "host_memory has no effect: it limits offloaded values",
+        "give offload='inputs' (--offload) or 'attention', or omit host_memory",
+    )
+    require(request.host_memory is None or offload != "none", PlanError, asked, found, do)
+
+
+def _check_ranks(request: PlanRequest, ranks: Sharding) -> None:
+    """Refuse what ranks cannot split: some lengths, modified models, custom inputs, losses across positions, some optimizers."""
+    context, seq = request.context, request.seq
+    require(
+        seq % context == 0,
+        PlanError,
+        f"context={context} must divide the sequence",
+        f"seq={seq}",
+        f"give a multiple of {context}",
+    )
+    objective = f"the objective {request.objective!r}"
+    found, do = "custom inputs" if request.inputs is not None else objective, "plan the objective 'sft', or context=1"
+    is_split = context == 1 or (request.inputs is None and request.objective == "sft")
+    require(is_split, PlanError, "context applies to sequences of ids and labels", found, do)
+    is_modified = bool(request.lora_rank or request.quantize)
+    found, do = "adapters, or quantized weights" if is_modified else objective, "plan all parameters and 'sft', or tensor=1"
+    is_split = request.tensor == 1 or not (is_modified or request.objective != "sft")
+    require(is_split, PlanError, "tensor splits the layers of a configuration", found, do)
+    asked, in_backward = "optimizer_in_backward cannot be planned", request.optimizer_in_backward
+    has_optimizer = not in_backward or request.optimizer != "none"
+    require(has_optimizer, PlanError, asked, "no optimizer", f"give one of {', '.join(UPDATING)}")
+    found = "zero1, which gathers updated parameters after the step"
+    require(not (in_backward and ranks.shard == ZERO1), PlanError, asked, found, "plan with ddp, zero2 or zero3")
+
+
+def _check_takes_ids(request: PlanRequest) -> None:
     """Check that a custom model accepts token ids by name if no function returns its inputs."""
     names = ("input_ids", "labels") if request.objective == "sft" else ("input_ids",)
-    if not isinstance(model, nn.Module) or request.inputs is not None:
+    if not isinstance(request.model, nn.Module) or request.inputs is not None:
         return
     try:
-        inspect.signature(model.forward).bind(**dict.fromkeys(names))
+        inspect.signature(request.model.forward).bind(**dict.fromkeys(names))
     except TypeError as error:
         called = f"without inputs=, the plan calls the model with {' and '.join(names)}"
-        raise PlanError(called, found=f"{type(model).__name__}.forward: {error}", do=FUNCTIONS["inputs"]) from None
-
-
-def _check_budgets(memory: Any, options: Mapping[str, Any]) -> None:
-    """Refuse contradictory values of `memory` and `memory_budget`."""
-    budget = options.get("memory_budget")
-    if memory is not None and budget is not None and parse_amount(memory) != parse_amount(budget):
-        found = f"memory={memory!r} and memory_budget={budget!r}"
-        raise PlanError("memory and memory_budget contradict each other", found=found, do="give only memory=")
-
-
-def _check_updates(in_backward: bool, optimizer: str, ranks: Sharding) -> None:
-    """Refuse an optimizer in the backward pass if there is none, or if zero1 gathers parameters after the step."""
-    if in_backward and optimizer == "none":
-        found = "no optimizer"
-        raise PlanError("optimizer_in_backward cannot be planned", found=found, do=f"give one of {', '.join(UPDATING)}")
-    if in_backward and ranks.shard == ZERO1:
-        found = "zero1, which gathers updated parameters after the step"
-        raise PlanError("optimizer_in_backward cannot be planned", found=found, do="plan with ddp, zero2 or zero3")
-
-
-def _check_context_divides(context: int, seq: int) -> None:
-    """Refuse a sequence length that the ranks of context parallelism do not divide."""
-    if seq % context:
-        raise PlanError(f"context={context} must divide the sequence", found=f"seq={seq}", do=f"give a multiple of {context}")
-
-
-def _check_parallelism(ranks: Sharding, objective: str, inputs: Any, is_modified: Any) -> None:
-    """Refuse combinations that cannot be split: modified models, custom inputs, and losses across positions."""
-    if ranks.context > 1 and (inputs is not None or objective != "sft"):
-        found = "custom inputs" if inputs is not None else f"the objective {objective!r}"
-        raise PlanError(
-            "context applies to sequences of ids and labels", found=found, do="plan the objective 'sft', or context=1"
-        )
-    if ranks.tensor > 1 and (is_modified or objective != "sft"):
-        found = "adapters, or quantized weights" if is_modified else f"the objective {objective!r}"
-        raise PlanError(
-            "tensor splits the layers of a configuration", found=found, do="plan all parameters and 'sft', or tensor=1"
-        )
-
-
-def _check_counts(**counts: tuple[Any, int]) -> None:
-    """Refuse numbers that are not integers of at least their minimum; each count is (value, minimum)."""
-    for name, (value, minimum) in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise PlanError(f"{name} cannot be {value!r}", do=f"give a whole number, {minimum} or more")
+        raise PlanError(called, found=f"{type(request.model).__name__}.forward: {error}", do=FUNCTIONS["inputs"]) from None

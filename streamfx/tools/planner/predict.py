@@ -9,19 +9,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from streamfx.cost.call_order import curve_of_call
 from streamfx.cost.categories import INPUTS, OPTIMIZER, OTHER, PARAMETERS
 from streamfx.cost.curve import Curve
 from streamfx.cost.memory import Cost
 from streamfx.cost.work import Work, total_work
-from streamfx.tools.inspect.curves import curve_of_call
 from streamfx.tools.inspect.eager import LayerWrapper, eager_cost
 from streamfx.tools.inspect.explain import Explanation
 from streamfx.tools.inspect.tracing import traced
-from streamfx.tools.planner.host_memory import bytes_on_host
 from streamfx.tools.planner.models import loss_of
-from streamfx.tools.planner.overlap import OverlapInterval, generate_segments
+from streamfx.tools.planner.overlap import OverlapInterval, bytes_on_host, generate_segments
 from streamfx.tools.planner.shards import rank_bytes
-from streamfx.tools.report.dataflow import LoopTraffic, flow_of
+from streamfx.tools.report.diagram import LoopTraffic, flow_of
 from streamfx.tools.report.text import streams_of
 from streamfx.tools.report.verdict import CHECKPOINTING, EAGER
 from streamfx.torch_private.groups import has_ranks

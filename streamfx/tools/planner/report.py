@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 from streamfx.budget import format_bytes
@@ -14,15 +13,14 @@ from streamfx.cost.comm import Traffic, total_traffic
 from streamfx.cost.work import Work
 from streamfx.tools.inspect.explain import OURS
 from streamfx.tools.planner.devices import REACHED, Device
-from streamfx.tools.planner.host_memory import devices_per_host
-from streamfx.tools.planner.overlap import NO_TRAFFIC, Seconds, waiting_seconds
+from streamfx.tools.planner.overlap import NO_TRAFFIC, Seconds, devices_per_host, waiting_seconds
 from streamfx.tools.planner.predict import Prediction, StepPrediction
 from streamfx.tools.planner.search import Limits
 from streamfx.tools.planner.shards import ALONE, ZERO1, Sharding
 from streamfx.tools.report.diagram import Diagram, diagram_of
 from streamfx.tools.report.exports import Exports
 from streamfx.tools.report.page import Page, candidate_cells, plan_page
-from streamfx.tools.report.stage_titles import joint_name, unnumbered
+from streamfx.tools.report.stage_titles import stage_rows, unnumbered
 from streamfx.tools.report.text import aligned, in_flops, in_seconds, reason_lines, suffix_of
 from streamfx.tools.report.timeline import Timeline, memory_timeline
 from streamfx.tools.report.verdict import EAGER, StepCost, length_verdict, times, verdict, verdict_within, why_nothing_streams
@@ -277,12 +275,11 @@ class PlanReport(Exports):
         yield from self._wire_lines(summary["wire"])
         yield ""
         yield f"  {step.streams}"
-        yield from aligned([("stage", "chunk", "saved"), *_stage_rows(step.stages)], left=1)
+        yield from aligned([("stage", "chunk", "saved"), *_stage_cells(step.stages)], left=1)
         yield from reason_lines(step.stages)
         if step.choices:
             yield ""
-            choices_header = ("candidates in order", "work of a chunk", "peak")
-            yield from aligned([choices_header, *map(candidate_cells, step.choices)], left=1)
+            yield from aligned([("candidates in order", "work of a chunk", "peak"), *map(candidate_cells, step.choices)], left=1)
         if step.stopped:
             yield ""
             yield f"the call could not be traced to its end: {step.stopped}"
@@ -368,11 +365,11 @@ def ratio(part: int, whole: int) -> str:
     return f"{part / whole:.3f}" if whole else "-"
 
 
-def _stage_rows(stages: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Yield a row of name, chunk size and saved bytes for each group of similar stages."""
-    keys = ("chunk_size", "saved_bytes")
-    for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), suffix_of(stage), *(stage[key] for key in keys))):
-        similar = list(run)
-        stage, saved = similar[0], format_bytes(similar[0]["saved_bytes"])
-        name = joint_name([item["name"] for item in similar]) + suffix_of(stage)
-        yield name, str(stage["chunk_size"] or "-"), saved if len(similar) == 1 else f"{len(similar)} x {saved}"
+def _stage_cells(stages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """Yield name, chunk size and saved bytes of each group of similar stages."""
+
+    def key(stage: Mapping[str, Any]) -> tuple[Any, ...]:
+        return unnumbered(stage["name"]), suffix_of(stage), stage["chunk_size"], stage["saved_bytes"]
+
+    for row in stage_rows(stages, 0, key=key):
+        yield row.name + suffix_of(row.stage), str(row.stage["chunk_size"] or "-"), row.saved

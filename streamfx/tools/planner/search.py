@@ -1,5 +1,6 @@
-"""Find the longest sequence or the largest batch that fits: extrapolated from the growth of a trace, and confirmed by
-another trace.
+"""Find the longest sequence or the largest batch that fits, or the length from which memory is saved.
+
+Each size is extrapolated from the growth of a trace, and confirmed by another trace.
 
 The search uses the plan with the least memory: only stage inputs and offloaded values are saved, and stage boundaries
 have the best spacing. Chunks have as few tokens as still saturate a device.
@@ -9,12 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+from streamfx.cost.categories import (
+    ATTENTION,
+    CHUNK,
+    EXCHANGED,
+    INPUTS,
+    KEY_GRADIENTS,
+    KEYS,
+    LOSS,
+    OTHER,
+    STAGE_INPUTS,
+    STATES,
+    STREAM_GRADIENT,
+)
 from streamfx.options import min_save_level
 from streamfx.passes.partition.budget_search import KEEP_EVERY
+from streamfx.tools.inspect.explain import OURS
 from streamfx.tools.planner.predict import Prediction
-from streamfx.tools.planner.scaling import Growth, growth_of, size_within
+from streamfx.tools.report.verdict import MIN_GAIN
 
 FIRST_LENGTH = 65536  # per device; if stage inputs are offloaded, `OFFLOAD_LENGTH_FACTOR` times as many fit
 OFFLOAD_LENGTH_FACTOR = 4
@@ -25,8 +40,16 @@ TARGET_SHARE = 0.998  # fraction of the memory that a guess targets
 EFFICIENT_TOKENS = 1024  # tokens of a chunk; smaller chunks save little memory but cost much time
 MIN_ROWS = 8
 
+STEPS = 4  # candidate lengths per power of two
+STRIDE = 2 * STEPS  # candidates between two probes: a factor of four in length
+MAX_INDEX = 16 * STEPS  # index of the greatest candidate, 262,144 tokens
+GROWING = (STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, STATES, INPUTS, EXCHANGED, ATTENTION, OTHER)
+CHUNK_TERMS = (CHUNK, LOSS)
+
+Growth: TypeAlias = "Mapping[str, float]"  # additional bytes of a category per additional token or sequence
 Predict = Callable[[int, Mapping[str, Any]], Prediction]
 Work = Callable[[int, Prediction, int], Growth]
+Peaks = Callable[[int], "tuple[int, int] | None"]  # peaks of the backend and the baseline at a length, None if unknown
 
 
 @dataclass(frozen=True)
@@ -118,3 +141,88 @@ def _next_candidate(size: int, low: int, high: int | None, multiple: int) -> int
     if high is not None and not low < size < high:
         size = (low + high) // 2
     return size // multiple * multiple
+
+
+# -- the length from which memory is saved
+#
+# Candidate lengths are fixed: powers of two, with three values between neighbors. The result therefore depends only on the
+# model and its options, not on the requested length, provided that there is a gain at all greater lengths.
+
+
+def gains_from(guess: Peaks, traced: Peaks, length: int, multiple: int) -> int | None:
+    """Return a length, close to the shortest, at which `traced` confirms a gain; None if no length does. `guess`
+    guides the search.
+
+    Only lengths above `length`, which has no gain, are candidates.
+    """
+    for high in range(STRIDE, MAX_INDEX + 1, STRIDE):
+        candidate = candidate_length(high, multiple)
+        if candidate > length and _saves_memory(guess, candidate):
+            nearest = candidate_length(_first_gain(guess, high - STRIDE, high, length, multiple), multiple)
+            return next((length for length in dict.fromkeys((nearest, candidate)) if _saves_memory(traced, length)), None)
+    return None
+
+
+def _first_gain(guess: Peaks, low: int, high: int, length: int, multiple: int) -> int:
+    """Return the index of the first candidate after `low` with a gain, by bisection; `high` has one."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        candidate = candidate_length(middle, multiple)
+        low, high = (low, middle) if candidate > length and _saves_memory(guess, candidate) else (middle, high)
+    return high
+
+
+def _saves_memory(peaks: Peaks, length: int) -> bool:
+    """Return whether the baseline takes at least `MIN_GAIN` times the memory of the backend."""
+    pair = peaks(length)
+    return pair is not None and pair[1] >= MIN_GAIN * pair[0]
+
+
+def candidate_length(number: int, multiple: int) -> int:
+    """Return the candidate length of an index, rounded up to a multiple.
+
+    >>> [candidate_length(index, 1) for index in range(9)], candidate_length(41, 1), candidate_length(41, 1000)
+    ([4, 5, 6, 7, 8, 10, 12, 14, 16], 5120, 6000)
+    """
+    length = (STEPS + number % STEPS) << (number // STEPS)
+    return -(-length // multiple) * multiple
+
+
+# -- growth with the size
+#
+# At each point of a step, the sequence's values grow linearly with the size, but weights and their gradients do not. So short
+# sequences peak at one point (all gradients are alive), long ones at another (stage inputs are alive). Each point is
+# extrapolated separately. The work of a chunk depends on its query positions and grows with the key positions they see. Its
+# growth is taken from a trace of a few layers at another size, because it does not depend on the number of layers.
+
+
+def size_within(limit: float, size: int, prediction: Prediction, growth: Growth) -> int:
+    """Return the largest size at which no point of a step exceeds the limit, given a prediction at one size."""
+    slopes = ((sum(terms.values()), _slope(terms, size, growth)) for terms in bytes_at_points(prediction))
+    return int(size + min((limit - total) / max(slope, 1) for total, slope in slopes))
+
+
+def _slope(terms: Mapping[str, int], size: int, growth: Growth) -> float:
+    """Return the additional bytes at a point of the step per additional token or sequence."""
+    return sum(terms.get(name, 0) for name in GROWING) / size + sum(
+        growth.get(name, 0) for name in CHUNK_TERMS if terms.get(name)
+    )
+
+
+def growth_of(size: int, prediction: Prediction, other_size: int, other_prediction: Prediction) -> Growth:
+    """Return the growth of the chunk work between two sizes; both predictions may have any number of layers."""
+    return {
+        name: (_peak_of_term(name, other_prediction) - _peak_of_term(name, prediction)) / (other_size - size)
+        for name in CHUNK_TERMS
+    }
+
+
+def _peak_of_term(name: str, prediction: Prediction) -> int:
+    """Return the largest size of a category over the step."""
+    return max(terms.get(name, 0) for terms in bytes_at_points(prediction))
+
+
+def bytes_at_points(prediction: Prediction) -> list[Mapping[str, int]]:
+    """Return the bytes alive by category at all points of the step, or only those of the peak if there is no curve."""
+    curve = prediction.curves.get(OURS)
+    return [prediction.peak_by_term] if curve is None else [point.terms for point in curve[0].points]

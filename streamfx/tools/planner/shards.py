@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from streamfx.argument_checks import choices_hint
 from streamfx.errors import PlanError
-from streamfx.tools.planner.context import context_parallel_attention
-from streamfx.tools.planner.tensors import tensor_parallel_layers
+from streamfx.tools.planner.context import context_parallel_attention, tensor_parallel_layers
 from streamfx.torch_private.groups import has_ranks, simulated_ranks
 
 DDP, ZERO1, ZERO2, ZERO3 = SHARDS = "ddp", "zero1", "zero2", "zero3"

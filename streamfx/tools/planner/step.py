@@ -17,23 +17,23 @@ from streamfx.kernels.device_kinds import pretend_device
 from streamfx.log import log
 from streamfx.tools.inspect.eager import find_layer_repetition
 from streamfx.tools.inspect.layers import first_layers, layers_of
-from streamfx.tools.planner.baselines import Baseline, Peaks, baselines_of, find_longest, peak_of, peaks_of_few
-from streamfx.tools.planner.break_even import gains_from
+from streamfx.tools.planner.baselines import Baseline, baselines_of, find_longest, peak_of
 from streamfx.tools.planner.context import part_of_a_sequence
 from streamfx.tools.planner.devices import Device
-from streamfx.tools.planner.initial_guess import FEW_LAYERS, extrapolate_layers
 from streamfx.tools.planner.inputs import Inputs, checked_inputs
 from streamfx.tools.planner.models import loss_of
 from streamfx.tools.planner.objectives import Objective
 from streamfx.tools.planner.predict import Prediction, predict, weight_bytes
 from streamfx.tools.planner.report import PlanReport
-from streamfx.tools.planner.scaling import Growth, growth_of
 from streamfx.tools.planner.search import (
     FIRST_LENGTH,
     OFFLOAD_LENGTH_FACTOR,
+    Growth,
     Limits,
     SearchedSize,
     find_largest,
+    gains_from,
+    growth_of,
     options_with_least_memory,
 )
 from streamfx.tools.planner.shards import Sharding
@@ -41,6 +41,7 @@ from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, IN_CHUNKS, MIN
 
 OFFLOAD = "offload stage inputs to the host (--offload, offload='inputs'), then it fits: {takes}"
 LENGTH_MULTIPLE = 256  # the longest length per rank is rounded to a multiple of this
+FEW_LAYERS = 4  # layers; with fewer, no stage has the same neighbors as the inner stages of the full model
 
 
 class StepSearch(NamedTuple):
@@ -156,14 +157,14 @@ class TrainingStep:
                 return traced_peaks(length)
 
         def extrapolated_peaks(length: int) -> tuple[int, int] | None:
-            """Extrapolate both peaks from traces of a few layers and of one more."""
+            """Extrapolate both peaks from traces of a few layers and of one more: each further layer adds their difference."""
             few_peaks, more_peaks = peaks_of_first_layers(FEW_LAYERS, length), peaks_of_first_layers(FEW_LAYERS + 1, length)
             if few_peaks is None or more_peaks is None:
                 return None
             ours, checkpointing = (
-                extrapolate_layers(*pair, layers - FEW_LAYERS) for pair in zip(few_peaks, more_peaks, strict=True)
+                few + (layers - FEW_LAYERS) * (more - few) for few, more in zip(few_peaks, more_peaks, strict=True)
             )
-            return int(ours), int(checkpointing)
+            return ours, checkpointing
 
         return gains_from(extrapolated_peaks if layers > 2 * FEW_LAYERS else traced_peaks, traced_peaks, seq, self.ranks.context)
 
@@ -172,35 +173,22 @@ class TrainingStep:
         if not self._has_baselines:
             return {}
         assert limits.device is not None
-        by_name: dict[str, int] = {}
-        layers = len(layers_of(self.model))
-        for name, way in baselines_of(self.model).items():
-            peak, few_peaks = partial(self._peak_of_first_layers, way, batch), partial(self._peaks_of_few, way, batch)
-            length = find_longest(
-                Peaks(partial(peak, layers), partial(peak, 1), few_peaks), layers, limits.device, first_length, LENGTH_MULTIPLE
+        inputs = self._inputs(batch, first_length)
+        constant_bytes, repeat = self._constant_bytes(inputs), self._layer_repetition(inputs)
+        lengths = {
+            name: find_longest(
+                partial(self._peak_of, baseline, repeat, batch), constant_bytes, limits.device, first_length, LENGTH_MULTIPLE
             )
-            if length is not None:
-                by_name[name] = length
-        return by_name
+            for name, baseline in baselines_of(self.model).items()
+        }
+        return {name: length for name, length in lengths.items() if length is not None}
 
-    def _peak_of_first_layers(self, way: Baseline, batch: int, count: int, length: int) -> int | None:
-        """Return the peak of a baseline with the first `count` layers, or None if it cannot be traced."""
-        inputs, layers = self._inputs(batch, length), len(layers_of(self.model))
-        with pretend_device(self.device.kind), uncollected(), first_layers(self.model, count):
-            # The layer repetition is the same for all baselines; heads in many chunks are slow to trace.
-            alike = None if count < layers or way[0] is self.model else self._layer_repetition(inputs)
-            peak = peak_of(way, inputs, alike)
-            return None if peak is None else peak + self._constant_bytes(inputs)
-
-    def _peaks_of_few(self, way: Baseline, batch: int, length: int) -> tuple[int, int] | None:
-        """Return the peaks of the first few layers, and of one layer more."""
-        inputs, constant = self._inputs(batch, length), list[int]()
-        for count in (FEW_LAYERS, FEW_LAYERS + 1):
-            with first_layers(self.model, count):
-                constant.append(self._constant_bytes(inputs))
+    def _peak_of(self, baseline: Baseline, repeat: Repeat | None, batch: int, length: int) -> int | None:
+        """Return the peak of a baseline, or None if it cannot be traced. `repeat` is the layer repetition, if known."""
+        inputs = self._inputs(batch, length)
         with pretend_device(self.device.kind), uncollected():
-            peaks = peaks_of_few(way, inputs)
-        return None if peaks is None else (peaks[0] + constant[0], peaks[1] + constant[1])
+            peak = peak_of(baseline, inputs, repeat)
+        return None if peak is None else peak + self._constant_bytes(inputs)
 
     def _constant_bytes(self, inputs: Mapping[str, Tensor]) -> int:
         """Return the constant memory: parameters, buffers, optimizer state and inputs."""
@@ -209,7 +197,8 @@ class TrainingStep:
     def _layer_repetition(self, inputs: Mapping[str, Tensor]) -> Repeat | None:
         """Return the layer repetition of the model, or None if there is none."""
         try:
-            return find_layer_repetition(loss_of(self.model), inputs)
+            with pretend_device(self.device.kind), uncollected():
+                return find_layer_repetition(loss_of(self.model), inputs)
         except Exception:  # a baseline may be traceable even if the plain model is not
             return None
 

@@ -10,7 +10,7 @@ from streamfx.tools.report.diagram import Diagram, as_dot, as_mermaid
 from streamfx.tools.report.html import html_of, picture_of
 from streamfx.tools.report.page import Page
 from streamfx.tools.report.paths import written
-from streamfx.tools.report.perfetto import trace_of
+from streamfx.tools.report.timeline import trace_of
 
 
 class Exports:
@@ -40,8 +40,7 @@ class Exports:
 
         Example:
             >>> import tempfile, torch, streamfx
-            >>> weight = torch.randn(8, 8, requires_grad=True)
-            >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+            >>> found = streamfx.explain(torch.nn.Linear(8, 8), torch.randn(2, 64, 8), chunk_size=16)
             >>> found.to_html(tempfile.mkdtemp() + "/step.html").name
             'step.html'
         """
@@ -61,8 +60,7 @@ class Exports:
 
         Example:
             >>> import tempfile, torch, streamfx
-            >>> weight = torch.randn(8, 8, requires_grad=True)
-            >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+            >>> found = streamfx.explain(torch.nn.Linear(8, 8), torch.randn(2, 64, 8), chunk_size=16)
             >>> found.to_svg(tempfile.mkdtemp() + "/step.svg").name
             'step.svg'
         """
@@ -84,8 +82,7 @@ class Exports:
 
         Example:
             >>> import tempfile, torch, streamfx
-            >>> weight = torch.randn(8, 8, requires_grad=True)
-            >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+            >>> found = streamfx.explain(torch.nn.Linear(8, 8), torch.randn(2, 64, 8), chunk_size=16)
             >>> found.to_perfetto(tempfile.mkdtemp() + "/step.json").name
             'step.json'
         """
@@ -101,8 +98,7 @@ class Exports:
 
         Example:
             >>> import torch, streamfx
-            >>> weight = torch.randn(8, 8, requires_grad=True)
-            >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+            >>> found = streamfx.explain(torch.nn.Linear(8, 8), torch.randn(2, 64, 8), chunk_size=16)
             >>> found.to_mermaid().splitlines()[0]
             'flowchart TB'
         """
@@ -116,8 +112,7 @@ class Exports:
 
         Example:
             >>> import torch, streamfx
-            >>> weight = torch.randn(8, 8, requires_grad=True)
-            >>> found = streamfx.explain(lambda x: (x @ weight).square().mean(), torch.randn(2, 64, 8), chunk_size=16)
+            >>> found = streamfx.explain(torch.nn.Linear(8, 8), torch.randn(2, 64, 8), chunk_size=16)
             >>> found.to_dot().splitlines()[0]
             'digraph streamfx {'
         """

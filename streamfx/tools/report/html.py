@@ -8,7 +8,8 @@ from typing import Any
 
 from streamfx.budget import format_bytes
 from streamfx.tools.report.chart import LEFT, RIGHT, WIDTH, colour_of, comparison_chart, stacked_chart
-from streamfx.tools.report.page import Page, SpanFigure
+from streamfx.tools.report.page import Page
+from streamfx.tools.report.stage_titles import SpanFigure
 from streamfx.tools.report.text import in_flops
 from streamfx.tools.report.timeline import MemoryTimeline, Timeline
 

@@ -23,14 +23,13 @@ from streamfx.passes.ops.aliasing import computed_memories
 from streamfx.passes.ops.collectives import has_collectives
 from streamfx.passes.partition.chunk_sizes import gradient_bytes
 from streamfx.tools.report.fallback_reasons import why_no_stages
-from streamfx.tools.report.notices import predicted
+from streamfx.tools.report.notices import MORE, predicted
 from streamfx.tools.report.stage_table import source_lines
 from streamfx.tools.report.stage_titles import unnumbered
 from streamfx.torch_private.dropped_writes import dropped_writes
 from streamfx.torch_private.versions import untested
 
 MIN_FLOPS = 10**11  # FLOPs of a graph: below this, a missed optimization does not matter
-MORE = "streamfx.explain shows more"
 UNCHUNKED = (
     "a graph of {flops:.1e} FLOPs runs unchunked: {why}. The result is exact, and takes as much memory as plain autograd. "
     f"{MORE}."

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from streamfx.budget import format_bytes
 from streamfx.options import Options
-from streamfx.tools.report.stage_titles import group_key, joint_name, names_together
+from streamfx.tools.report.stage_titles import StageRow, names_together, stage_rows
 from streamfx.tools.report.text import (
     headline,
     in_flops,
@@ -45,38 +44,6 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
-
-
-@dataclass(frozen=True)
-class SpanFigure:
-    """The keys that an attention sees: its kind, and bounds as returned by `details.bounds_of`."""
-
-    kind: str
-    bounds: Sequence[int | None] | None
-
-
-@dataclass(frozen=True)
-class StageRow:
-    """Similar stages on one line; the details come from the first of them."""
-
-    name: str
-    count: int
-    stage: Stage
-    saved: str
-    share: str
-    sequence: int | None
-    every: Sequence[Stage] = ()
-
-    @property
-    def loops_of_stages(self) -> list[tuple[str, str]]:
-        """Pairs of loop and stage name for all of these stages."""
-        return [(run["name"], stage["name"]) for stage in self.every for run in stage["runs"]]
-
-    @property
-    def spans(self) -> list[SpanFigure]:
-        """The attentions of the stage without duplicates."""
-        pairs = zip(self.stage["attention"], self.stage["spans"], strict=True)
-        return list({(kind, str(bounds)): SpanFigure(kind, bounds) for kind, bounds in pairs}.values())
 
 
 @dataclass(frozen=True)
@@ -128,20 +95,6 @@ def place_of_peak(course: MemoryTimeline, stages: Sequence[Stage]) -> str:
     loop = next((loop.name for loop in course.loops if loop.start <= moment <= loop.end), None)
     stage = next((stage["name"] for stage in stages for run in stage["runs"] if run["name"] == loop), None)
     return f"in {stage}, {half}" if stage is not None else f"in the {half}"
-
-
-def stage_rows(stages: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> tuple[StageRow, ...]:
-    """Group consecutive stages whose names differ only in a number and whose figures are equal."""
-    return tuple(_stage_row(list(run), flops, sequences) for _, run in groupby(stages, key=group_key))
-
-
-def _stage_row(run: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> StageRow:
-    """Return the line of similar stages: FLOPs share, saved bytes and sequence length."""
-    stage, name = run[0], joint_name([stage["name"] for stage in run])
-    share = f"{100 * sum(similar['flops'] for similar in run) / flops:.1f} %" if flops else "-"
-    saved = format_bytes(stage["saved_bytes"])
-    sequence = sequences[stage["graph"]] if stage["graph"] < len(sequences) else None
-    return StageRow(name, len(run), stage, saved if len(run) == 1 else f"{len(run)} x {saved}", share, sequence, run)
 
 
 def fallback_rows(stages: Sequence[Stage], matters: bool) -> tuple[FallbackRow, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,11 +15,21 @@ from streamfx.ir.facts import Facts, Role, StorageClass
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.signature import LetterShape
 from streamfx.ir.stage import Stage
+from streamfx.ir.subgraph import Subgraph
 from streamfx.kernels.mask_programs import MaskProgram
+from streamfx.log import log
 from streamfx.node_meta import VALUE
 from streamfx.runtime.chunked_recurrences import Recurrence
-from streamfx.tools.report.listing import ListingContext, call_text, chunk_text, dtype_text, program_lines, shape_text
-from streamfx.tools.report.weight_collectives import programs_after_buckets, programs_after_reinsertion, removed_collectives
+from streamfx.tools.report.listing import (
+    ListingContext,
+    call_text,
+    chunk_text,
+    dtype_text,
+    outer_lines,
+    program_lines,
+    shape_text,
+)
+from streamfx.torch_private import trace_artifact
 from streamfx.torch_private.lines import source_line
 
 Lines = Iterator[str]
@@ -279,6 +290,55 @@ def _body_lines(facts: Facts) -> Lines:
         yield f"{loop.spec.name}: {'interpreted by torch.fx' if loop.compiled is None else loop.compiled}"
 
 
+# -- collectives on weights
+
+
+def removed_collectives(facts: Facts) -> Iterator[str]:
+    """Yield how each weight is gathered from its shard, and how each gradient is reduced to a rank's shard."""
+    collectives = facts.collectives
+    if collectives is None:
+        yield "no collectives"
+        return
+    for weight, gather in collectives.gathers.items():
+        yield f"weight {weight.name} {_shape(weight)} = {_chain_text(gather.subgraph)}"
+    trained = {position: primal for position, primal, _ in facts.joint.trained}
+    for position, subgraph in collectives.reductions.items():
+        yield f"gradient of {trained[position].name} = {_chain_text(subgraph)}"
+
+
+def programs_after_reinsertion(facts: Facts) -> Iterator[str]:
+    """Yield both host programs with the reinserted collectives between loops."""
+    yield from _host_programs(facts, placeholder="no collective was removed")
+
+
+def programs_after_buckets(facts: Facts) -> Iterator[str]:
+    """Yield both host programs after collectives between the same loops are merged."""
+    yield from _host_programs(facts, placeholder="no collectives were merged")
+
+
+def _host_programs(facts: Facts, placeholder: str) -> Iterator[str]:
+    """Yield both host programs, or `placeholder` if the graph has no collectives on weights."""
+    if facts.collectives is None:
+        yield placeholder
+        return
+    if facts.program is None:
+        return
+    values = [node for node in (*facts.joint.sources, *facts.joint.nodes) if is_tensor(node)]
+    yield from outer_lines(facts.program, ListingContext({}, {id(node.meta[VALUE]): node.name for node in values}))
+
+
+def _chain_text(subgraph: Subgraph) -> str:
+    """Format a chain of operators as nested calls."""
+    text = {subgraph.source: f"{subgraph.source.name} {_shape(subgraph.source)}"}
+    for node in subgraph.nodes:
+        text[node] = call_text(node, text.__getitem__)
+    return text[subgraph.result]
+
+
+def _shape(node: fx.Node) -> str:
+    return shape_text(node.meta[VALUE])
+
+
 PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "unshard": removed_collectives,
     "canonicalize": _sized_graph_lines,
@@ -297,3 +357,21 @@ PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "hoist_masks": _mask_lines,
     "compile_bodies": _body_lines,
 }
+
+
+# -- logs and traces: `TORCH_LOGS="+streamfx"` writes each product to the log, `TORCH_TRACE` keeps it for tlparse
+
+
+def show_product(applied_pass: Any, facts: Facts) -> None:
+    """Log and trace the product of a pass; the pipeline calls this after each pass."""
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("after %s:\n%s", applied_pass.name, _text(applied_pass.name, facts))
+    trace_artifact(f"streamfx_{applied_pass.name}", lambda: _text(applied_pass.name, facts))
+
+
+def _text(product: str, facts: Facts) -> str:
+    """Return the text of a product. A printing error must not abort compilation."""
+    try:
+        return text_of(facts, product)
+    except Exception as error:
+        return f"({product} could not be printed: {type(error).__name__}: {error})\n"

@@ -9,18 +9,19 @@ from typing import Any
 from torch import fx
 
 from streamfx.cost.flops import flops_of_graph, is_fused_attention
-from streamfx.cost.memory import LoopCost
+from streamfx.cost.memory import LoopCost, bytes_like
 from streamfx.ir.facts import Facts, Role, known
 from streamfx.ir.joint import is_tensor
+from streamfx.ir.program import Program
 from streamfx.ir.span import Span
 from streamfx.ir.stage import Stage
-from streamfx.node_meta import SPLIT_FROM
+from streamfx.node_meta import SPLIT_FROM, VALUE
 from streamfx.passes.ops.rules.attention import M
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.probes import LoopOrigin
-from streamfx.tools.report.comm_table import Wire, as_plain, calls_of, sent_by_program, sum_traffic
-from streamfx.tools.report.details import LoopReport, SavedReport, bounds_of, loop_reports, saved_reports
+from streamfx.tools.report.communication import Wire, as_plain, sent_by_program, sum_traffic, total_of
 from streamfx.tools.report.fallback_reasons import Obstacle, is_from_ranks, obstacles, why_no_stages
+from streamfx.tools.report.listing import shape_text
 from streamfx.torch_private.lines import source_line
 
 
@@ -140,7 +141,7 @@ class _ReportBuilder:
     def _communication(self, loops: Iterable[Loop]) -> dict[str, dict[str, dict[str, int]]] | None:
         """Return the communication of the loops, or None if they send nothing."""
         wire = sum_traffic(self.traffic_by_loop[loop.spec.name] for loop in loops if loop.spec.name in self.traffic_by_loop)
-        return as_plain(wire) if calls_of(wire) else None
+        return as_plain(wire) if total_of(wire).calls else None
 
 
 def _distinct_texts(items: Iterable[Obstacle]) -> tuple[str, ...]:
@@ -194,3 +195,62 @@ def _is_over_row_pairs(node: fx.Node, facts: Facts) -> bool:
 def source_lines(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     """Return the distinct source lines of a user's code that the operators come from."""
     return tuple(dict.fromkeys(line for node in nodes if (line := source_line(node))))
+
+
+# -- loops and saved values
+
+
+@dataclass(frozen=True)
+class LoopReport:
+    """A loop of a stage: its graph (forward or backward), its chunks, the rows of each, and their total FLOPs and launches."""
+
+    name: str
+    half: str
+    chunks: int
+    rows: int
+    flops: int
+    launches: int
+
+
+@dataclass(frozen=True)
+class SavedReport:
+    """A value that the forward graph saves for the backward graph, and the source line that it comes from."""
+
+    value: str
+    shape: str
+    bytes: int
+    where: str
+
+
+def loop_reports(loops: Iterable[Loop], program: Program, costs: Mapping[str, LoopCost]) -> tuple[LoopReport, ...]:
+    """Return the reports of loops, each with its graph and cost."""
+    forward = {name for name, _ in program.forward.named_children()}
+    return tuple(_loop_report(loop, loop.spec.name in forward, costs[loop.spec.name]) for loop in loops)
+
+
+def _loop_report(loop: Loop, is_forward: bool, cost: LoopCost) -> LoopReport:
+    half = "forward" if is_forward else "backward"
+    return LoopReport(loop.spec.name, half, cost.chunks, cost.rows, cost.flops, cost.work.launches)
+
+
+def saved_reports(stage: Stage, facts: Facts) -> tuple[SavedReport, ...]:
+    """Return the saved values of a stage, the largest first."""
+    ids_of_values = {id(node.meta[VALUE]) for node in (*stage.forward, *stage.backward) if is_tensor(node)}
+    saved = [node for node in known(facts.program).saved if id(node.meta.get(VALUE)) in ids_of_values]
+    return tuple(sorted(map(_saved_report, saved), key=lambda item: -item.bytes))
+
+
+def _saved_report(node: fx.Node) -> SavedReport:
+    """Return name, dtype, shape, bytes and source line of a saved value."""
+    value = node.meta[VALUE]
+    kind = str(value.dtype).removeprefix("torch.")
+    where = next(filter(None, map(source_line, (node, *node.all_input_nodes))), "")
+    return SavedReport(node.name, f"{kind} {shape_text(value)}", bytes_like(value), where)
+
+
+def bounds_of(span: Span | None) -> list[int | None] | None:
+    """Return [low, high] if a chunk of rows [s, e) sees keys [s + low, e + high).
+
+    A bound is None if the span is unbounded on that side; the result is None if the attention sees all keys.
+    """
+    return None if span is None else [span.low, span.high]

@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from streamfx.budget import format_bytes
-from streamfx.tools.report.comm_table import COLUMNS, HALVES
-from streamfx.tools.report.stage_titles import group_key, joint_name, names_together, unnumbered
+from streamfx.tools.report.communication import COLUMNS, HALVES
+from streamfx.tools.report.stage_titles import joint_name, names_together, stage_rows, unnumbered
 from streamfx.tools.report.verdict import CHECKPOINTING, EAGER, NOTHING, StepCost, gains, verdict, why_nothing_streams
 
 Stage = Mapping[str, Any]
@@ -244,7 +244,14 @@ def _peak_values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
 
 def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
     """Yield a line per group of similar stages, with aligned columns."""
-    yield from aligned([HEADER, *(_table_row(list(run), flops) for _, run in groupby(stages, key=group_key))])
+    rows = stage_rows(stages, flops)
+    yield from aligned([HEADER, *((*_stage_cells(row.stage, row.name), row.saved, row.share) for row in rows)])
+
+
+def _stage_cells(stage: Stage, name: str) -> tuple[str, str, str, str]:
+    """Return the cells of a group of similar stages, which `stage` represents: name, attention, rows per chunk, and loops."""
+    attention, rows = ", ".join(stage["attention"]) or "-", str(stage["chunk_size"] or "-")
+    return name + suffix_of(stage), attention, rows, str(stage["loops"])
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 2) -> Iterator[str]:
@@ -265,21 +272,6 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 2) -> Iterator[str]:
 def suffix_of(stage: Stage) -> str:
     """Return the suffix for the name of a stage that does not fully stream."""
     return "" if extent(stage) == "streamed" else f" ({extent(stage)})"
-
-
-def _table_row(run: list[Stage], flops: int) -> tuple[str, ...]:
-    """Return the cells of a group of similar stages."""
-    stage, name = run[0], joint_name([stage["name"] for stage in run])
-    share = 100 * sum(stage["flops"] for stage in run) / flops if flops else 0.0
-    saved = format_bytes(stage["saved_bytes"])
-    return (
-        name + suffix_of(stage),
-        ", ".join(stage["attention"]) or "-",
-        str(stage["chunk_size"] or "-"),
-        str(stage["loops"]),
-        saved if len(run) == 1 else f"{len(run)} x {saved}",
-        f"{share:.1f} %",
-    )
 
 
 # -- communication

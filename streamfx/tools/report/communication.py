@@ -1,4 +1,4 @@
-"""Assign each collective of a step to the stage that it serves.
+"""The communication of a step: collective calls, and the bytes each rank sends, by the stage that they serve.
 
 A gather belongs to the first loop that reads the gathered value. A reduction, or any other collective between loops, belongs to
 the last loop that computes its operand. A collective in a loop body belongs to that loop. The assignment follows def-use chains
@@ -7,13 +7,16 @@ only, never names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
-from streamfx.cost.comm import GATHERS, KINDS, REDUCTIONS, CallTraffic, Traffic, traffic_of_node
-from streamfx.cost.memory import LoopCost
+from streamfx.cost.categories import WEIGHTS
+from streamfx.cost.comm import GATHERS, KINDS, REDUCTIONS, CallTraffic, Traffic, total_traffic, traffic_of_node
+from streamfx.cost.memory import Cost, LoopCost
+from streamfx.ir.facts import Facts
 from streamfx.ir.joint import saved_values
 from streamfx.ir.program import Program
 from streamfx.runtime.loop import Loop
@@ -24,48 +27,70 @@ FORWARD, BACKWARD = HALVES = "forward", "backward"
 Wire = dict[str, dict[str, Traffic]]  # by half, by column
 
 
-def empty_wire() -> Wire:
-    """Return no traffic in either graph."""
-    return {half: dict.fromkeys(COLUMNS, Traffic()) for half in HALVES}
+# -- the whole step
 
 
-def sum_traffic(traffic_parts: Iterable[Wire]) -> Wire:
-    """Return the sum of the traffic of several parts of a step."""
-    total = empty_wire()
-    for wire in traffic_parts:
-        for half, columns in wire.items():
+def communication_of(
+    graphs: Sequence[Facts], costs: Sequence[Cost], eager: Cost | None = None, is_checkpointed: bool = False
+) -> dict[str, Any] | None:
+    """Return the communication of a step as values that JSON can represent, or None if nothing is sent.
+
+    `forward` and `backward` count `gathers`, `reductions` and `exchanges` between loops (or in the full graph if it is not
+    chunked) by kind. `in_loops` counts calls in loop bodies times the number of chunks. `bytes` is the total; `far_bytes`
+    counts only groups that span several machines, with 8 consecutive ranks per machine. `early_reductions` is the fraction
+    of the backward graph's reductions between loops that start before its last loop (None if there are none).
+    `whole_weights_bytes` are the gathered weights alive at the peak. `eager` is the same step run in eager mode on fake
+    tensors (None if unknown, or if it sends nothing); `checkpointed` is true if each layer is checkpointed there.
+
+    Args:
+        graphs: The facts of each graph call.
+        costs: The cost of each graph call.
+        eager: The cost of the step in eager mode, if known.
+        is_checkpointed: Whether each layer is checkpointed in `eager`.
+    """
+    traffic = [_host_traffic(facts, cost) for facts, cost in zip(graphs, costs, strict=True)]
+    sent = sum_traffic(wire for one in traffic for wire in one.by_loop.values())
+    total = total_of(sent)
+    if not total.calls:
+        return None
+    reductions = sum(one.reductions for one in traffic)
+    eager_sent = sum_traffic([] if eager is None else [_halves_of_cost(eager)])
+    return {
+        **as_plain(sent),
+        "bytes": total.bytes,
+        "far_bytes": total.far,
+        "early_reductions": sum(one.early for one in traffic) / reductions if reductions else None,
+        "whole_weights_bytes": max(costs, key=lambda cost: cost.peak).peak_terms.get(WEIGHTS, 0),
+        "eager": {**as_plain(eager_sent), "bytes": total_of(eager_sent).bytes, "checkpointed": is_checkpointed}
+        if total_of(eager_sent).calls
+        else None,
+    }
+
+
+def sum_traffic(parts: Iterable[Mapping[str, Mapping[str, Traffic]]]) -> Wire:
+    """Return the sum of the traffic of several parts of a step, with all halves and columns."""
+    total: Wire = {half: dict.fromkeys(COLUMNS, Traffic()) for half in HALVES}
+    for part in parts:
+        for half, columns in part.items():
             for column, traffic in columns.items():
                 total[half][column] = total[half][column].plus(traffic)
     return total
 
 
-def bytes_of(wire: Wire) -> int:
-    """Return the number of bytes of all collectives."""
-    return sum(traffic.bytes for columns in wire.values() for traffic in columns.values())
-
-
-def bytes_between_machines(wire: Wire) -> int:
-    """Return the number of bytes that leave the machine."""
-    return sum(traffic.far for columns in wire.values() for traffic in columns.values())
-
-
-def calls_of(wire: Wire) -> int:
-    """Return the number of all collective calls."""
-    return sum(traffic.calls for columns in wire.values() for traffic in columns.values())
+def total_of(wire: Wire) -> Traffic:
+    """Return the sum over halves and columns."""
+    return total_traffic(traffic for columns in wire.values() for traffic in columns.values())
 
 
 def as_plain(wire: Wire) -> dict[str, dict[str, dict[str, int]]]:
     """Convert the traffic to values that JSON can represent."""
-    return {half: {name: _traffic_dict(traffic) for name, traffic in columns.items()} for half, columns in wire.items()}
+    return {
+        half: {column: {"calls": traffic.calls, "bytes": traffic.bytes} for column, traffic in columns.items()}
+        for half, columns in wire.items()
+    }
 
 
-def _traffic_dict(traffic: Traffic) -> dict[str, int]:
-    return {"calls": traffic.calls, "bytes": traffic.bytes}
-
-
-def traffic_of_graphs(forward: Mapping[str, Traffic], backward: Mapping[str, Traffic]) -> Wire:
-    """Return the traffic of a forward and a backward graph without loops."""
-    return sum_traffic([{FORWARD: dict(forward), BACKWARD: dict(backward)}])
+# -- by loop
 
 
 @dataclass(frozen=True)
@@ -76,8 +101,35 @@ class HostTraffic:
     """
 
     by_loop: dict[str, Wire]
-    early: int
-    reductions: int
+    early: int = 0
+    reductions: int = 0
+
+
+def _host_traffic(facts: Facts, cost: Cost) -> HostTraffic:
+    """Return the traffic of a graph by loop, or as one entry if it is not chunked."""
+    if facts.program is None:
+        return HostTraffic({"": sum_traffic([_halves_of_cost(cost)])})
+    return sent_by_program(facts.program, len(facts.joint.outputs), cost.loops)
+
+
+def _halves_of_cost(cost: Cost) -> dict[str, Mapping[str, Traffic]]:
+    """Return the traffic of a forward and a backward graph without loops."""
+    return {FORWARD: cost.forward_traffic, BACKWARD: cost.backward_traffic}
+
+
+def sent_by_program(program: Program, num_outputs: int, costs: Mapping[str, LoopCost]) -> HostTraffic:
+    """Return the traffic by loop name: collectives between loops, and collectives that the chunks of each loop run."""
+    halves = halves_of(program, num_outputs)
+    by_loop: dict[str, Wire] = {}
+    for name, half in halves:
+        for loop, sent in half.sent():
+            traffic = by_loop.setdefault(loop, sum_traffic([]))[name]
+            traffic[sent.kind] = traffic[sent.kind].plus(sent.traffic)
+        for loop in half.loops.values():
+            if costs[loop].sent.calls:
+                by_loop.setdefault(loop, sum_traffic([]))[name][IN_LOOPS] = costs[loop].sent
+    early, reductions = halves[-1][1].early() if program.backward is not None else (0, 0)
+    return HostTraffic(by_loop, early, reductions)
 
 
 def halves_of(program: Program, num_outputs: int) -> list[tuple[str, ProgramTraffic]]:
@@ -88,21 +140,6 @@ def halves_of(program: Program, num_outputs: int) -> list[tuple[str, ProgramTraf
     saved = saved_values(program.forward.graph, program.backward.graph, num_outputs)
     writer_loop = {input_: forward.writer_loop[node] for input_, node in saved.items() if node in forward.writer_loop}
     return [(FORWARD, forward), (BACKWARD, ProgramTraffic(program.backward, writer_loop))]
-
-
-def sent_by_program(program: Program, num_outputs: int, costs: Mapping[str, LoopCost]) -> HostTraffic:
-    """Return the traffic by loop name: collectives between loops, and collectives that the chunks of each loop run."""
-    halves = halves_of(program, num_outputs)
-    by_loop: dict[str, Wire] = {}
-    for name, half in halves:
-        for loop, sent in half.sent():
-            traffic = by_loop.setdefault(loop, empty_wire())[name]
-            traffic[sent.kind] = traffic[sent.kind].plus(sent.traffic)
-        for loop in half.loops.values():
-            if costs[loop].sent.calls:
-                by_loop.setdefault(loop, empty_wire())[name][IN_LOOPS] = costs[loop].sent
-    early, reductions = halves[-1][1].early() if program.backward is not None else (0, 0)
-    return HostTraffic(by_loop, early, reductions)
 
 
 @dataclass
