@@ -1,14 +1,20 @@
-"""AxisTable against index arithmetic: equal axes are equal for every index."""
+"""AxisTable against index arithmetic: equal axes are equal for every index; relatives of the sequence."""
 
 import math
+from collections.abc import Callable
 from itertools import accumulate, pairwise, product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from streamfx.ir.axis_table import AxisTable, Dim
+from streamfx.ir.axis_table import Atom, AxisTable, Dim
+from streamfx.ir.facts import AxisFacts
+from streamfx.passes.analysis.axes import _derived_or_source_axes, axes_of
+from tests.support.tracing import traced
 
 
 @st.composite
@@ -73,19 +79,6 @@ def test_unify_makes_equal(shapes: tuple[list[int], list[int]]) -> None:
     assert not done or table.resolve(left) == table.resolve(right)
 
 
-@given(st.lists(st.integers(2, 6), min_size=1, max_size=3), st.lists(st.integers(2, 6), min_size=1, max_size=3))
-def test_a_failed_unify_matches_only_equal_strides(left: list[int], right: list[int]) -> None:
-    """Outer factors that were matched before it failed have equal strides from the outside."""
-    table = AxisTable()
-    one, other = fresh(table, left), fresh(table, right)
-    if math.prod(left) != math.prod(right) or table.unify(one, other):
-        return
-    pairs = list(zip(table.resolve(one), table.resolve(other), strict=False))
-    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-    shared = set(table.resolve(one)[same:]) & set(table.resolve(other)[same:])
-    assert not shared, "an inner factor was matched although an outer one was not"
-
-
 def test_a_factor_that_occurs_twice() -> None:
     """`(t t)` against `(a b)`: all three are one axis, and where both are split, t is split once."""
     table = AxisTable()
@@ -94,18 +87,6 @@ def test_a_factor_that_occurs_twice() -> None:
     t, parts = table.fresh(6), fresh(table, [2, 3, 2, 3])
     assert table.unify(t + t, parts)
     assert table.resolve(parts[:2]) == table.resolve(parts[2:]) == table.resolve(t)
-
-
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=12))
-def test_sizes_never_change_and_equality_is_transitive(pairs: list[tuple[int, int]]) -> None:
-    table = AxisTable()
-    dims = [fresh(table, shape) for shape in ([12], [3, 4], [2, 6], [4, 3], [2, 2, 3], [6, 2], [12], [3, 2, 2])]
-    united: list[tuple[int, int]] = []
-    for i, j in pairs:
-        if table.unify(dims[i], dims[j]):
-            united.append((i, j))
-        assert all(table.size_of_dim(table.resolve(dim)) == 12 for dim in dims)
-        assert all(table.resolve(dims[a]) == table.resolve(dims[b]) for a, b in united)
 
 
 # -- blocks of an axis that is kept: the index of a row follows from those of its block and within it
@@ -125,3 +106,59 @@ def test_only_rows_of_blocks_are_the_axis(order: str, joins: bool) -> None:
     joined = table.regroup(own, [math.prod(int(table.size(atom)) for atom in own)])
     assert joined is not None and (joined == (rows,)) is joins
     assert table.are_blocks(rows[0], own) is joins
+
+
+# -- relatives of the sequence axis: its slices, its padded forms, and concatenations with it
+
+ROWS = 5
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(2, *shape, 4, dtype=torch.float64, requires_grad=True)
+
+
+class Graph:
+    """The axes of a function's inputs, before a sequence axis is chosen."""
+
+    def __init__(self, function: Callable[..., Tensor], *inputs: Tensor) -> None:
+        recorded, _ = traced(lambda *own: function(*own).square().sum(), inputs, chunk_size=2, loss_chunk_size=2)
+        self.joint = recorded.facts[-1].joint
+        self.axes: AxisFacts = axes_of(self.joint)
+
+    def atom(self, number: int, dim: int) -> Atom:
+        (atom,) = self.axes.table.resolve(self.axes.shapes[self.joint.primals[number]][dim])
+        return atom
+
+    def joined(self) -> Dim:
+        """The concatenated dimension."""
+        (node,) = (node for node in self.joint.nodes if node.target is torch.ops.aten.cat.default)
+        return self.axes.table.resolve(self.axes.letters[node][1])
+
+    def relatives(self, number: int, dim: int) -> set[Atom]:
+        return _derived_or_source_axes({self.atom(number, dim)}, self.axes)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_blocks_are_relatives_of_their_concatenation_and_their_rows_are_not(at: int) -> None:
+    def joined(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        parts = [y, z]
+        parts.insert(at, x.flatten(1, 2))
+        return torch.cat(parts, 1).cumsum(1)
+
+    graph = Graph(joined, leaf(2, 3), leaf(ROWS), leaf(ROWS))
+    found = graph.relatives(1, 1)
+    assert {graph.atom(0, 1), graph.atom(2, 1), *graph.joined()} <= found
+    assert found.isdisjoint({graph.atom(0, 0), graph.atom(0, 2), graph.atom(0, 3)})  # batch, rows of a block, features
+
+
+def test_concatenated_sequences_are_relatives() -> None:
+    """A view splits the concatenation into two axes: both are relatives."""
+
+    def joined(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return torch.cat([x, y, z.flatten(1, 2)], 1).unflatten(1, (4, ROWS)).cumsum(2)
+
+    graph = Graph(joined, leaf(ROWS), leaf(ROWS), leaf(2, ROWS))
+    assert len(graph.joined()) == 2
+    found = graph.relatives(0, 1)
+    assert {graph.atom(1, 1), *graph.joined()} <= found
+    assert graph.atom(2, 2) not in found

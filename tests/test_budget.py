@@ -1,22 +1,37 @@
-"""`memory_budget`: the predicted peak is the measured peak, and never exceeds the budget."""
+"""`memory_budget`: the predicted peak is the measured peak, and never exceeds the budget; levels; amounts as text."""
 
 from collections.abc import Callable
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import streamfx
 import streamfx.frontend.split_graphs
 from streamfx import budget
-from streamfx.budget import STATE_PER_PARAMETER, budget_bytes, free_memory, total_memory
+from streamfx.budget import (
+    STATE_PER_PARAMETER,
+    UNITS,
+    budget_bytes,
+    format_bytes,
+    free_memory,
+    is_budget,
+    parse_amount,
+    total_memory,
+)
 from streamfx.cost.memory import cost_of
 from streamfx.cost.meter import Meter
 from streamfx.errors import OverBudgetError
 from streamfx.frontend.quick_bound import find_fitting_lengths, max_activation_bytes
 from streamfx.ir.dynamic_lengths import Lengths
+from streamfx.ir.facts import Facts, known
 from streamfx.ir.program import Program
 from streamfx.options import SAVE_LEVELS, resolve_options
 from streamfx.passes.partition.budget_search import held_bytes
@@ -26,8 +41,8 @@ from tests.random_decoders.checking import executed
 from tests.random_decoders.kinds import numbered
 from tests.support import hf
 from tests.support.calls import noted
-from tests.support.exactness import gradient_errors, outcome, recorder, scalar_of
-from tests.support.hf import ROTARY
+from tests.support.exactness import compare, gradient_errors, outcome, recorder, scalar_of
+from tests.support.hf import ROTARY, LossOf, deep
 from tests.support.peaks import however_small
 from tests.support.small import Causal, tokens
 from tests.support.translators import Translator, batch
@@ -288,3 +303,91 @@ def test_evaluation_that_clearly_fits_is_compiled_unchanged(given_to_inductor: l
         step(IDS, IDS)
     assert len(given_to_inductor) == 1
     assert FITS in str(streamfx.explain(Causal(), IDS, IDS, memory_budget="1GiB"))
+
+
+# -- levels of saved values
+
+
+def loops_again(facts: Facts) -> int:
+    return sum("_again" in loop.spec.name for loop in known(facts.program).loops)
+
+
+def test_each_level_saves_more_and_recomputes_less() -> None:
+    """Values of the first layer, batch 1: each level also saves the values of the level before it."""
+    ids = torch.randint(1, hf.VOCABULARY, (1, 12))
+    model = LossOf(deep(hf.qwen3, 2))
+    (recorded,) = compare(model, {"input_ids": ids, "labels": ids}, chunk_size=6).recorder.compilations
+    chunks = {"chunk_size": 6, "loss_chunk_size": 6}
+    facts = [recorded.facts_for(resolve_options({"save": save, **chunks})) for save in SAVE_LEVELS]
+    kept = [{node.name: tuple(node.meta["val"].shape) for node in own.plan.kept[0]} for own in facts]
+    assert all(less.items() < more.items() for less, more in pairwise(kept))
+    shapes = [sorted(more[name] for name in more.keys() - less.keys()) for less, more in pairwise(kept)]
+    keys, queries, inner = hf.KEY_HEADS * hf.HEAD, hf.HEADS * hf.HEAD, hf.ROTARY["intermediate_size"]
+    assert shapes[0] == [(1, hf.HEADS, 12), (1, hf.HEADS, 12, hf.HEAD)]
+    assert shapes[1] == sorted([(12, keys), (12, keys), (12, queries), (1, 12, hf.WIDTH)])
+    assert shapes[2] == [(12, inner), (12, inner)]
+    costs = [cost_of(own.program.forward, own.program.backward, 1) for own in facts if own.program is not None]
+    assert all(less.flops > more.flops and less.held < more.held for less, more in pairwise(costs))
+    every = [recorded.facts_for(resolve_options({"keep_every": number, **chunks})) for number in (1, 2, 9)]
+    assert [loops_again(own) for own in every] == [0, 1, 1]
+    assert [len(known(every[0].program).saved) - len(known(own.program).saved) for own in every] == [0, 1, 1]
+
+
+# -- amounts of memory, as text or numbers
+
+SPACES = st.text(" \t", max_size=2)
+
+
+@given(st.data(), st.integers(1, 1 << 70), st.sampled_from(sorted(UNITS)))
+def test_every_unit_parses_exactly(data: st.DataObject, number: int, unit: str) -> None:
+    written = "".join(data.draw(st.sampled_from((letter.lower(), letter.upper()))) for letter in unit)
+    text = "".join((data.draw(SPACES), str(number), data.draw(SPACES), written, data.draw(SPACES)))
+    assert parse_amount(text) == budget_bytes(text, CPU) == number * UNITS[unit] and isinstance(parse_amount(text), int)
+    assert resolve_options({"memory_budget": text}).memory_budget == text
+
+
+@given(st.integers(1, 1 << 60))
+def test_printed_sizes_parse_back(size: int) -> None:
+    amount = parse_amount(format_bytes(size))
+    assert isinstance(amount, int) and abs(amount - size) <= size / 20
+
+
+@given(st.integers(1, 10000))
+def test_percentages_equal_fractions(hundredths: int) -> None:
+    share, written = hundredths / 10000, f"{hundredths // 100}.{hundredths % 100:02}"
+    shares = [parse_amount(share), parse_amount(f"{written}%"), parse_amount(f"{written} %"), parse_amount(f"{share:.4f}")]
+    assert shares == [share] * 4 and all(isinstance(item, float) for item in shares)
+    assert budget_bytes(f"{written}%", CPU) == int(share * total_memory(CPU))
+
+
+TEXTS = ("", "G", "-1G", "24 X", "24GiBi", "24i", "1,5G", "0", "0GiB", "0%", "101%", "1.5", "0.0", "nan", "inf", "1e9", "٣G")
+
+
+@pytest.mark.parametrize("value", [*TEXTS, 0, -1, 0.0, 1.5, -0.5, float("nan"), float("inf"), True, (), b"24G"])
+def test_invalid_amounts_are_refused(value: Any) -> None:
+    assert parse_amount(value) is None and not is_budget(value)
+    with pytest.raises(streamfx.OptionError, match="24G") as error:
+        streamfx.configure(memory_budget=value)
+    assert repr(value) in str(error.value)
+    with pytest.raises(streamfx.PlanError, match="memory cannot be"):
+        streamfx.plan("Qwen3-8B", memory=value)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, Fraction])
+def test_numbers_of_any_type_are_shares(kind: Any) -> None:
+    assert is_budget(kind(0.5)) and not is_budget(kind(1.5))
+    for asked in (streamfx.Options(memory_budget=kind(0.5)), resolve_options({"memory_budget": kind(0.5)})):
+        assert asked.memory_budget == 0.5 and type(asked.memory_budget) is float
+
+
+@given(st.text(max_size=12))
+def test_any_text_parses_to_an_amount_or_none(text: str) -> None:
+    amount = parse_amount(text)
+    assert amount is None or amount > 0
+    assert is_budget(text) == (amount is not None or text == "auto")
+
+
+@pytest.mark.parametrize("value", ["90%", 0.9, "auto"])
+def test_host_memory_must_be_bytes(value: Any) -> None:
+    with pytest.raises(streamfx.PlanError, match="host_memory cannot be"):
+        streamfx.plan("Qwen3-8B", host_memory=value)

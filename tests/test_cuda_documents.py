@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamfx.kernels import chunk_attention, cuda_attention, flash_varlen, flash_window, plain_attention
-from streamfx.kernels.mask_tiles import TileKind, tiles_of_mask
+from streamfx.kernels.mask_tiles import tiles_of_mask
 from tests.support import cuda_documents as stand_in
 from tests.support.calls import noted
 from tests.support.cuda_kernels import Heads, another_gradient, drawn, in_their_place, refuses, wrong
@@ -151,22 +151,6 @@ def test_a_scale_that_is_not_positive_splits_documents(scale: float, calls: list
 
 
 # -- which masks are documents
-
-
-def kinds(seen: Tensor) -> list[tuple[TileKind, int | None]]:
-    pieces = tiles_of_mask(bias_of(seen)[:, 0], 1, packs_documents=True)
-    return [(piece.kind, None if piece.documents is None else len(piece.documents.rows) - 1) for piece in pieces]
-
-
-def test_document_masks_are_recognized() -> None:
-    assert kinds(seen_by(STARTS, LENGTH)) == [(TileKind.PACKED, 6)]
-    assert kinds(seen_by(STARTS, LENGTH, causal=False)) == [(TileKind.PACKED, 6)]
-    assert kinds(seen_by(STARTS, LENGTH)[30:62]) == [(TileKind.PACKED, 2)]
-    assert kinds(seen_by([0], LENGTH)) == [(TileKind.CAUSAL, None)], "one document has a kernel of its own"
-    assert kinds(seen_by([0], LENGTH, left=3)) == [(TileKind.PACKED, 1)]
-    gap = seen_by(STARTS, LENGTH)
-    gap[22:30, 22] = False  # a key that no row sees, and a row that sees nothing
-    assert kinds(gap) == [(TileKind.PACKED, 3), (TileKind.MIXED, None), (TileKind.PACKED, 3)]
 
 
 ONE, LONG = seen_by([0], 30, left=3), seen_by([0], 20)

@@ -1,9 +1,6 @@
 """Reductions over forward values that backward needs before its first loop are computed by the forward loops."""
 
-from typing import Any
-
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -39,47 +36,25 @@ def test_a_recurrent_layer_has_one_backward_loop() -> None:
     assert found["flops"] <= found["checkpointing_flops"]
 
 
-class Scaled(torch.autograd.Function):
-    """Its gradient is scaled by a sum over later rows, and its weight's gradient by a table of rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        (given,), (x, weight) = gradients, ctx.saved_tensors
-        behind = (x.flip(1).cumsum(1).flip(1).sin() * x).sum(1, keepdim=True)
-        places = (x[..., 0].flatten() * 100).abs().long() % 512
-        table = x.new_zeros(512, x.shape[-1]).index_add(0, places, x.flatten(0, 1))
-        return given * weight * behind, (given * x).sum((0, 1)) * table.square().mean(0)
-
-
 class Convolved(nn.Module):
     """A sequence of convolutions, and a loss with a running sum."""
 
-    def __init__(self, scaled: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head, self.scaled = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), scaled
-        self.weight = nn.Parameter(torch.randn(8))
+        self.embed, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
         self.layers = nn.ModuleList(nn.Conv1d(8, 8, 4) for _ in range(LAYERS + 1))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids)
         for layer in self.layers:
-            x = Scaled.apply(x, self.weight) if self.scaled else x
             x = x + layer(F.pad(x.mT, (3, 0))).mT.sin()
         losses = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="none")
         return losses.view_as(ids).cumsum(1).mean()
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_each_layer_is_a_stage_if_the_loss_has_a_running_sum(scaled: bool) -> None:
-    """A cut at a running sum of losses is smaller than a cut between layers. A reversed running sum over rows is
-    no sum that a forward loop makes on the way, and a table that no loop waits for is not kept.
-    """
-    model = decoders.made(lambda: Convolved(scaled))
+def test_each_layer_is_a_stage_if_the_loss_has_a_running_sum() -> None:
+    """A cut at a running sum of losses is smaller than a cut between layers."""
+    model = decoders.made(Convolved)
     ids = layouts.tokens(VOCABULARY, BATCH, 24, 0)
     compare(model, {"ids": ids, "labels": ids}, chunk_size=8, also=(1, 5))
     explained = streamfx.explain(model, ids, ids, chunk_size=8)

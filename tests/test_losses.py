@@ -1,7 +1,10 @@
 """Losses as users write them, and parts of a decoder that are compiled alone, stream with exact gradients."""
 
+import operator
+import random
 from collections.abc import Callable
-from typing import TypeAlias
+from contextlib import nullcontext
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -10,12 +13,13 @@ from torch import Tensor, fx, nn
 
 from streamfx.ir.facts import known
 from streamfx.node_meta import VALUE
+from streamfx.passes.partition.code_sinking import sink_operators
 from streamfx.passes.partition.node_order import move_last_stage_first
 from tests.support import layouts
 from tests.support.decoders.parts import VOCABULARY, WIDTH, Heads, Plain, RMSNorm, SwiGLU, made
 from tests.support.exactness import compare
 from tests.support.spread import only
-from tests.support.used import Used, batch, used
+from tests.support.used import Use, Used, batch, labelled, used
 
 pytestmark = pytest.mark.compiled
 
@@ -134,6 +138,41 @@ def test_a_gradient_is_written_into_zeros_right_before_its_use() -> None:
 # -- losses of early layers
 
 
+class Drawn:
+    """A graph of nodes that are named, sized and connected by hand."""
+
+    def __init__(self) -> None:
+        self.graph, self.nodes, self.bytes = fx.Graph(), list[fx.Node](), dict[fx.Node, int]()
+
+    def add(self, name: str, size: int, *operands: fx.Node, target: object = operator.add) -> fx.Node:
+        node = self.graph.create_node("call_function", target, operands, name=name)  # type: ignore[arg-type]
+        self.nodes.append(node)
+        self.bytes[node] = size
+        return node
+
+    def order(self, *attentions: fx.Node) -> list[fx.Node]:
+        starts = [self.nodes.index(node) for node in attentions]
+        return sink_operators(self.nodes, starts, self.bytes.__getitem__)
+
+
+def test_sinking_keeps_a_valid_order() -> None:
+    """In random graphs no node is lost, and each node comes after its operands."""
+    for seed in range(200):
+        draw, d = random.Random(seed), Drawn()
+        attentions = []
+        for number in range(30):
+            sources = draw.sample(d.nodes, min(len(d.nodes), draw.randint(0, 3)))
+            is_part = bool(sources) and draw.random() < 0.1
+            target = operator.getitem if is_part else operator.add
+            node = d.add(f"n{number}", draw.choice([0, 4, 100, 1000]), *(sources[:1] if is_part else sources), target=target)
+            if draw.random() < 0.15 and not is_part:
+                attentions.append(node)
+        order = d.order(*attentions)
+        assert sorted(order, key=d.nodes.index) == d.nodes, seed
+        place = {node: i for i, node in enumerate(order)}
+        assert all(place[source] < place[node] for node in order for source in node.all_input_nodes), seed
+
+
 def early_exits(model: Used, x: Tensor, labels: Tensor) -> Tensor:
     """Every layer has its own logits, and the last layer's teach the others; one layer adds a loss of its own."""
     exits, loss = [], torch.zeros((), dtype=torch.float64)
@@ -151,3 +190,71 @@ def test_logits_of_early_exits_do_not_wait() -> None:
     (facts,) = compare(used(early_exits, layers=3), batch(13), chunk_size=5, also=(1, 16), attention={"causal"}).facts
     wide = [node for stage in facts.stages for node in stage.outputs if VOCABULARY in node.meta["val"].shape]
     assert not wide, "logits of an early layer wait for the last one"
+
+
+# -- assertions about data, by user code or by torch
+
+
+class Checked(torch.autograd.Function):
+    """A function that asserts something about its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, labels: Tensor) -> Tensor:
+        ctx.save_for_backward(labels)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (labels,) = ctx.saved_tensors
+        torch._assert_async(gradient.isfinite().all() & (labels >= 0).all(), "bad gradient")
+        return gradient * 1.0, None
+
+
+def asserted(check: Callable[[Tensor, Tensor], Tensor]) -> Use:
+    def loss(model: Used, x: Tensor, labels: Tensor) -> Tensor:
+        torch._assert_async(check(x, labels), "negative")
+        return labelled(model, x, labels.relu())
+
+    return loss
+
+
+def by_index(model: Used, x: Tensor, labels: Tensor) -> Tensor:
+    """One row of each sequence."""
+    last = torch.where((labels < 0).any(1), x.shape[1], labels[:, 0])
+    return model.head(x)[torch.arange(len(x)), last].square().mean()
+
+
+ASSERTED: dict[str, Use] = {
+    "a sum": asserted(lambda x, labels: (labels >= 0).sum() == labels.numel()),
+    "activations": asserted(lambda x, labels: ((x.square().sum(-1) < 1e6) & (labels >= 0)).all()),
+    "gradients": lambda model, x, labels: labelled(model, Checked.apply(x, labels), labels.relu()),
+    "classes": lambda model, x, labels: -(F.one_hot(labels, VOCABULARY) * model.head(x).log_softmax(-1)).sum(-1).mean(),
+    "rows": by_index,
+    "probabilities": lambda model, x, labels: F.binary_cross_entropy(
+        model.head(x)[..., 0].sigmoid(), labels.double() / VOCABULARY
+    ),
+}
+
+
+def classes_are_checked() -> bool:
+    """Return whether a compiled `one_hot` refuses negative numbers: graphs of torch 2.11 do not assert it."""
+    try:
+        torch.compile(lambda labels: F.one_hot(labels, VOCABULARY), backend="aot_eager")(-batch()["labels"])
+    except RuntimeError:
+        return True
+    assert torch.__version__.startswith("2.11.")
+    return False
+
+
+@pytest.mark.parametrize("name", only(["a sum", "gradients", "classes"], ASSERTED))
+def test_a_failed_assertion_raises_and_the_rest_streams(name: str) -> None:
+    model, good = used(ASSERTED[name]), batch()
+    compare(model, good, chunk_size=4, also=(7,), streams=True if name in ("a sum", "classes") else None)
+    torch._dynamo.reset()
+    function = torch.compile(model, backend="streambp", options={"chunk_size": 4, "bodies": "eager"})
+    function(**good).backward()
+    wrong = good["labels"].clone()
+    wrong[0, 3] = -1
+    with pytest.raises(RuntimeError) if name != "classes" or classes_are_checked() else nullcontext():
+        function(good["ids"], wrong).backward()
+    function(**good).backward()

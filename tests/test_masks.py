@@ -1,5 +1,7 @@
 """Masks: a key outside the span that the analysis finds is hidden. Named masks, near misses, misleading ones, random ones."""
 
+import math
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from streamfx.ir.facts import Role
+from streamfx.ir.piecewise import (
+    Fact,
+    Pieces,
+    Slope,
+    absolute_value,
+    combine_pieces,
+    compare_slope,
+    constant_pieces,
+    hull_of,
+    merge_equal_pieces,
+)
+from streamfx.ir.ranges import Range, constant
 from tests.support.decoders.parts import VOCABULARY, Decoder, Heads, made
 from tests.support.exactness import compare
 from tests.support.masks import FUSED, HIDE, INF, LENGTH, MIN, Mask, Seen, attention, columns, fused, qkv, rows, under
@@ -262,3 +276,66 @@ def test_random_masks(way: str, expression: str, causal: bool, chunk_size: int, 
     for node, roles in facts.access.roles.items():
         if len(facts.axes.sequence_dims(facts.axes.results[node][0])) == 2:
             assert sorted(role.value for role in roles.values()) == [Role.KEYS.value, Role.ROWS.value], node
+
+
+# -- facts by interval of delta
+
+DELTAS = range(-40, 41)
+ORDINARY, UNKNOWN = Range(-9, 9), Range(-math.inf, math.inf, True)
+RELATIONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne}
+drawn_slopes = st.builds(
+    lambda factor, offset, unit, rest: Slope(factor * unit, offset * unit + rest),
+    st.integers(-3, 3),
+    st.integers(-9, 9),
+    st.sampled_from([1, 1, 2**55]),
+    st.sampled_from([0, 0, -3, 3]),
+)
+drawn_facts = st.one_of(st.builds(constant, st.integers(-2, 2)), drawn_slopes, st.sampled_from([ORDINARY, UNKNOWN]))
+
+
+@st.composite
+def drawn_pieces(draw: st.DrawFn) -> Pieces:
+    cuts = sorted(draw(st.sets(st.integers(-12, 12), max_size=4)))
+    return merge_equal_pieces(cuts, draw(st.lists(drawn_facts, min_size=len(cuts) + 1, max_size=len(cuts) + 1)))
+
+
+def value_at(fact: Fact, delta: int) -> float | None:
+    return fact.factor * delta + fact.offset if isinstance(fact, Slope) else fact.constant
+
+
+@given(st.sampled_from(sorted(RELATIONS)), drawn_slopes, st.one_of(st.integers(-20, 20), st.floats(allow_nan=False)))
+def test_compare_slope(relation: str, slope: Slope, bound: float) -> None:
+    found = compare_slope(relation, slope, bound)
+    for delta in DELTAS:
+        assert found.at(delta) == constant(RELATIONS[relation](slope.factor * delta + slope.offset, bound)), delta
+
+
+@given(drawn_slopes)
+def test_absolute(slope: Slope) -> None:
+    found = absolute_value(slope)
+    for delta in DELTAS:
+        assert value_at(found.at(delta), delta) == abs(slope.factor * delta + slope.offset)
+
+
+@given(drawn_pieces(), drawn_pieces(), st.integers(-10, 10))
+def test_combined_applies_a_function_at_every_delta(one: Pieces, other: Pieces, bound: int) -> None:
+    """The function itself gives pieces."""
+
+    def positive(a: Fact, b: Fact) -> Pieces:
+        known = b if a is UNKNOWN else a
+        return compare_slope("gt", known, bound) if isinstance(known, Slope) else constant_pieces(known)
+
+    made = combine_pieces(positive, one, other)
+    for delta in DELTAS:
+        fact = other.at(delta) if one.at(delta) is UNKNOWN else one.at(delta)
+        wanted = constant(fact.factor * delta + fact.offset > bound) if isinstance(fact, Slope) else fact
+        assert made.at(delta) == wanted, delta
+
+
+@given(drawn_pieces())
+def test_the_hull_holds_all_facts(one: Pieces) -> None:
+    around = hull_of(one, max(DELTAS))
+    for delta in DELTAS:
+        fact = one.at(delta)
+        known = constant(fact.factor * delta + fact.offset) if isinstance(fact, Slope) else fact
+        assert around.low <= known.low and known.high <= around.high and known.nan <= around.nan

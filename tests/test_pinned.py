@@ -136,10 +136,3 @@ def test_memory_that_cannot_be_pinned(device: Device, blocks: PinnedBlocks, monk
         streamfx.OffloadSpaceError, match=r"\(CUDA error: out of memory\); RLIMIT_MEMLOCK is 64.0 KiB;(?s:.*)ulimit -l"
     ):
         held(blocks, 1)
-
-
-def test_the_limit_of_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    resource = pytest.importorskip("resource")
-    for told, limit in ((4096, 4096), (resource.RLIM_INFINITY, None)):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, told=told: (told, told))
-        assert pinned.limit_of_locked_memory() == limit

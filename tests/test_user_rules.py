@@ -113,18 +113,27 @@ def add_to(x: Tensor, y: Tensor) -> Tensor:
     return x + y
 
 
+@torch.library.custom_op("streamfx_tests::spread_out", mutates_args=())
+def spread_out(x: Tensor) -> Tensor:
+    """[b d] to [b t], a dimension that the operand does not have."""
+    return torch.linspace(0.0, 1.0, 11, dtype=x.dtype) * x.sum(1, keepdim=True)
+
+
 add_to.register_fake(lambda x, y: x.new_empty(torch.broadcast_shapes(x.shape, y.shape)))
+spread_out.register_fake(lambda x: x.new_empty(x.shape[0], 11))
 
 
 FITTING: dict[str, Callable[[Tensor], Tensor]] = {
     "of another rank": lambda x: add_to(x, x[0]),  # as many sequences as rows
     "one row for all": lambda x: add_to(x, x[:, :1]),
+    "a new dimension": lambda x: spread_out(x[:, 0])[..., None],
 }
 
 
-@pytest.mark.parametrize("made", spread(FITTING.values(), 2), ids=FITTING)
+@pytest.mark.parametrize("made", spread(FITTING.values(), 3), ids=FITTING)
 def test_notation_holds_for_the_calls_it_fits(made: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, add_to._opoverload, notation_rule("... d, ... d -> ... d"))
+    for operator, notation in ((add_to, "... d, ... d -> ... d"), (spread_out, "b d -> b t")):
+        monkeypatch.setitem(RULES, operator._opoverload, notation_rule(notation))
     x = torch.randn(11, 11, WIDTH, dtype=torch.float64, requires_grad=True)
 
     def beside(x: Tensor) -> Tensor:

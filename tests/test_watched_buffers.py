@@ -104,6 +104,14 @@ def test_a_large_frozen_weight_is_identified_by_its_memory(monkeypatch: pytest.M
 
 # -- fingerprints of tensors
 
+TYPES = [torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.mT,
+    "odd part": lambda tensor: tensor[..., 1:],
+    "expanded": lambda tensor: tensor.expand(3, *tensor.shape),
+    "nothing": lambda tensor: tensor[..., :0],
+}
 REARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
     "negated": torch.neg,
     "rows reversed": lambda weight: weight.flip(0),
@@ -115,6 +123,21 @@ REARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
         (torch.tensor(300), torch.tensor(7)), weight[300, 7] * (1 + 2**-7)
     ),
 }
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_fingerprint_depends_on_every_element(dtype: torch.dtype, view: str) -> None:
+    for shape in ((1, 1), (3, 5), (7, 1030), (140, 130)):
+        tensor = VIEWS[view](torch.ones(shape, dtype=dtype))
+        seen = Fingerprint.of(tensor)
+        assert seen.change(tensor) is None
+        for place in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
+            index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), tensor.shape))
+            tensor.data[index] = 0
+            assert "past its version counter" in str(seen.change(tensor))
+            tensor.data[index] = 1
+        assert seen.change(tensor) is None
 
 
 @pytest.mark.parametrize("name", REARRANGED)

@@ -1,9 +1,8 @@
-"""python -m tests.corpus make | check | write | show: the corpus of captured graphs, and results of the passes.
+"""python -m tests.corpus make | check | write: the corpus of captured graphs, and results of the passes.
 
 make [PART ...]     capture the graphs whose names contain one of the parts
 check [PART ...]    run the passes on each graph, compare the results, and print what differs from found.json
 write [PART ...]    the same, and write found.json
-show NAME           print the program of one graph
 """
 
 import argparse
@@ -69,7 +68,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.corpus", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("command", choices=("make", "check", "write", "show"))
+    parser.add_argument("command", choices=("make", "check", "write"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     arguments = parser.parse_args()
@@ -79,9 +78,6 @@ def main() -> int:
     warnings.simplefilter("ignore")
     if arguments.command == "make":
         return make(arguments.names, arguments.folder)
-    if arguments.command == "show":
-        print(Found.of(Entry.load(arguments.names[0], arguments.folder).analysed()).listing)
-        return 0
     return check(arguments.names, arguments.folder, writes=arguments.command == "write")
 
 

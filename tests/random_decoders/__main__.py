@@ -12,9 +12,11 @@ from collections import defaultdict
 
 import torch
 
-from tests.random_decoders.checking import Failure, smallest, tried
+from tests.random_decoders.checking import Failure, executed, smallest, tried
 from tests.random_decoders.kinds import KINDS, numbered
 from tests.random_decoders.program import needed, program
+from tests.support.exactness import fresh
+from tests.support.peaks import TOLERANCE, peaks
 
 
 def main() -> int:
@@ -25,6 +27,7 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="compile all of them with torch.compile, which takes longer")
     parser.add_argument("--kinds", nargs="*", default=(), choices=tuple(KINDS), help="only decoders of these kinds")
     parser.add_argument("--show", action="store_true", help="only print the programs")
+    parser.add_argument("--memory", action="store_true", help="only compare peaks of steps with those without streamfx")
     parser.add_argument("--keep", nargs=2, metavar=("KIND", "NUMBER"), help="only print a decoder for found.txt")
     arguments = parser.parse_args()
     if arguments.keep:
@@ -39,6 +42,8 @@ def main() -> int:
     torch.set_num_threads(1)
     logging.getLogger("streamfx").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+    if arguments.memory:
+        return compare_memory(numbers, tuple(arguments.kinds))
     failures = survey(numbers, arguments.compiled, tuple(arguments.kinds))
     for sort, found in failures.items():
         print(f"\n=== {len(found)} x {sort}; numbers {[number for number, _ in found][:20]}")
@@ -58,6 +63,24 @@ def survey(numbers: range, all_compiled: bool, kinds: tuple[str, ...] = ()) -> d
         wrong, each = sum(map(len, failures.values())), (time.monotonic() - began) / done
         sys.stderr.write(f"\r{done} of {len(numbers)}, {wrong} wrong of {len(failures)} sorts, {each:.2f} s each")
     return failures
+
+
+def compare_memory(numbers: range, kinds: tuple[str, ...]) -> int:
+    """Print each decoder whose step takes more memory than with AOTAutograd's own partitions; return 1 if there is any."""
+    more = 0
+    for number in numbers:
+        names = executed(numbered(number, kinds))
+        inputs, reduce = names["inputs"], names["reduce"]
+        try:
+            found = peaks(names["model"], lambda model: reduce(model(**fresh(inputs))))  # noqa: B023
+        except Exception as error:  # no tracer traces some programs
+            print(f"{number}: {type(error).__name__}: {error}"[:200], flush=True)
+            continue
+        if found.ratio > TOLERANCE:
+            more += 1
+            print(f"{number}: {found.ratio:.3f} of {found.others}", flush=True)
+    print(f"{more} of {len(numbers)} take more memory")
+    return int(more > 0)
 
 
 if __name__ == "__main__":

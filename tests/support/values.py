@@ -20,17 +20,8 @@ from tests.support.samples import SAMPLES, Sizes, calls, table_in
 
 aten = torch.ops.aten
 INF = torch.inf
-TYPES = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
+FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+TYPES = (*FLOATING, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
 BELOW = [1.0, 7.0, 3e4, 1e30, 3e38, INF]
 HURTING = [0.0, -0.0, 0.5, 3.0, 200.0, 300.0, 1e4, 70000.0, *BELOW, *(-number for number in BELOW), float("nan")]
 LARGE = [2e6, -1e9, 1e19, -1e30, INF, float("nan")]
@@ -132,7 +123,7 @@ def _by_sample(operator: Any, chance: random.Random) -> tuple[tuple[Any, ...], d
     """The arguments that the operator's rule is tested with, floating-point numbers drawn anew."""
     sizes = Sizes(2, 5, 3, 4, 6)
     call = chance.choice(list(calls(operator, sizes, MORE if operator in MORE else SAMPLES)))
-    dtype = chance.choice(TYPES[:4])
+    dtype = chance.choice(FLOATING)
     mild = operator in PRODUCTS or operator is aten.histc.default
     among = (LARGE if operator in PRODUCTS and chance.random() < 0.5 else MILD) if mild else HURTING
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 
 import torch
 
@@ -20,26 +19,24 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="measure every type that has no row yet")
     parser.add_argument("--again", action="store_true", help="measure types that have a row, too")
     parser.add_argument("--report", action="store_true", help="write docs/coverage.md from the rows")
-    parser.add_argument("--rows", type=Path, default=ROWS, help="the file of rows")
-    parser.add_argument("--limit", type=int, default=LIMIT, help="seconds that a model may take")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     grouped_products_in_float64()
     if chosen.model_types:
-        for row in run(chosen.model_types, chosen.rows if chosen.again else None, chosen.limit):
+        for row in run(chosen.model_types, ROWS if chosen.again else None, LIMIT):
             print(json.dumps(row, indent=1))
     if chosen.all:
-        measure_all(chosen.rows, chosen.again, chosen.limit)
+        measure_all(chosen.again)
     if chosen.report:
-        write(known(chosen.rows))
+        write(known(ROWS))
 
 
-def measure_all(path: Path, again: bool, limit: int) -> None:
-    done = set() if again else set(known(path))
+def measure_all(again: bool) -> None:
+    done = set() if again else set(known(ROWS))
     todo = [model_type for model_type in model_types() if model_type not in done]
-    for number, row in enumerate(run(todo, path, limit), 1):
+    for number, row in enumerate(run(todo, ROWS, LIMIT), 1):
         print(f"{number}/{len(todo)} {line_of(row)}", flush=True)
-    tidy(path)
+    tidy(ROWS)
 
 
 def line_of(row: dict[str, object]) -> str:
