@@ -5,7 +5,7 @@ import pytest
 from tests.random_decoders.checking import failure_of, smallest
 from tests.random_decoders.found import FOUND
 from tests.random_decoders.kinds import KINDS, numbered
-from tests.random_decoders.specification import Decoder, sensible
+from tests.random_decoders.specification import Decoder, Layer, sensible  # noqa: F401  (of texts that are evaluated)
 from tests.support.scans import ALONG
 from tests.support.spread import only
 
