@@ -27,7 +27,7 @@ UNITS = {
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,
-    "K": 2**10,  # a single letter is a power of 1,024, as in "24G" for the memory of a GPU
+    "K": 2**10,  # a single label is a power of 1,024, as in "24G" for the memory of a GPU
     "M": 2**20,
     "G": 2**30,
     "T": 2**40,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamfx.ir.axis_table import Atom, AxisTable, Dim
+from streamfx.ir.axis_table import AxisFactor, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts
 from streamfx.passes.analysis.axes import _derived_or_source_axes, axes_of
 from tests.support.tracing import traced
@@ -35,7 +35,7 @@ def two_groupings(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 def fresh(table: AxisTable, shape: list[int]) -> Dim:
-    return tuple(atom for size in shape for atom in table.fresh(size))
+    return tuple(factor for size in shape for factor in table.fresh(size))
 
 
 def nests(before: list[int], after: list[int]) -> bool:
@@ -49,21 +49,21 @@ def test_regroup_is_reshape(shapes: tuple[list[int], list[int]]) -> None:
     before, after = shapes
     table = AxisTable()
     dims = tuple(table.fresh(size) for size in before)
-    regrouped = table.regroup(tuple(atom for dim in dims for atom in dim), after)
+    regrouped = table.regroup(tuple(factor for dim in dims for factor in dim), after)
     assert (regrouped is not None) == nests(before, after)
     if regrouped is None:
         return
     assert [table.size_of_dim(dim) for dim in regrouped] == after
-    atoms = table.resolve([atom for dim in dims for atom in dim])
-    assert atoms == table.resolve([atom for dim in regrouped for atom in dim])
+    factors = table.resolve([factor for dim in dims for factor in dim])
+    assert factors == table.resolve([factor for dim in regrouped for factor in dim])
     numbers = np.arange(math.prod(before)).reshape(before)
-    for indices in product(*(range(int(table.size(atom))) for atom in atoms)):
-        at = dict(zip(atoms, indices, strict=True))
+    for indices in product(*(range(int(table.size(factor))) for factor in factors)):
+        at = dict(zip(factors, indices, strict=True))
 
         def index(dim: Dim, at: dict[int, int] = at) -> int:
             found = 0
-            for atom in table.resolve(dim):
-                found = found * int(table.size(atom)) + at[atom]
+            for factor in table.resolve(dim):
+                found = found * int(table.size(factor)) + at[factor]
             return found
 
         assert numbers[tuple(map(index, dims))] == numbers.reshape(after)[tuple(map(index, regrouped))]
@@ -101,9 +101,9 @@ def test_only_rows_of_blocks_are_the_axis(order: str, joins: bool) -> None:
     table.keep(rows[0])
     blocks = table.regroup(rows, [4, 3])
     assert blocks is not None
-    atoms = {"b": blocks[0], "i": blocks[1], "m": table.fresh(2), "n": table.fresh(3), "o": table.fresh(4)}
-    own = tuple(atom for letter in order for atom in atoms[letter])
-    joined = table.regroup(own, [math.prod(int(table.size(atom)) for atom in own)])
+    factors = {"b": blocks[0], "i": blocks[1], "m": table.fresh(2), "n": table.fresh(3), "o": table.fresh(4)}
+    own = tuple(factor for label in order for factor in factors[label])
+    joined = table.regroup(own, [math.prod(int(table.size(factor)) for factor in own)])
     assert joined is not None and (joined == (rows,)) is joins
     assert table.are_blocks(rows[0], own) is joins
 
@@ -125,17 +125,17 @@ class Graph:
         self.joint = recorded.facts[-1].joint
         self.axes: AxisFacts = axes_of(self.joint)
 
-    def atom(self, number: int, dim: int) -> Atom:
-        (atom,) = self.axes.table.resolve(self.axes.shapes[self.joint.primals[number]][dim])
-        return atom
+    def factor(self, number: int, dim: int) -> AxisFactor:
+        (factor,) = self.axes.table.resolve(self.axes.shapes[self.joint.primals[number]][dim])
+        return factor
 
     def joined(self) -> Dim:
         """The concatenated dimension."""
         (node,) = (node for node in self.joint.nodes if node.target is torch.ops.aten.cat.default)
-        return self.axes.table.resolve(self.axes.letters[node][1])
+        return self.axes.table.resolve(self.axes.labels[node][1])
 
-    def relatives(self, number: int, dim: int) -> set[Atom]:
-        return _derived_or_source_axes({self.atom(number, dim)}, self.axes)
+    def relatives(self, number: int, dim: int) -> set[AxisFactor]:
+        return _derived_or_source_axes({self.factor(number, dim)}, self.axes)
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -147,8 +147,8 @@ def test_blocks_are_relatives_of_their_concatenation_and_their_rows_are_not(at: 
 
     graph = Graph(joined, leaf(2, 3), leaf(ROWS), leaf(ROWS))
     found = graph.relatives(1, 1)
-    assert {graph.atom(0, 1), graph.atom(2, 1), *graph.joined()} <= found
-    assert found.isdisjoint({graph.atom(0, 0), graph.atom(0, 2), graph.atom(0, 3)})  # batch, rows of a block, features
+    assert {graph.factor(0, 1), graph.factor(2, 1), *graph.joined()} <= found
+    assert found.isdisjoint({graph.factor(0, 0), graph.factor(0, 2), graph.factor(0, 3)})  # batch, rows of a block, features
 
 
 def test_concatenated_sequences_are_relatives() -> None:
@@ -160,5 +160,5 @@ def test_concatenated_sequences_are_relatives() -> None:
     graph = Graph(joined, leaf(ROWS), leaf(ROWS), leaf(2, ROWS))
     assert len(graph.joined()) == 2
     found = graph.relatives(0, 1)
-    assert {graph.atom(1, 1), *graph.joined()} <= found
-    assert graph.atom(2, 2) not in found
+    assert {graph.factor(1, 1), *graph.joined()} <= found
+    assert graph.factor(2, 2) not in found

@@ -340,7 +340,7 @@ SPACES = st.text(" \t", max_size=2)
 
 @given(st.data(), st.integers(1, 1 << 70), st.sampled_from(sorted(UNITS)))
 def test_every_unit_parses_exactly(data: st.DataObject, number: int, unit: str) -> None:
-    written = "".join(data.draw(st.sampled_from((letter.lower(), letter.upper()))) for letter in unit)
+    written = "".join(data.draw(st.sampled_from((label.lower(), label.upper()))) for label in unit)
     text = "".join((data.draw(SPACES), str(number), data.draw(SPACES), written, data.draw(SPACES)))
     assert parse_amount(text) == budget_bytes(text, CPU) == number * UNITS[unit] and isinstance(parse_amount(text), int)
     assert resolve_options({"memory_budget": text}).memory_budget == text

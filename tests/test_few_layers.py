@@ -199,7 +199,7 @@ def found_of(facts: Facts) -> list[Any]:
     members, spans = axes.sequence.members, dict[int, int]()  # the first operator with the same span
 
     def kind(dim: Dim) -> Any:
-        return [(axes.table.size(atom), members.get(atom)) for atom in axes.table.resolve(dim)]
+        return [(axes.table.size(factor), members.get(factor)) for factor in axes.table.resolve(dim)]
 
     def of(node: fx.Node) -> Any:
         signature, span = axes.signatures.get(node), key_spans.spans.get(node)
@@ -208,7 +208,7 @@ def found_of(facts: Facts) -> list[Any]:
             fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: number[source]),
             [kind(dim) for shape in (axes.shapes.get(node, ()), *axes.results.get(node, ())) for dim in shape],
             None if signature is None else (signature.operands, signature.results, signature.index, signature.keys),
-            {letter: kind(dim) for letter, dim in axes.letters.get(node, {}).items()},
+            {label: kind(dim) for label, dim in axes.labels.get(node, {}).items()},
             (node in axes.static, axes.missing_rules.get(node), node in facts.joint.forward),
             (access.roles.get(node), access.storage_classes.get(node), access.reasons.get(node)),
             (span, key_spans.span_kinds.get(node), None if span is None else spans.setdefault(id(span), number[node])),

@@ -14,7 +14,7 @@ import streamfx
 from streamfx.ir.joint import joint_graph
 from streamfx.lazy import defer_outputs, rewrite
 from streamfx.passes.partition.unchunked import min_live_bytes
-from tests.never_more import of_random_decoder
+from tests.random_decoders.checking import peaks_of
 from tests.random_decoders.found import FOUND
 from tests.support.exactness import gradient_errors, outcome, recorder
 from tests.support.peaks import TOLERANCE, RealMeter, however_small, peak, peaks
@@ -112,7 +112,7 @@ def test_a_step_takes_no_more_memory_than_without_streamfx(name: str) -> None:
 @pytest.mark.parametrize("place", spread(range(len(FOUND["recomputed"])), len(FOUND["recomputed"])))
 def test_a_step_takes_no_more_memory_than_with_checkpoints(place: int) -> None:
     """A partitioner saves states of random numbers for them, with operators that are given the kernel."""
-    assert of_random_decoder(FOUND["recomputed"][place]).ratio <= TOLERANCE
+    assert peaks_of(FOUND["recomputed"][place]).ratio <= TOLERANCE
 
 
 def test_requested_chunks_are_used() -> None:

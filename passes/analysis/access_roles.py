@@ -7,8 +7,8 @@ keys: a softmax runs over keys, and a product in the forward graph contracts key
 
     scores [b h t t] = q [b h t d] @ k [b h d t]    ->    q: rows, k: keys, scores: rows x keys
 
-A `Signature` names the dimensions of an operator's operands and results by axis labels (`Letter`, an integer); a label stands
-for one or more axis factors (`atoms`). Storage classes: ROWS are computed chunk by chunk, PAIR is query by key positions, SUM
+A `Signature` names the dimensions of an operator's operands and results by axis labels (`AxisLabel`, an integer); a label stands
+for one or more axis factors (`factors`). Storage classes: ROWS are computed chunk by chunk, PAIR is query by key positions, SUM
 and KEYSUM are sums over chunks; WHOLE has the sequence but is computed at once, between loops, and OUTSIDE lacks the sequence.
 """
 
@@ -25,7 +25,7 @@ from torch import fx
 
 from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Role, Shape, StorageClass
 from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node, tensor_operands
-from streamfx.ir.signature import Letter, LetterShape, RunningSum, Signature, SingleRow, Tile, Window
+from streamfx.ir.signature import AxisLabel, LabelShape, RunningSum, Signature, SingleRow, Tile, Window
 from streamfx.ir.sizes import numeric, product
 from streamfx.node_meta import MATERIALIZED
 from streamfx.passes.analysis.derived_axes import keeps_row_positions
@@ -58,7 +58,7 @@ def is_unanimous(facts: Facts) -> bool:
     """Return whether each axis label with evidence that it is keys has that role: more layers would not change the roles."""
     analysis = _Analysis(facts.joint, facts.axes, facts.fallbacks, facts.separate_reductions)
     roles = analysis._orientation()
-    evidence = {(node, letter) for node in {node for node, _ in roles} for letter, _ in analysis._key_labels(node)}
+    evidence = {(node, label) for node in {node for node, _ in roles} for label, _ in analysis._key_labels(node)}
     return all(roles[item] is Role.KEYS for item in evidence)
 
 
@@ -72,7 +72,7 @@ class _Analysis:
         """
         self.joint, self.axes = joint, axes
         self.fallbacks, self.separate_reductions = fallbacks, separate_reductions
-        self.roles: dict[fx.Node, dict[Letter, Role]] = {}
+        self.roles: dict[fx.Node, dict[AxisLabel, Role]] = {}
         self.storage_classes: dict[fx.Node, tuple[StorageClass, ...]] = {}
         self.reasons: dict[fx.Node, str] = {}
         self._sequence_dims: dict[fx.Node, tuple[int, ...]] = {}
@@ -123,28 +123,28 @@ class _Analysis:
             self._sequence_dims[node] = self.axes.sequence_dims(self.axes.shapes[node])
         return self._sequence_dims[node]
 
-    def _sequence_letters(self, node: fx.Node) -> list[Letter]:
+    def _sequence_labels(self, node: fx.Node) -> list[AxisLabel]:
         """Return the axis labels of an operator that range over the sequence, or over an axis derived from it."""
-        letters = self.axes.letters.get(node, {})
-        return [letter for letter, dim in letters.items() if self.axes.sequence_atom(dim) is not None]
+        labels = self.axes.labels.get(node, {})
+        return [label for label, dim in labels.items() if self.axes.sequence_factor(dim) is not None]
 
-    def _sequence_dim_count(self, signature: Signature, letters: list[Letter]) -> int:
+    def _sequence_dim_count(self, signature: Signature, labels: list[AxisLabel]) -> int:
         """Return how many of an operator's sequence labels are unrelated: a label and its slices, or blocks, count once."""
-        related = [(letter, index.source) for letter, index in signature.index.items() if isinstance(index, (Window, Tile))]
+        related = [(label, index.source) for label, index in signature.index.items() if isinstance(index, (Window, Tile))]
         if signature.concat is not None:
-            letter, concat = signature.concat
-            related += [(part, letter) for part, _ in concat.parts]
-        return len(letters) - sum(letter in letters and other in letters for letter, other in related)
+            label, concat = signature.concat
+            related += [(part, label) for part, _ in concat.parts]
+        return len(labels) - sum(label in labels and other in labels for label, other in related)
 
-    def _has_blocks(self, node: fx.Node, letters: list[Letter]) -> bool:
+    def _has_blocks(self, node: fx.Node, labels: list[AxisLabel]) -> bool:
         """Return whether one of an operator's labels is an axis of blocks of sequence rows."""
         sequence = self.axes.sequence
-        atoms = (self.axes.sequence_atom(self.axes.letters[node][letter]) for letter in letters)
-        return sequence is not None and any(atom in sequence.blocks for atom in atoms)
+        factors = (self.axes.sequence_factor(self.axes.labels[node][label]) for label in labels)
+        return sequence is not None and any(factor in sequence.blocks for factor in factors)
 
     # -- rows or keys
 
-    def _orientation(self) -> dict[tuple[fx.Node, Letter], Role]:
+    def _orientation(self) -> dict[tuple[fx.Node, AxisLabel], Role]:
         """Return a role for each (operator, label) of operators with two sequence dimensions: ROWS or KEYS.
 
         Related labels form a set of equals and opposites, which votes; static values, such as masks, decide only if no
@@ -156,69 +156,69 @@ class _Analysis:
         for node in pairs:
             self._relate(node, parity)
         for node in pairs:
-            for letter, weight in self._key_labels(node):
-                root, flipped = parity.find((node, letter))
+            for label, weight in self._key_labels(node):
+                root, flipped = parity.find((node, label))
                 computed, static = votes.get(root, (0, 0))
                 signed = -weight if flipped else weight
                 votes[root] = (computed, static + signed) if node in self.axes.static else (computed + signed, static)
         roles = {}
         for node in pairs:
-            for letter in self._sequence_letters(node):
-                root, flipped = parity.find((node, letter))
+            for label in self._sequence_labels(node):
+                root, flipped = parity.find((node, label))
                 if root in parity.broken:
-                    roles[node, letter] = Role.WHOLE
+                    roles[node, label] = Role.WHOLE
                 else:
                     is_keys = (votes.get(root, (-1, 0)) > (0, 0)) != bool(flipped)
-                    roles[node, letter] = Role.KEYS if is_keys else Role.ROWS
+                    roles[node, label] = Role.KEYS if is_keys else Role.ROWS
         return roles
 
     def _is_pair(self, node: fx.Node) -> bool:
         """Return whether an operator has two sequence dimensions, rows and keys, and neither is an axis of blocks."""
-        letters = self._sequence_letters(node)
-        return self._sequence_dim_count(self.axes.signatures[node], letters) == 2 and not self._has_blocks(node, letters)
+        labels = self._sequence_labels(node)
+        return self._sequence_dim_count(self.axes.signatures[node], labels) == 2 and not self._has_blocks(node, labels)
 
     def _relate(self, node: fx.Node, parity: ParityUnionFind) -> None:
         """Record in `parity`: an operator's two sequence labels are opposite; each equals the dimensions that it labels."""
-        signature, letters = self.axes.signatures[node], self._sequence_letters(node)
-        shifted = [letter for letter in letters if letter in signature.windows and signature.windows[letter].source in letters]
-        for letter in shifted:
-            parity.relate((node, letter), (node, signature.windows[letter].source), opposite=False)
-        first_label, *other_labels = [letter for letter in letters if letter not in shifted]
+        signature, labels = self.axes.signatures[node], self._sequence_labels(node)
+        shifted = [label for label in labels if label in signature.windows and signature.windows[label].source in labels]
+        for label in shifted:
+            parity.relate((node, label), (node, signature.windows[label].source), opposite=False)
+        first_label, *other_labels = [label for label in labels if label not in shifted]
         for other_label in other_labels:
             parity.relate((node, first_label), (node, other_label), opposite=True)
         values = [*zip(tensor_operands(node), signature.operands, strict=True)]
         values += [(user, shape) for user, shape in self._results(node, signature)]
-        for value, letter_shape in values:
+        for value, label_shape in values:
             dims = self._dims(value)
             if len(dims) == 2:
                 for dim in dims:
-                    for letter in letter_shape[dim]:
-                        if letter in letters:
-                            parity.relate((value, ("dim", dim)), (node, letter), opposite=False)
+                    for label in label_shape[dim]:
+                        if label in labels:
+                            parity.relate((value, ("dim", dim)), (node, label), opposite=False)
 
-    def _results(self, node: fx.Node, signature: Signature) -> list[tuple[fx.Node, LetterShape]]:
+    def _results(self, node: fx.Node, signature: Signature) -> list[tuple[fx.Node, LabelShape]]:
         """Return (node, labels of its dimensions) for each tensor result of an operator: itself, or the items of its tuple."""
         if is_tensor(node):
             return [(node, signature.results[0])]
         users = [user for user in node.users if user.target is operator.getitem and is_tensor(user)]
         return [(user, signature.results[user.args[1]]) for user in users]  # type: ignore[index]
 
-    def _key_labels(self, node: fx.Node) -> list[tuple[Letter, int]]:
+    def _key_labels(self, node: fx.Node) -> list[tuple[AxisLabel, int]]:
         """Return (label, weight) for each sequence label of an operator for which there is evidence that it is keys.
 
         Attention declares its keys (1000); a softmax needs keys in full (100); a product in the forward contracts keys (1).
         """
-        signature, letters = self.axes.signatures[node], self._sequence_letters(node)
+        signature, labels = self.axes.signatures[node], self._sequence_labels(node)
         if signature.keys:
-            return [(letter, 1000) for letter in signature.keys if letter in letters]
-        votes = [(letter, 100) for letter in letters if letter in signature.full_letters]
+            return [(label, 1000) for label in signature.keys if label in labels]
+        votes = [(label, 100) for label in labels if label in signature.full_labels]
         if node in self.joint.forward and node not in self.axes.static:
-            votes += [(letter, 1) for letter in letters if letter in signature.contracted_letters()]
+            votes += [(label, 1) for label in labels if label in signature.contracted_labels()]
         return votes
 
     # -- storage classes
 
-    def _storage_classes(self, node: fx.Node, orientation: dict[tuple[fx.Node, Letter], Role]) -> tuple[StorageClass, ...]:
+    def _storage_classes(self, node: fx.Node, orientation: dict[tuple[fx.Node, AxisLabel], Role]) -> tuple[StorageClass, ...]:
         """Return the storage class of each result; `orientation`: roles of operators with two sequence dimensions.
 
         Also record the roles of a chunked operator's labels; for one that falls back, record the reason instead.
@@ -239,19 +239,19 @@ class _Analysis:
             if not is_wait(node):  # a wait has the reason of its collective
                 self.reasons[node] = self.axes.missing_rules.get(node, f"no rule for {node.target}")
             return outside
-        letters = self._sequence_letters(node)
-        if self._sequence_dim_count(signature, letters) > 2 or self._has_sequence_twice(node):
-            self.reasons[node] = too_many_dims_reason(node, signature, self.axes, letters)
+        labels = self._sequence_labels(node)
+        if self._sequence_dim_count(signature, labels) > 2 or self._has_sequence_twice(node):
+            self.reasons[node] = too_many_dims_reason(node, signature, self.axes, labels)
             return outside
-        if self._sequence_dim_count(signature, letters) == 2 and self._has_blocks(node, letters):
+        if self._sequence_dim_count(signature, labels) == 2 and self._has_blocks(node, labels):
             if any(self.storage_classes[operand][0] not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for operand in operands):
                 self.reasons[node] = MIXES_BLOCKS.format(target=node.target)
             return outside
-        position_labels = [letter for letter in letters if letter in signature.index_dependent]
-        if any(self.axes.row_axis(self.axes.letters[node][letter]) is None for letter in position_labels):
+        position_labels = [label for label in labels if label in signature.index_dependent]
+        if any(self.axes.row_axis(self.axes.labels[node][label]) is None for label in position_labels):
             self.reasons[node] = DEPENDS_ON_INDEX.format(target=node.target)
             return outside
-        roles = self._roles(node, signature, letters, orientation)
+        roles = self._roles(node, signature, labels, orientation)
         self.roles[node] = roles
         outside_reason = REDUCES_PAIRS if Role.KEYS in roles.values() else self.separate_reductions
         if is_reduced_over_ranks(node) and outside_reason is not None:
@@ -263,7 +263,7 @@ class _Analysis:
             if self._reads_loop_values(node, signature) and MATERIALIZED not in node.meta:
                 self.reasons[node] = fallback_reason(node, signature, self.axes)
             return outside
-        return tuple(self._storage_class(letter_shape, roles) for letter_shape in signature.results)
+        return tuple(self._storage_class(label_shape, roles) for label_shape in signature.results)
 
     def _is_computed_once(self, node: fx.Node, result_dims: tuple[Shape, ...]) -> bool:
         """Return whether a static value, such as a table of positions, is computed once, in full, instead of chunk by chunk.
@@ -279,77 +279,78 @@ class _Analysis:
         """Return whether a static value is small enough to compute in full: one sequence dimension, and a limited width."""
         dims, table = self.axes.sequence_dims(shape), self.axes.table
         others = product(table.size_of_dim(dim) for i, dim in enumerate(shape) if i not in dims)
-        inner = product(table.size(atom) for i in dims for atom in table.resolve(shape[i]) if not self._is_sequence_axis(atom))
+        other_factors = (factor for i in dims for factor in table.resolve(shape[i]) if not self._is_sequence_axis(factor))
+        inner = product(map(table.size, other_factors))
         width = product((others, inner))
-        materialized = sum(not self._materialized_atoms.isdisjoint(table.resolve(dim)) for dim in shape)
+        materialized = sum(not self._materialized_factors.isdisjoint(table.resolve(dim)) for dim in shape)
         return len(dims) + materialized <= 1 and numeric(width) <= MAX_STATIC_WIDTH
 
     @cached_property
-    def _materialized_atoms(self) -> frozenset[int]:
+    def _materialized_factors(self) -> frozenset[int]:
         """The axis factors whose rows all exist at once (`MATERIALIZED` in a view's metadata), as keys do."""
         views = [(node, dim) for node in self.joint.nodes for dim in node.meta.get(MATERIALIZED, ())]
-        return frozenset(atom for node, dim in views for atom in self.axes.table.resolve(self.axes.shapes[node][dim]))
+        return frozenset(factor for node, dim in views for factor in self.axes.table.resolve(self.axes.shapes[node][dim]))
 
     def _is_filled_later(self, node: fx.Node) -> bool:
         """Return whether a node is a constant fill that only computed values use: then each chunk creates its own rows."""
         return node.target in FILLERS and not any(user in self.axes.static for user in node.users)
 
-    def _is_sequence_axis(self, atom: int) -> bool:
-        return self.axes.sequence is not None and atom in self.axes.sequence.members
+    def _is_sequence_axis(self, factor: int) -> bool:
+        return self.axes.sequence is not None and factor in self.axes.sequence.members
 
     def _reads_loop_values(self, node: fx.Node, signature: Signature) -> bool:
         """Return whether an unchunked operator reads values that loops compute: it is not static, nor a slice of a table."""
         windows = signature.windows.items()
-        is_from_table = any(self._is_sliced_from_table(node, letter, window.source) for letter, window in windows)
+        is_from_table = any(self._is_sliced_from_table(node, label, window.source) for label, window in windows)
         return node not in self.axes.static and not is_from_table
 
-    def _is_sliced_from_table(self, node: fx.Node, letter: Letter, source: Letter) -> bool:
-        """Return whether the axis `letter` is the sequence, and the axis `source` of which it is a slice is not."""
-        letters = self.axes.letters[node]
-        return self.axes.sequence_atom(letters[letter]) is not None and self.axes.sequence_atom(letters[source]) is None
+    def _is_sliced_from_table(self, node: fx.Node, label: AxisLabel, source: AxisLabel) -> bool:
+        """Return whether the axis `label` is the sequence, and the axis `source` of which it is a slice is not."""
+        labels = self.axes.labels[node]
+        return self.axes.sequence_factor(labels[label]) is not None and self.axes.sequence_factor(labels[source]) is None
 
     def _has_sequence_twice(self, node: fx.Node) -> bool:
         """Return whether a dimension is a product of two sequence axes, `(t t)`, so that rows cannot be sliced."""
         members = self.axes.sequence.members if self.axes.sequence else {}
         shapes: list[Shape] = [self.axes.shapes[operand] for operand in tensor_operands(node)]
         shapes += list(self.axes.results[node])
-        return any(sum(atom in members for atom in self.axes.table.resolve(dim)) > 1 for shape in shapes for dim in shape)
+        return any(sum(factor in members for factor in self.axes.table.resolve(dim)) > 1 for shape in shapes for dim in shape)
 
     def _roles(
-        self, node: fx.Node, signature: Signature, letters: list[Letter], orientation: dict[tuple[fx.Node, Letter], Role]
-    ) -> dict[Letter, Role]:
+        self, node: fx.Node, signature: Signature, labels: list[AxisLabel], orientation: dict[tuple[fx.Node, AxisLabel], Role]
+    ) -> dict[AxisLabel, Role]:
         """Return the role of each sequence label of an operator: ROWS, KEYS, or WHOLE (all rows are needed at once).
 
         A label that the operator needs in full is WHOLE, unless a loop can carry its state or select its row. Slices, blocks
         and concatenations are ROWS if a chunk of the result needs the same rows of the operands.
         """
-        roles: dict[Letter, Role] = {}
-        for letter in letters:
-            role = orientation.get((node, letter), Role.ROWS)
-            if letter in signature.full_letters and role is Role.ROWS:
-                role = Role.ROWS if self._can_run_in_row_order(node, signature, letter, letters) else Role.WHOLE
-            roles[letter] = role
-        for letter, window in signature.windows.items():
+        roles: dict[AxisLabel, Role] = {}
+        for label in labels:
+            role = orientation.get((node, label), Role.ROWS)
+            if label in signature.full_labels and role is Role.ROWS:
+                role = Role.ROWS if self._can_run_in_row_order(node, signature, label, labels) else Role.WHOLE
+            roles[label] = role
+        for label, window in signature.windows.items():
             source = window.source
-            if (letter in roles) != (source in roles):  # sliced from, or written into, an axis that is not the sequence
-                roles[letter if letter in roles else source] = Role.WHOLE
-            elif letter in roles and not self._is_row_shift(node, letter, source, roles):
-                roles[letter] = roles[source] = Role.WHOLE
-        for letter, tile in signature.tiles.items():
-            if self._are_aligned_blocks(node, letter, tile.source):
-                roles[letter] = roles[tile.source] = Role.ROWS
+            if (label in roles) != (source in roles):  # sliced from, or written into, an axis that is not the sequence
+                roles[label if label in roles else source] = Role.WHOLE
+            elif label in roles and not self._is_row_shift(node, label, source, roles):
+                roles[label] = roles[source] = Role.WHOLE
+        for label, tile in signature.tiles.items():
+            if self._are_aligned_blocks(node, label, tile.source):
+                roles[label] = roles[tile.source] = Role.ROWS
         if signature.concat is not None and keeps_row_positions(node, self.axes):
-            letter, concat = signature.concat
-            roles |= dict.fromkeys((letter, *(part for part, _ in concat.parts)), Role.ROWS)
+            label, concat = signature.concat
+            roles |= dict.fromkeys((label, *(part for part, _ in concat.parts)), Role.ROWS)
         return roles
 
-    def _are_aligned_blocks(self, node: fx.Node, letter: Letter, rows: Letter) -> bool:
-        """Return whether an operator splits the axis `rows` into blocks (the axis `letter`) that chunks contain completely.
+    def _are_aligned_blocks(self, node: fx.Node, label: AxisLabel, rows: AxisLabel) -> bool:
+        """Return whether an operator splits the axis `rows` into blocks (the axis `label`) that chunks contain completely.
 
         The blocks must start at the axis's first row and cover all of its rows.
         """
         sequence, table = self.axes.sequence, self.axes.table
-        outer, inner = (table.resolve(self.axes.letters[node][item]) for item in (letter, rows))
+        outer, inner = (table.resolve(self.axes.labels[node][item]) for item in (label, rows))
         if sequence is None or not len(outer) == len(inner) == 1:
             return False
         if outer[0] not in sequence.blocks or inner[0] in sequence.blocks:
@@ -357,43 +358,43 @@ class _Analysis:
         have_same_offset = inner[0] in sequence.members and sequence.members[inner[0]].offset == sequence.members[outer[0]].offset
         return have_same_offset and product((table.size(outer[0]), sequence.block(outer[0]))) == table.size(inner[0])
 
-    def _can_run_in_row_order(self, node: fx.Node, signature: Signature, letter: Letter, letters: list[Letter]) -> bool:
+    def _can_run_in_row_order(self, node: fx.Node, signature: Signature, label: AxisLabel, labels: list[AxisLabel]) -> bool:
         """Return whether an operator selects one row, or scans rows in its loop's direction (in backward: reverse)."""
         is_backward = node not in self.joint.forward
-        index = signature.index[letter]
+        index = signature.index[label]
         is_in_order = isinstance(index, SingleRow) or index == RunningSum(reverse=is_backward)
-        return len(letters) == 1 and self._is_single_axis(node, letter) and is_in_order
+        return len(labels) == 1 and self._is_single_axis(node, label) and is_in_order
 
-    def _is_single_axis(self, node: fx.Node, letter: Letter) -> bool:
+    def _is_single_axis(self, node: fx.Node, label: AxisLabel) -> bool:
         """Return whether a label stands for one axis factor, so that an index along it is a row index."""
-        return len(self.axes.table.resolve(self.axes.letters[node][letter])) == 1
+        return len(self.axes.table.resolve(self.axes.labels[node][label])) == 1
 
-    def _is_row_shift(self, node: fx.Node, letter: Letter, source: Letter, roles: dict[Letter, Role]) -> bool:
-        """Return whether rows of the label `letter` are rows of the label `source` at a fixed distance, so that loops can run.
+    def _is_row_shift(self, node: fx.Node, label: AxisLabel, source: AxisLabel, roles: dict[AxisLabel, Role]) -> bool:
+        """Return whether rows of the label `label` are rows of the label `source` at a fixed distance, so that loops can run.
 
         If the operator has keys, rows must not be shifted: query-by-key values of other chunks are not stored.
         """
         sequence, table = self.axes.sequence, self.axes.table
-        result, operand = (table.resolve(self.axes.letters[node][item]) for item in (letter, source))
-        if sequence is None or len(result) != 1 or len(operand) != 1 or roles[letter] is not Role.ROWS:
+        result, operand = (table.resolve(self.axes.labels[node][item]) for item in (label, source))
+        if sequence is None or len(result) != 1 or len(operand) != 1 or roles[label] is not Role.ROWS:
             return False
         if sequence.block(result[0]) != sequence.block(operand[0]):
             return False
         if Role.KEYS not in roles.values():
             return True
-        start = self.axes.signatures[node].windows[letter].start
+        start = self.axes.signatures[node].windows[label].start
         return bool(start + sequence.members[operand[0]].offset == sequence.members[result[0]].offset)
 
-    def _must_run_unchunked(self, signature: Signature, roles: dict[Letter, Role]) -> bool:
+    def _must_run_unchunked(self, signature: Signature, roles: dict[AxisLabel, Role]) -> bool:
         """Return whether an operator cannot run in a loop: no label is ROWS, or a result's label is WHOLE."""
         if Role.ROWS not in roles.values():
             return True
-        result_letters = {letter for shape in signature.results for dim in shape for letter in dim}
-        return any(roles.get(letter) is Role.WHOLE for letter in result_letters)
+        result_labels = {label for shape in signature.results for dim in shape for label in dim}
+        return any(roles.get(label) is Role.WHOLE for label in result_labels)
 
-    def _storage_class(self, shape: LetterShape, roles: dict[Letter, Role]) -> StorageClass:
+    def _storage_class(self, shape: LabelShape, roles: dict[AxisLabel, Role]) -> StorageClass:
         """Return the storage class of a result from its labels' roles; without ROWS, the result is a sum over chunks."""
-        present = {roles[letter] for dim in shape for letter in dim if letter in roles}
+        present = {roles[label] for dim in shape for label in dim if label in roles}
         if Role.ROWS in present:
             return StorageClass.PAIR if Role.KEYS in present else StorageClass.ROWS
         return StorageClass.KEYSUM if Role.KEYS in present else StorageClass.SUM

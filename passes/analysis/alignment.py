@@ -42,16 +42,16 @@ def align(scale: Shape, gradient: Shape) -> Alignment | None:
     Both are given by their dimensions, tuples of axis factors, `()` of size one: align([b], [(b t) d]) is [b t d] with scale
     dimensions (0, None, None). None unless the scale's dimensions occur once and in order, and a view can split the gradient.
     """
-    dims_by_atom = {dim[0]: (i, dim) for i, dim in enumerate(scale) if dim}
-    scale_atoms = {atom for dim in scale for atom in dim}
+    dims_by_factor = {dim[0]: (i, dim) for i, dim in enumerate(scale) if dim}
+    scale_factors = {factor for dim in scale for factor in dim}
     dims: list[tuple[Dim, ...]] = []
     scale_dims: list[int | None] = []
-    for dim_atoms in gradient:
+    for dim_factors in gradient:
         factors: list[tuple[int | None, Dim]] = []  # (dimension of the scale or None, its axis factors)
-        position = 0  # of the next axis factor in `dim_atoms`
-        while position < len(dim_atoms):
-            scale_dim, dim = dims_by_atom.get(dim_atoms[position], (None, dim_atoms[position : position + 1]))
-            if dim_atoms[position : position + len(dim)] != dim or (scale_dim is None and not scale_atoms.isdisjoint(dim)):
+        position = 0  # of the next axis factor in `dim_factors`
+        while position < len(dim_factors):
+            scale_dim, dim = dims_by_factor.get(dim_factors[position], (None, dim_factors[position : position + 1]))
+            if dim_factors[position : position + len(dim)] != dim or (scale_dim is None and not scale_factors.isdisjoint(dim)):
                 return None
             if scale_dim is None and factors and factors[-1][0] is None:
                 factors[-1] = None, (*factors[-1][1], *dim)
@@ -66,7 +66,7 @@ def align(scale: Shape, gradient: Shape) -> Alignment | None:
     has_sizes = unknown <= 1 and sum(len(group) > 1 for group in dims) <= 1  # a view can infer one size only
     return (
         Alignment(tuple(dims), tuple(scale_dims))
-        if matched == sorted(scale_dim for scale_dim, _ in dims_by_atom.values()) and has_sizes
+        if matched == sorted(scale_dim for scale_dim, _ in dims_by_factor.values()) and has_sizes
         else None
     )
 

@@ -7,9 +7,9 @@ the one along which the most bytes can be chunked. Sizes are never compared to f
 
     q [2 37 4 8], k [2 37 2 8]   ->   q [b t h d], k [b t g d]
 
-A dimension (`Dim`) is a tuple of axis factors (`Atom`, an integer): (b, t) for `[(b t)]`, `()` for size one. The `AxisTable`
+A dimension (`Dim`) is a tuple of axis factors (`AxisFactor`, an integer): (b, t) for `[(b t)]`, `()` for size one. `AxisTable`
 (`table`) unifies factors; `resolve` returns a dimension in its present factors. A rule describes an operator by a `Signature`
-of axis labels (`Letter`, local to the operator); `letters[node]` maps its labels to dimensions.
+of axis labels (`AxisLabel`, local to the operator); `labels[node]` maps its labels to dimensions.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from streamfx.ir.axis_table import Atom, AxisTable, Dim
+from streamfx.ir.axis_table import AxisFactor, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
 from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, results_of, shape_of_node, tensor_operands
-from streamfx.ir.signature import ConcatAxes, FullAxis, Letter, Signature, Tile
+from streamfx.ir.signature import AxisLabel, ConcatAxes, FullAxis, Signature, Tile
 from streamfx.ir.sizes import Size, numeric, product, shape_of
 from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.analysis.axis_kinds import (
-    atoms_of,
+    factors_of,
     find_feature_axes,
     find_innermost_axes,
     find_input_axes,
@@ -105,8 +105,8 @@ def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | Non
         for i, dim in enumerate(axes.shapes[node])
         if len(dim) == 1
     }
-    unsplit_atoms = {atom for dim in candidates.values() for atom in table.resolve(dim) if len(table.resolve(dim)) == 1}
-    split = {input_dim for input_dim, dim in candidates.items() if not unsplit_atoms.issuperset(table.resolve(dim))}
+    unsplit_factors = {factor for dim in candidates.values() for factor in table.resolve(dim) if len(table.resolve(dim)) == 1}
+    split = {input_dim for input_dim, dim in candidates.items() if not unsplit_factors.issuperset(table.resolve(dim))}
     if sequence is not None and _has_split_derived_axis(axes, sequence):
         split |= {input_dim for input_dim, dim in candidates.items() if table.resolve(dim) == (sequence.main,)}
     return frozenset(split)
@@ -115,8 +115,8 @@ def _split_axes(joint: JointGraph, axes: AxisFacts, sequence: SequenceAxis | Non
 def _has_split_derived_axis(axes: AxisFacts, sequence: SequenceAxis) -> bool:
     """Return whether an axis sliced from the sequence, or padded around it, is factored into several axes."""
     for node, signature in axes.signatures.items():
-        for letter, window in signature.windows.items():  # axis labels of slices and paddings
-            operand, result = (axes.table.resolve(axes.letters[node][item]) for item in (window.source, letter))
+        for label, window in signature.windows.items():  # axis labels of slices and paddings
+            operand, result = (axes.table.resolve(axes.labels[node][item]) for item in (window.source, label))
             if len(operand) == 1 < len(result) and operand[0] in sequence.members:
                 return True
     return False
@@ -131,7 +131,7 @@ def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> Ax
     shapes: dict[fx.Node, Shape] = {}
     results: dict[fx.Node, tuple[Shape, ...]] = {}
     signatures: dict[fx.Node, Signature] = {}
-    letters: dict[fx.Node, dict[Letter, Dim]] = {}
+    labels: dict[fx.Node, dict[AxisLabel, Dim]] = {}
     missing_rules: dict[fx.Node, str] = {}
     for node in joint.sources:
         if is_tensor(node):
@@ -148,16 +148,16 @@ def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> Ax
             missing_rules[node] = outcome
             result_dims = tuple(_unknown_dims(result, producer_of(node), table, shapes) for result in results_of(node))
         else:
-            signatures[node], letters[node], result_dims = outcome
+            signatures[node], labels[node], result_dims = outcome
         results[node] = result_dims
         if is_tensor(node):
             shapes[node] = result_dims[0]
-    _unify_concat_parts(table, signatures, letters)
-    return AxisFacts(table, shapes, results, signatures, letters, missing_rules, static_nodes(joint))
+    _unify_concat_parts(table, signatures, labels)
+    return AxisFacts(table, shapes, results, signatures, labels, missing_rules, static_nodes(joint))
 
 
 def _unify_concat_parts(
-    table: AxisTable, signatures: Mapping[fx.Node, Signature], letters: Mapping[fx.Node, Mapping[Letter, Dim]]
+    table: AxisTable, signatures: Mapping[fx.Node, Signature], labels: Mapping[fx.Node, Mapping[AxisLabel, Dim]]
 ) -> None:
     """Unify the axes of operands of different concatenations along one axis that cover the same rows of it.
 
@@ -166,10 +166,10 @@ def _unify_concat_parts(
     first_by_position: dict[tuple[Dim, Size, Size], Dim] = {}
     for node, signature in signatures.items():
         if signature.concat is not None:
-            letter, concat = signature.concat
+            label, concat = signature.concat
             for part, rows_before in concat.parts:
-                part_dim = table.resolve(letters[node][part])
-                key = table.resolve(letters[node][letter]), rows_before, table.size_of_dim(part_dim)
+                part_dim = table.resolve(labels[node][part])
+                key = table.resolve(labels[node][label]), rows_before, table.size_of_dim(part_dim)
                 if len(part_dim) == len(table.resolve(first_part := first_by_position.setdefault(key, part_dim))) == 1:
                     table.unify(part_dim, first_part)
 
@@ -188,7 +188,7 @@ def _unknown_dims(value: torch.Tensor | None, producer: fx.Node, table: AxisTabl
 
 def _apply_rule(
     node: fx.Node, table: AxisTable, shapes: dict[fx.Node, Shape]
-) -> tuple[Signature, dict[Letter, Dim], tuple[Shape, ...]] | str:
+) -> tuple[Signature, dict[AxisLabel, Dim], tuple[Shape, ...]] | str:
     """Apply an operator's axis rule, and unify the axes of operand dimensions that share a label.
 
     Return (signature, dimension of each label, dimensions of each result), or a text for the user that says why it has no
@@ -203,31 +203,31 @@ def _apply_rule(
     signature = evaluate_rule(rule, call)
     if isinstance(signature, str):
         return signature
-    bound = dict(signature.atoms)  # the dimension of each label
-    for operand, letter_shape in zip(call.operands, signature.operands, strict=True):
-        for dim, letter_dim in zip(shapes[operand], letter_shape, strict=True):
-            if len(letter_dim) != 1 or letter_dim[0] in signature.atoms:
+    bound = dict(signature.factors)  # the dimension of each label
+    for operand, label_shape in zip(call.operands, signature.operands, strict=True):
+        for dim, label_dim in zip(shapes[operand], label_shape, strict=True):
+            if len(label_dim) != 1 or label_dim[0] in signature.factors:
                 continue
-            first_dim = bound.setdefault(letter_dim[0], dim)
+            first_dim = bound.setdefault(label_dim[0], dim)
             if first_dim is not dim and not table.unify(first_dim, dim):
                 return DIFFERENT_ORDERS.format(target=node.target)
     result_dims = []
-    for result_shape, letter_shape in zip(call.result_shapes, signature.results, strict=False):
-        for size, letter_dim in zip(result_shape, letter_shape, strict=True):
-            if len(letter_dim) == 1 and letter_dim[0] not in bound:
-                bound[letter_dim[0]] = table.fresh(size)
-        result_dims.append(tuple(tuple(atom for letter in dim for atom in bound[letter]) for dim in letter_shape))
+    for result_shape, label_shape in zip(call.result_shapes, signature.results, strict=False):
+        for size, label_dim in zip(result_shape, label_shape, strict=True):
+            if len(label_dim) == 1 and label_dim[0] not in bound:
+                bound[label_dim[0]] = table.fresh(size)
+        result_dims.append(tuple(tuple(factor for label in dim for factor in bound[label]) for dim in label_shape))
     _keep_derived_axes(signature, bound, table)
     return signature, bound, tuple(result_dims)
 
 
-def _keep_derived_axes(signature: Signature, bound: dict[Letter, Dim], table: AxisTable) -> None:
+def _keep_derived_axes(signature: Signature, bound: dict[AxisLabel, Dim], table: AxisTable) -> None:
     """Mark axes of one operator as indivisible that are sliced from an indivisible axis, or padded around it.
 
     `bound`: the dimension of each axis label.
     """
-    for letter, window in signature.windows.items():
-        result, operand = table.resolve(bound[letter]), table.resolve(bound[window.source])
+    for label, window in signature.windows.items():
+        result, operand = table.resolve(bound[label]), table.resolve(bound[window.source])
         if len(result) == len(operand) == 1 and table.is_kept(operand[0]):
             table.keep(result[0])
 
@@ -240,48 +240,48 @@ def sequence_axis(joint: JointGraph, axes: AxisFacts) -> SequenceAxis | None:
     return None if main is None else sequence_of(main, axes)
 
 
-def _attention_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
+def _attention_axis(joint: JointGraph, axes: AxisFacts) -> AxisFactor | None:
     """Return the axis that both queries and keys of attention have; None if there is none, or an axis of inputs is longer.
 
     Fused attention declares it; else it is the axis that occurs twice in scores, masks and probabilities. A square
     weight and its gradient have an axis twice as well, so only values computed in the forward graph count.
     """
-    votes: Counter[Atom] = Counter()  # for each axis, how many values or fused attentions have it twice
+    votes: Counter[AxisFactor] = Counter()  # for each axis, how many values or fused attentions have it twice
     for node, signature in axes.signatures.items():
-        atoms = {letter: set(axes.table.resolve(dim)) for letter, dim in axes.letters[node].items()}
-        keys = {atom for letter in signature.keys for atom in atoms.get(letter, ())}
-        votes.update(keys & {atom for letter, dim in atoms.items() if letter not in signature.keys for atom in dim})
+        factors = {label: set(axes.table.resolve(dim)) for label, dim in axes.labels[node].items()}
+        keys = {factor for label in signature.keys for factor in factors.get(label, ())}
+        votes.update(keys & {factor for label, dim in factors.items() if label not in signature.keys for factor in dim})
     if not votes:
         weights = weight_nodes(joint)
         for node in (node for node in joint.nodes if node in joint.forward and node not in weights):
             for shape in axes.results.get(node, ()):
-                counts = Counter(atom for dim in shape for atom in axes.table.resolve(dim))
-                votes.update(atom for atom, times in counts.items() if times == 2)
+                counts = Counter(factor for dim in shape for factor in axes.table.resolve(dim))
+                votes.update(factor for factor, times in counts.items() if times == 2)
     input_axes = find_input_axes(joint, axes)
-    ranked = sorted(votes, key=lambda atom: (atom not in input_axes, -votes[atom], atom))
+    ranked = sorted(votes, key=lambda factor: (factor not in input_axes, -votes[factor], factor))
     if not ranked or ranked[0] in input_axes or not input_axes:
         return ranked[0] if ranked else None
     if ranked[0] in find_feature_axes(joint, axes):  # the state of a linear attention has the same width twice
         return None
     sequences = input_axes & find_ordered_axes(axes)  # scores within blocks have the block's axis twice
-    longest = max((numeric(axes.table.size(atom)) for atom in sequences), default=0)
+    longest = max((numeric(axes.table.size(factor)) for factor in sequences), default=0)
     is_long = 2 * numeric(axes.table.size(ranked[0])) >= longest  # rows left over after blocks are few
     return ranked[0] if not sequences or (is_long and ranked[0] in _derived_or_source_axes(sequences, axes)) else None
 
 
-def _derived_or_source_axes(atoms: set[Atom], axes: AxisFacts) -> set[Atom]:
+def _derived_or_source_axes(factors: set[AxisFactor], axes: AxisFacts) -> set[AxisFactor]:
     """Return axis factors, and all axis factors related to them by slices, paddings or concatenations, in either direction."""
     links = [(source, target) for source, target, _, _ in find_slice_links(axes)]
     for node, signature in axes.signatures.items():
         if node.target is aten.cat.default:
-            result, *parts = [axes.table.resolve(axes.letters[node].get(letter, ())) for letter in signature.index]
+            result, *parts = [axes.table.resolve(axes.labels[node].get(label, ())) for label in signature.index]
             # of an operand in blocks, only the axis of blocks is related
-            related = {*result, *(atom for part in parts for atom in part[:1])}
+            related = {*result, *(factor for part in parts for factor in part[:1])}
             links += [(left, right) for left in related for right in related]
-    reached: set[Atom] = set()
-    while atoms - reached:
-        reached |= atoms
-        atoms = {right for link in links for left, right in (link, link[::-1]) if left in reached}
+    reached: set[AxisFactor] = set()
+    while factors - reached:
+        reached |= factors
+        factors = {right for link in links for left, right in (link, link[::-1]) if left in reached}
     return reached
 
 
@@ -292,7 +292,7 @@ def widths(joint: JointGraph) -> Callable[[fx.Node, int], bool]:
     return lambda node, dim: not feature_axes.isdisjoint(axes.table.resolve(axes.shapes[node][dim]))
 
 
-def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
+def _widest_axis(joint: JointGraph, axes: AxisFacts) -> AxisFactor | None:
     """Return the axis along which the most bytes can be chunked; None if there is none.
 
     Views and results do not count, because chunks do not save their bytes; values along axes derived from it (slices, blocks)
@@ -302,27 +302,29 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> Atom | None:
     - axes that no parameter has and that no operator needs in full;
     - axes along which no random numbers are drawn: without chunks, they are drawn at once, as in eager.
     """
-    chunked_elements: dict[Atom, int] = defaultdict(int)
-    unsuitable: set[Atom] = set()
+    chunked_elements: dict[AxisFactor, int] = defaultdict(int)
+    unsuitable: set[AxisFactor] = set()
     input_axes, ordered = find_input_axes(joint, axes), find_ordered_axes(axes)
     returned = {*joint.outputs, *joint.gradients}
     for node, signature in axes.signatures.items():
-        for letter in (letter for letter, index in signature.index.items() if isinstance(index, (FullAxis, Tile, ConcatAxes))):
-            unsuitable.update(axes.table.resolve(axes.letters[node].get(letter, ())))
+        for label in (label for label, index in signature.index.items() if isinstance(index, (FullAxis, Tile, ConcatAxes))):
+            unsuitable.update(axes.table.resolve(axes.labels[node].get(label, ())))
         if node not in axes.static:
             is_freed = node not in returned and not only_moves_elements(node)
             for shape in axes.results[node]:
                 numel = numeric(product(axes.table.size_of_dim(dim) for dim in shape)) if is_freed else 0
-                for atom in {atom for dim in shape for atom in axes.table.resolve(dim)}:
-                    chunked_elements[atom] += numel
+                for factor in {factor for dim in shape for factor in axes.table.resolve(dim)}:
+                    chunked_elements[factor] += numel
     for node in joint.primals:
         if is_tensor(node) and node.meta[VALUE].is_floating_point() and is_parameter(node):
-            unsuitable |= atoms_of(node, axes)
+            unsuitable |= factors_of(node, axes)
     inner = find_innermost_axes(joint, axes)
     sequences = (input_axes & ordered & chunked_elements.keys()) - (inner & reordered_axes(axes))
     candidates = sequences or (chunked_elements.keys() - unsuitable)
-    drawn = {atom for node in joint.nodes if is_random(node) and not tensor_operands(node) for atom in atoms_of(node, axes)}
-    total = {atom: sum(chunked_elements.get(member, 0) for member in find_derived_axes(atom, axes)[0]) for atom in candidates}
+    drawn = {factor for node in joint.nodes if is_random(node) and not tensor_operands(node) for factor in factors_of(node, axes)}
+    total = {
+        factor: sum(chunked_elements.get(member, 0) for member in find_derived_axes(factor, axes)[0]) for factor in candidates
+    }
     ranked = sorted(
         candidates, key=lambda a: (a in unsuitable, a in drawn, -total[a], a in inner, -numeric(axes.table.size(a)), -a)
     )

@@ -1,7 +1,7 @@
 """Kinds of axes and values, from which the axis analysis chooses the sequence: features, ordered axes, static values, weights.
 
-An axis is identified by an `Atom` (an axis factor, an integer); `axes` holds the axis factors of each dimension of each value,
-and the `Signature` of each operator, whose axis labels (`Letter`) `axes.letters[node]` maps to axis factors.
+An axis is identified by an axis factor (`AxisFactor`, an integer); `axes` holds the factors of each dimension of each value,
+and the `Signature` of each operator, whose axis labels (`AxisLabel`) `axes.labels[node]` maps to axis factors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from streamfx.ir.axis_table import Atom
+from streamfx.ir.axis_table import AxisFactor
 from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, tensor_operands
 from streamfx.ir.signature import RunningSum
@@ -73,55 +73,55 @@ def weight_nodes(joint: JointGraph) -> frozenset[fx.Node]:
     return frozenset(weights)
 
 
-def find_input_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+def find_input_axes(joint: JointGraph, axes: AxisFacts) -> set[AxisFactor]:
     """Return the axes of inputs (not parameters) that no product with a weight contracts: batch and sequence."""
     inputs = (node for node in joint.inputs if is_tensor(node) and not is_parameter(node))
-    return {atom for node in inputs for atom in atoms_of(node, axes)} - find_feature_axes(joint, axes)
+    return {factor for node in inputs for factor in factors_of(node, axes)} - find_feature_axes(joint, axes)
 
 
-def find_feature_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+def find_feature_axes(joint: JointGraph, axes: AxisFacts) -> set[AxisFactor]:
     """Return the axes of weights that forward products contract: the widths of features.
 
     Axes along which a weight is expanded are excluded: a softmax sink, for example, is expanded along rows.
     """
     parameters = {node for node in joint.primals if is_tensor(node) and is_parameter(node)}
-    features: set[Atom] = set()
-    expanded: set[Atom] = set()
+    features: set[AxisFactor] = set()
+    expanded: set[AxisFactor] = set()
     for node in (node for node in joint.nodes if node in joint.forward):
         operands = tensor_operands(node)
         if operands and all(operand in parameters for operand in operands):
             parameters.add(node)
-            expanded |= atoms_of(node, axes) - atoms_of(operands[0], axes) if node.target is aten.expand.default else set()
+            expanded |= factors_of(node, axes) - factors_of(operands[0], axes) if node.target is aten.expand.default else set()
         elif (signature := axes.signatures.get(node)) is not None and signature.results[0]:
-            contracted = signature.contracted_letters()
+            contracted = signature.contracted_labels()
             for operand, shape in zip(operands, signature.operands, strict=True):
-                if operand in parameters and any(letter in contracted for dim in shape for letter in dim):
-                    features |= atoms_of(operand, axes) - expanded
+                if operand in parameters and any(label in contracted for dim in shape for label in dim):
+                    features |= factors_of(operand, axes) - expanded
     return features
 
 
-def atoms_of(node: fx.Node, axes: AxisFacts) -> set[Atom]:
+def factors_of(node: fx.Node, axes: AxisFacts) -> set[AxisFactor]:
     """Return all axis factors of a value's dimensions."""
-    return {atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim)}
+    return {factor for dim in axes.shapes[node] for factor in axes.table.resolve(dim)}
 
 
-def find_ordered_axes(axes: AxisFacts) -> set[Atom]:
+def find_ordered_axes(axes: AxisFacts) -> set[AxisFactor]:
     """Return the axes whose rows have an order, because an operator depends on their positions: sequences, not batches."""
-    ordered: set[Atom] = set()
+    ordered: set[AxisFactor] = set()
     for node, signature in axes.signatures.items():
-        letters = {item for letter, window in signature.windows.items() for item in (letter, window.source)}
-        letters |= {letter for letter, index in signature.index.items() if isinstance(index, RunningSum)}
-        letters |= signature.full_letters if node.target in BY_POSITION else set()
-        ordered |= {atom for letter in letters for atom in axes.table.resolve(axes.letters[node].get(letter, ()))}
+        labels = {item for label, window in signature.windows.items() for item in (label, window.source)}
+        labels |= {label for label, index in signature.index.items() if isinstance(index, RunningSum)}
+        labels |= signature.full_labels if node.target in BY_POSITION else set()
+        ordered |= {factor for label in labels for factor in axes.table.resolve(axes.labels[node].get(label, ()))}
     return ordered
 
 
-def find_innermost_axes(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+def find_innermost_axes(joint: JointGraph, axes: AxisFacts) -> set[AxisFactor]:
     """Return the axes that are innermost in inputs, and nowhere else: their slices would not be contiguous in memory."""
     inputs = [node for node in joint.primals if is_tensor(node) and node.meta[VALUE].is_floating_point()]
     shapes = [axes.shapes[node] for node in inputs if len(axes.shapes[node]) > 1]
     last, others = (
-        {atom for dim in dims for atom in axes.table.resolve(dim)}
+        {factor for dim in dims for factor in axes.table.resolve(dim)}
         for dims in ([shape[-1] for shape in shapes], [dim for shape in shapes for dim in shape[:-1]])
     )
     return last - others

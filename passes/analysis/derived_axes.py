@@ -1,8 +1,8 @@
 """Find the derived axes of the sequence: axes sliced from it, padded around it, or formed by blocks of its rows.
 
-An axis is identified by an `Atom` (an axis factor, an integer). Row i of a derived axis is row i + offset of the sequence; of
+An axis is identified by an axis factor (`AxisFactor`, an integer). Row i of a derived axis is row i + offset of the sequence; of
 an axis of blocks, the `block_size` rows from i * block_size + offset on. `axes` holds what the axis analysis found:
-`letters[node]` has the axis factors of each axis label of an operator's `Signature`.
+`labels[node]` has the axis factors of each axis label of an operator's `Signature`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from streamfx.ir.axis_table import Atom, Dim
+from streamfx.ir.axis_table import AxisFactor, Dim
 from streamfx.ir.facts import AxisFacts, DerivedRows, SequenceAxis
 from streamfx.ir.sizes import Size, numeric, simplified
 from streamfx.runtime.chunked_recurrences import Recurrence
@@ -26,31 +26,31 @@ MAX_SLICES = 24  # per axis: an axis with more slices belongs to an unrolled loo
 class SliceLink(NamedTuple):
     """A slice or a padding: row 0 of the axis `target` is row `start` of the axis `source`."""
 
-    source: Atom
-    target: Atom
+    source: AxisFactor
+    target: AxisFactor
     start: Size
     is_static: bool
 
 
-def sequence_of(main: Atom, axes: AxisFacts) -> SequenceAxis:
+def sequence_of(main: AxisFactor, axes: AxisFacts) -> SequenceAxis:
     """Return the sequence whose axis is `main`, with all axes derived from it (slices, paddings, blocks), and block sizes."""
     tilings = _tilings(axes, axes.table.size(main))
     members, blocks = find_derived_axes(main, axes, tilings)
-    disjoint_tilings = [tiling for tiling in tilings if not any(atom in members for atom in tiling.inner_axes)]
+    disjoint_tilings = [tiling for tiling in tilings if not any(factor in members for factor in tiling.inner_axes)]
     if len(disjoint_tilings) < len(tilings):  # a slice selects one block: then rows within blocks, not blocks, are the sequence's
         members, blocks = find_derived_axes(main, axes, disjoint_tilings)
     return SequenceAxis(main, axes.table.size(main), members, blocks, _recurrence_block_sizes(members, axes))
 
 
-def _recurrence_block_sizes(members: Container[Atom], axes: AxisFacts) -> frozenset[int]:
+def _recurrence_block_sizes(members: Container[AxisFactor], axes: AxisFacts) -> frozenset[int]:
     """Return how many rows recurrences along the axes `members` process at once: a chunk must hold a multiple of each."""
-    runs = [(run, axes.letters[node][run.axes.rows]) for node in axes.signatures if isinstance(run := node.target, Recurrence)]
-    return frozenset(run.block for run, dim in runs if any(atom in members for atom in axes.table.resolve(dim)))
+    runs = [(run, axes.labels[node][run.axes.rows]) for node in axes.signatures if isinstance(run := node.target, Recurrence)]
+    return frozenset(run.block for run, dim in runs if any(factor in members for factor in axes.table.resolve(dim)))
 
 
 def find_derived_axes(
-    main: Atom, axes: AxisFacts, tilings: Sequence[TiledAxis] = ()
-) -> tuple[dict[Atom, DerivedRows], dict[Atom, int]]:
+    main: AxisFactor, axes: AxisFacts, tilings: Sequence[TiledAxis] = ()
+) -> tuple[dict[AxisFactor, DerivedRows], dict[AxisFactor, int]]:
     """Return, by axis, the offset and length of each axis derived from `main` (and itself), and block sizes of block axes.
 
     Slices, paddings, blocks and concatenations of derived axes are derived axes, so the search runs until it finds no
@@ -58,7 +58,7 @@ def find_derived_axes(
     the other slice reads earlier rows, which a loop from the first row to the last can serve.
     """
     members = {main: DerivedRows(0, axes.table.size(main))}
-    blocks: dict[Atom, int] = {}
+    blocks: dict[AxisFactor, int] = {}
     links = _drop_axes_sliced_often(find_slice_links(axes), axes)
     concats = _concat_axes(axes)
     changed = True
@@ -74,16 +74,16 @@ def find_derived_axes(
             if concat.axis not in members and (offset := concat.offset(members, blocks)) is not None:
                 members[concat.axis] = DerivedRows(offset, axes.table.size(concat.axis))
                 changed = True
-        candidates: dict[Atom, list[tuple[bool, Size]]] = defaultdict(list)  # (is the slice of a computed value, offset)
-        block_sizes: dict[Atom, int] = {}
+        candidates: dict[AxisFactor, list[tuple[bool, Size]]] = defaultdict(list)  # (is the slice of a computed value, offset)
+        block_sizes: dict[AxisFactor, int] = {}
         for source, target, start, is_static in links:
             if source in members and target not in members:
                 candidates[target].append((not is_static, members[source].offset + start * blocks.get(source, 1)))
                 block_sizes[target] = blocks.get(source, 1)
-        for atom, offsets_found in candidates.items():
+        for factor, offsets_found in candidates.items():
             preferred = [offset for computed, offset in offsets_found if computed] or [offset for _, offset in offsets_found]
-            members[atom] = DerivedRows(max(preferred, key=numeric), axes.table.size(atom))
-            blocks |= {atom: block_sizes[atom]} if block_sizes[atom] != 1 else {}
+            members[factor] = DerivedRows(max(preferred, key=numeric), axes.table.size(factor))
+            blocks |= {factor: block_sizes[factor]} if block_sizes[factor] != 1 else {}
             changed = True
     return members, blocks
 
@@ -94,7 +94,7 @@ def _drop_axes_sliced_often(links: list[SliceLink], axes: AxisFacts) -> list[Sli
     Slices of static values are not counted, because static values are computed once, in full: a mask that is written row
     by row, for example.
     """
-    slices: dict[Atom, set[tuple[Size, Size]]] = defaultdict(set)
+    slices: dict[AxisFactor, set[tuple[Size, Size]]] = defaultdict(set)
     for source, target, start, is_static in links:
         if not is_static:
             slices[source].add((start, axes.table.size(target)))
@@ -105,8 +105,8 @@ def _drop_axes_sliced_often(links: list[SliceLink], axes: AxisFacts) -> list[Sli
 class TiledAxis(NamedTuple):
     """An axis that views split into blocks of `block_size` rows; a dimension of rows within a block has the `inner_axes`."""
 
-    axis: Atom
-    block_axis: Atom
+    axis: AxisFactor
+    block_axis: AxisFactor
     inner_axes: Dim
     block_size: int
 
@@ -133,10 +133,10 @@ def _tilings(axes: AxisFacts, length: Size) -> list[TiledAxis]:
 class ConcatAxis:
     """The axis of a concatenation, and its `parts`: each operand's axis, with the number of rows before it."""
 
-    axis: Atom
-    parts: tuple[tuple[Atom, Size], ...]
+    axis: AxisFactor
+    parts: tuple[tuple[AxisFactor, Size], ...]
 
-    def offset(self, members: Mapping[Atom, DerivedRows], blocks: Container[Atom]) -> Size | None:
+    def offset(self, members: Mapping[AxisFactor, DerivedRows], blocks: Container[AxisFactor]) -> Size | None:
         """Return which row of the sequence row 0 of the concatenation is; `self.parts`: (axis, rows before it) per operand.
 
         `members`: the offset in the sequence of each derived axis found so far; `blocks`: those of blocks. None unless all
@@ -161,13 +161,13 @@ def find_concat_axis(node: fx.Node, axes: AxisFacts) -> ConcatAxis | None:
     concat = axes.signatures[node].concat
     if concat is None:
         return None
-    letter, concat_index = concat
-    dims = [axes.table.resolve(axes.letters[node][item]) for item in (letter, *(part for part, _ in concat_index.parts))]
+    label, concat_index = concat
+    dims = [axes.table.resolve(axes.labels[node][item]) for item in (label, *(part for part, _ in concat_index.parts))]
     if any(len(dim) != 1 for dim in dims):
         return None
     (axis,), *part_dims = dims
     return ConcatAxis(
-        axis, tuple((atom, rows_before) for (atom,), (_, rows_before) in zip(part_dims, concat_index.parts, strict=True))
+        axis, tuple((factor, rows_before) for (factor,), (_, rows_before) in zip(part_dims, concat_index.parts, strict=True))
     )
 
 
@@ -182,9 +182,9 @@ def keeps_row_positions(node: fx.Node, axes: AxisFacts) -> bool:
     return concat.offset(sequence.members, sequence.blocks) == sequence.members[concat.axis].offset
 
 
-def reordered_axes(axes: AxisFacts) -> set[Atom]:
+def reordered_axes(axes: AxisFacts) -> set[AxisFactor]:
     """Return the axes whose slices are concatenated in another order than they were sliced: cat([x[n:], x[:n]])."""
-    starts: dict[tuple[Atom, Atom], set[Size]] = defaultdict(set)
+    starts: dict[tuple[AxisFactor, AxisFactor], set[Size]] = defaultdict(set)
     for source, target, start, _ in find_slice_links(axes):
         starts[source, target].add(start)
     return {
@@ -198,9 +198,9 @@ def find_slice_links(axes: AxisFacts) -> list[SliceLink]:
     """Return a link for each slice or padding (or window: of its last row) of a dimension with exactly one axis."""
     links = []
     for node, signature in axes.signatures.items():
-        for letter, window in signature.windows.items():
-            source = axes.table.resolve(axes.letters[node][window.source])
-            target = axes.table.resolve(axes.letters[node][letter])
+        for label, window in signature.windows.items():
+            source = axes.table.resolve(axes.labels[node][window.source])
+            target = axes.table.resolve(axes.labels[node][label])
             if len(source) == len(target) == 1:
                 links.append(SliceLink(source[0], target[0], window.start + window.reach, node in axes.static))
     return links

@@ -15,7 +15,7 @@ from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.errors import ordinal
 from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import bound_arguments
-from streamfx.ir.signature import Letter, Signature
+from streamfx.ir.signature import AxisLabel, Signature
 from streamfx.ir.sizes import quotient
 from streamfx.passes.ops.rules.attention import M
 from streamfx.passes.ops.traits import CUTS, only_moves_elements
@@ -77,10 +77,10 @@ def fallback_reason(node: fx.Node, signature: Signature, axes: AxisFacts) -> str
             target=node.target
         )
     if signature.tiles:
-        letter, tile = next(iter(signature.tiles.items()))
-        num_rows, num_blocks = (axes.table.size_of_dim(axes.letters[node][item]) for item in (tile.source, letter))
+        label, tile = next(iter(signature.tiles.items()))
+        num_rows, num_blocks = (axes.table.size_of_dim(axes.labels[node][item]) for item in (tile.source, label))
         return SPLITS_BLOCKS.format(target=node.target, size=quotient(num_rows, num_blocks))
-    if node.target in (ATTENTION, ATTENTION_BACKWARD) and axes.sequence_atom(axes.letters[node][M]) is None:
+    if node.target in (ATTENTION, ATTENTION_BACKWARD) and axes.sequence_factor(axes.labels[node][M]) is None:
         return FOREIGN_QUERIES.format(target=node.target)
     return (
         _family_reason(node, signature, axes) or (SPLITS_OR_CONCATENATES if only_moves_elements(node) else MIXES_ROWS)
@@ -89,15 +89,15 @@ def fallback_reason(node: fx.Node, signature: Signature, axes: AxisFacts) -> str
 
 def mixes_rows_and_blocks(node: fx.Node, signature: Signature, axes: AxisFacts) -> bool:
     """Return whether a slice or padding relates an axis of sequence rows to an axis of blocks of such rows."""
-    pairs = [(letter, window.source) for letter, window in signature.windows.items()]
-    sides = [[axes.sequence_atom(axes.letters[node][item]) for item in pair] for pair in pairs]
+    pairs = [(label, window.source) for label, window in signature.windows.items()]
+    sides = [[axes.sequence_factor(axes.labels[node][item]) for item in pair] for pair in pairs]
     blocks = {} if axes.sequence is None else axes.sequence.blocks
-    return any(None not in side and len({atom in blocks for atom in side}) == 2 for side in sides)
+    return any(None not in side and len({factor in blocks for factor in side}) == 2 for side in sides)
 
 
-def too_many_dims_reason(node: fx.Node, signature: Signature, axes: AxisFacts, letters: Sequence[Letter]) -> str:
-    """Return why an operator falls back that has the sequence in more than two dimensions (those labeled by `letters`)."""
-    return (_family_reason(node, signature, axes) or MANY_DIMENSIONS).format(target=node.target, count=len(letters))
+def too_many_dims_reason(node: fx.Node, signature: Signature, axes: AxisFacts, labels: Sequence[AxisLabel]) -> str:
+    """Return why an operator falls back that has the sequence in more than two dimensions (those labeled by `labels`)."""
+    return (_family_reason(node, signature, axes) or MANY_DIMENSIONS).format(target=node.target, count=len(labels))
 
 
 def _family_reason(node: fx.Node, signature: Signature, axes: AxisFacts) -> str | None:
@@ -105,6 +105,6 @@ def _family_reason(node: fx.Node, signature: Signature, axes: AxisFacts) -> str 
 
     None if the operator is in no family, or if no dimension that it needs in full is the sequence.
     """
-    if all(axes.sequence_atom(axes.letters[node].get(letter, ())) is None for letter in signature.full_letters):
+    if all(axes.sequence_factor(axes.labels[node].get(label, ())) is None for label in signature.full_labels):
         return None
     return next((text for operators, text in _FAMILIES.items() if node.target in operators), None)

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.axis_table import Atom, Dim
+from streamfx.ir.axis_table import AxisFactor, Dim
 from streamfx.ir.facts import AxisFacts, Facts, StorageClass
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_operands, trained_values
-from streamfx.ir.signature import Letter, LetterShape
+from streamfx.ir.signature import AxisLabel, LabelShape
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.alignment import align
@@ -215,7 +215,7 @@ def _scaled_values(homogeneous: Homogeneous) -> set[fx.Node]:
 class _LinearPath:
     """Follows a scale through linear operators that keep its axes.
 
-    `scaled`: the values that depend on the scale; `atoms`: the scale's axis factors; `dtypes`: of scale and gradient.
+    `scaled`: the values that depend on the scale; `factors`: the scale's axis factors; `dtypes`: of scale and gradient.
     `row_masks`: operators such as `where` that select rows of the scale.
     """
 
@@ -227,8 +227,8 @@ class _LinearPath:
         self.dtypes = (scale.meta[VALUE].dtype, gradient.meta[VALUE].dtype)
         self.shape = tuple(map(self._resolved, axes.shapes[scale]))
         self.row_masks: dict[fx.Node, RowMask] = {}
-        self.atoms: tuple[Atom, ...] = tuple(atom for dim in self.shape for atom in dim)
-        if len(set(self.atoms)) < len(self.atoms) or not all_preserve_scale(scale, *self.dtypes):
+        self.factors: tuple[AxisFactor, ...] = tuple(factor for dim in self.shape for factor in dim)
+        if len(set(self.factors)) < len(self.factors) or not all_preserve_scale(scale, *self.dtypes):
             self.scaled.clear()
 
     def follow(self, node: fx.Node) -> bool:
@@ -242,28 +242,28 @@ class _LinearPath:
             return False
         if node.target is operator.getitem:
             self.scaled.add(node)
-            return all(self._keeps_rows(node_argument(node), atom, node.args[1]) for atom in self.atoms)  # type: ignore[arg-type]
+            return all(self._keeps_rows(node_argument(node), factor, node.args[1]) for factor in self.factors)  # type: ignore[arg-type]
         if not self._is_linear(node):
             return False
         self.scaled.add(node)
-        return not is_tensor(node) or all(self._keeps_rows(node, atom, 0) for atom in self.atoms)
+        return not is_tensor(node) or all(self._keeps_rows(node, factor, 0) for factor in self.factors)
 
-    def _keeps_rows(self, node: fx.Node, atom: Atom, result_index: int) -> bool:
-        """Return whether row i along the axis `atom` of result `result_index` depends only on row i of the scaled operands.
+    def _keeps_rows(self, node: fx.Node, factor: AxisFactor, result_index: int) -> bool:
+        """Return whether row i along the axis `factor` of result `result_index` depends only on row i of the scaled operands.
 
         The operator's signature proves it: one label has this axis, once per tensor, and the operator treats all its rows alike.
         """
         signature = self.axes.signatures.get(node)
         if signature is None:
             return False
-        letters = [letter for letter, dim in self.axes.letters[node].items() if atom in self._resolved(dim)]
-        if len(letters) != 1 or self._resolved(self.axes.letters[node][letters[0]]).count(atom) != 1:
+        labels = [label for label, dim in self.axes.labels[node].items() if factor in self._resolved(dim)]
+        if len(labels) != 1 or self._resolved(self.axes.labels[node][labels[0]]).count(factor) != 1:
             return False
-        (letter,) = letters
+        (label,) = labels
         operands = zip(tensor_operands(node), signature.operands, strict=True)
         shapes = [shape for operand, shape in operands if operand in self.scaled]
-        return not signature.is_special(letter) and all(
-            _count(letter, shape) == 1 for shape in (*shapes, signature.results[result_index])
+        return not signature.is_special(label) and all(
+            _count(label, shape) == 1 for shape in (*shapes, signature.results[result_index])
         )
 
     def _resolved(self, dim: Dim) -> Dim:
@@ -290,10 +290,10 @@ class _LinearPath:
         """
         condition = row_mask.condition
         shape = tuple(map(self._resolved, self.axes.shapes[condition]))
-        if {atom for dim in shape for atom in dim}.isdisjoint(self.atoms):  # the same for all rows of the scale
+        if {factor for dim in shape for factor in dim}.isdisjoint(self.factors):  # the same for all rows of the scale
             return True
         scale_dims = [dim for dim in self.shape if dim]
-        condition_dims = [dim for dim in shape if not set(dim).isdisjoint(self.atoms)]
+        condition_dims = [dim for dim in shape if not set(dim).isdisjoint(self.factors)]
         is_known_before_loop = condition in self.axes.static and self.storage_classes[condition] in (
             (StorageClass.OUTSIDE,),
             (StorageClass.WHOLE,),
@@ -304,9 +304,9 @@ class _LinearPath:
         return True
 
 
-def _count(letter: Letter, shape: LetterShape) -> int:
+def _count(label: AxisLabel, shape: LabelShape) -> int:
     """Return how often an axis label occurs in the dimensions of a value."""
-    return sum(item == letter for dim in shape for item in dim)
+    return sum(item == label for dim in shape for item in dim)
 
 
 def _row_mask_of_where(arguments: dict[str, Any], scaled: Collection[fx.Node]) -> tuple[fx.Node, bool | None]:

@@ -125,9 +125,9 @@ def _recomputed_per_consumer(pairs: list[fx.Node], axes: AxisFacts, access: Acce
 def _is_per_key(node: fx.Node, axes: AxisFacts, access: AccessFacts) -> bool:
     """Return whether an operator's result at each key depends on that key alone: keys are not summed, scanned or shifted."""
     signature, roles = axes.signatures[node], access.roles[node]
-    keys = {letter for letter, role in roles.items() if role is Role.KEYS}  # axis labels
-    not_sliced = {letter for letter, index in signature.index.items() if not (isinstance(index, Window) and index.reach == 0)}
-    mixed = signature.keys.union(not_sliced, *map(signature.contracted_letters, range(len(signature.results))))
+    keys = {label for label, role in roles.items() if role is Role.KEYS}  # axis labels
+    not_sliced = {label for label, index in signature.index.items() if not (isinstance(index, Window) and index.reach == 0)}
+    mixed = signature.keys.union(not_sliced, *map(signature.contracted_labels, range(len(signature.results))))
     return keys.isdisjoint(mixed)
 
 
@@ -162,8 +162,8 @@ def _needed_interval(node: fx.Node, masks: Masks, axes: AxisFacts, access: Acces
     signature, roles = axes.signatures[node], access.roles[node]
     if signature.keys:
         return _needed_by_fused_attention(node, masks)
-    contracted = {roles[letter] for letter in signature.contracted_letters() if letter in roles}
-    normalized = {roles[letter] for letter in signature.full_letters if letter in roles}
+    contracted = {roles[label] for label in signature.contracted_labels() if label in roles}
+    normalized = {roles[label] for label in signature.full_labels if label in roles}
     if Role.KEYS in normalized:
         return _needed_by_softmax(node, masks)
     if Role.KEYS in contracted or Role.ROWS in contracted:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
-from streamfx.ir.axis_table import Atom
+from streamfx.ir.axis_table import AxisFactor
 from streamfx.ir.facts import AccessFacts, AxisFacts, Role
 from streamfx.ir.joint import (
     JointGraph,
@@ -107,15 +107,15 @@ class Masks:
 
     def _index_distance(self, node: fx.Node) -> int | None:
         """Return delta between key i and query i of a fused attention (`is_causal` compares indices i); None if unknown."""
-        sequence, atoms = self._axes.sequence, self.index_axes(node)
-        if sequence is None or atoms is None:
+        sequence, factors = self._axes.sequence, self.index_axes(node)
+        if sequence is None or factors is None:
             return None
-        key, query = (sequence.members[atom].offset for atom in atoms)
+        key, query = (sequence.members[factor].offset for factor in factors)
         return key - query if isinstance(key - query, int) else None
 
-    def index_axes(self, node: fx.Node) -> tuple[Atom, Atom] | None:
+    def index_axes(self, node: fx.Node) -> tuple[AxisFactor, AxisFactor] | None:
         """Return the axes of (keys, queries) of a fused attention; None unless indices along both are row indices."""
-        keys, queries = (self._axes.row_axis(self._axes.letters[node][letter]) for letter in (N, M))
+        keys, queries = (self._axes.row_axis(self._axes.labels[node][label]) for label in (N, M))
         return None if keys is None or queries is None else (keys, queries)
 
     # -- values with rows and keys
@@ -173,7 +173,7 @@ class Masks:
     def _padded_facts(self, node: fx.Node) -> Pieces:
         """Return the facts about a padded value: by interval unless rows or keys are padded, which would shift delta."""
         source, signature = node_argument(node), self._axes.signatures.get(node)
-        is_shifted = signature is None or any(letter in signature.windows for letter in self._access.roles.get(node, {}))
+        is_shifted = signature is None or any(label in signature.windows for label in self._access.roles.get(node, {}))
         return self._range_of_all(node) if is_shifted or not self._is_pair(source) else self._evaluate(node)
 
     # -- buffers that hold a mask, as patterns of column - row in their last two dimensions
@@ -208,8 +208,8 @@ class Masks:
         roles, signature = self._access.roles.get(user, {}), self._axes.signatures.get(user)
         if signature is None:
             return []
-        letters = signature.operands[tensor_operands(user).index(operand)]
-        return [next((roles[letter] for letter in dim if letter in roles), None) for dim in letters]
+        labels = signature.operands[tensor_operands(user).index(operand)]
+        return [next((roles[label] for label in dim if label in roles), None) for dim in labels]
 
     def _pattern_offset(self, node: fx.Node, keys_last: bool) -> int | None:
         """Return delta at index (0, 0) of a buffer's last two dimensions; `keys_last`: rows, keys. None if unknown."""
@@ -240,8 +240,8 @@ class Masks:
     def _roles_by_dim(self, node: fx.Node) -> dict[int, Role]:
         """Return the role of each sequence dimension of an operator's first result."""
         roles = self._access.roles.get(node, {})
-        letters = self._axes.signatures[node].results[0] if node in self._axes.signatures else ()
-        return {i: roles[letter] for i, dim in enumerate(letters) for letter in dim if letter in roles}
+        labels = self._axes.signatures[node].results[0] if node in self._axes.signatures else ()
+        return {i: roles[label] for i, dim in enumerate(labels) for label in dim if label in roles}
 
     def _slice_facts(self, node: fx.Node) -> Pieces:
         """Return the facts about a slice of a mask (rows by keys), or of a table with more rows than the sequence."""
@@ -279,8 +279,8 @@ class Masks:
 
     def _offset(self, node: fx.Node, dim: int) -> Any:
         """Return which row of the sequence index 0 of a dimension is; None if the dimension is not an axis of its rows."""
-        sequence, atom = self._axes.sequence, self._axes.row_axis(self._axes.shapes[node][dim])
-        return None if sequence is None or atom is None else sequence.members[atom].offset
+        sequence, factor = self._axes.sequence, self._axes.row_axis(self._axes.shapes[node][dim])
+        return None if sequence is None or factor is None else sequence.members[factor].offset
 
     def _softmax_facts(self, node: fx.Node) -> Pieces:
         """Return the facts about a softmax: zero where the scores are hidden, at most one elsewhere."""
@@ -310,10 +310,10 @@ class Masks:
 
     def _has_own_keys(self, node: fx.Node) -> bool:
         """Return whether the keys of an operator include, for each of its rows, the key of the same row of the sequence."""
-        sequence, letters = self._axes.sequence, self._axes.letters.get(node, {})
+        sequence, labels = self._axes.sequence, self._axes.labels.get(node, {})
         roles = self._access.roles.get(node, {})
-        atoms = {role: self._axes.sequence_atom(letters[letter]) for letter, role in roles.items() if letter in letters}
-        rows, keys = atoms.get(Role.ROWS), atoms.get(Role.KEYS)
+        factors = {role: self._axes.sequence_factor(labels[label]) for label, role in roles.items() if label in labels}
+        rows, keys = factors.get(Role.ROWS), factors.get(Role.KEYS)
         if sequence is None or rows is None or keys is None or rows in sequence.blocks or keys in sequence.blocks:
             return False
         (first_row, row_count), (first_key, key_count) = sequence.members[rows], sequence.members[keys]

@@ -84,4 +84,4 @@ def mean_divisor(node: fx.Node, layout: Layout) -> Size:
     if signature.combine != "mean":
         return 1
     table = layout.axes.table
-    return product(table.size_of_dim(layout.axes.letters[node][letter]) for letter in signature.contracted_letters())
+    return product(table.size_of_dim(layout.axes.labels[node][label]) for label in signature.contracted_labels())

@@ -88,21 +88,21 @@ class BodyBuilder(BodyInputs):
         self.states: dict[fx.Node, int] = {}  # indices of buffers that hold the states of scans at the start of each chunk
         self.requested_span: Span | None = None  # the span of keys for which a mask is being computed
 
-    def letter_size(self, node: fx.Node, letter: int) -> Size:
-        """Return the chunk's size of an operator's axis with label `letter`: its rows or keys, or the full size (symbolic)."""
-        axes, role = self.layout.axes, self.layout.access.roles.get(node, {}).get(letter)
-        dim = axes.table.resolve(axes.letters[node][letter])
-        atom = axes.sequence_atom(dim) if role in (Role.ROWS, Role.KEYS) else None
-        if atom is None:
+    def label_size(self, node: fx.Node, label: int) -> Size:
+        """Return the chunk's size of an operator's axis with label `label`: its rows or keys, or the full size (symbolic)."""
+        axes, role = self.layout.axes, self.layout.access.roles.get(node, {}).get(label)
+        dim = axes.table.resolve(axes.labels[node][label])
+        factor = axes.sequence_factor(dim) if role in (Role.ROWS, Role.KEYS) else None
+        if factor is None:
             return axes.table.size_of_dim(dim)
         rows, span = self.layout.rows(dim), self.layout.span(node, self.requested_span)
         num_rows = rows_in_chunk(rows, self.length) if role is Role.ROWS else rows_in_span(rows, span, self.length)
-        return product(num_rows if a == atom else axes.table.size(a) for a in dim)
+        return product(num_rows if a == factor else axes.table.size(a) for a in dim)
 
     def result_shape(self, node: fx.Node, result: int = 0) -> list[Any]:
         """Return the shape of a result (by its index) for one chunk, as body arguments: integers, or placeholders for sizes."""
         shape = self.layout.axes.signatures[node].results[result]
-        return [self.size_argument(product(self.letter_size(node, letter) for letter in dim)) for dim in shape]
+        return [self.size_argument(product(self.label_size(node, label) for label in dim)) for dim in shape]
 
     def value(self, node: fx.Node) -> Any:
         """Return the body's node for the chunk's part of a value of this loop; emit its operator at the first request.
@@ -393,4 +393,4 @@ class BodyBuilder(BodyInputs):
         result = int_argument(node, 1) if producer is not node else 0
         roles = self.layout.access.roles[producer]
         dim = self.layout.axes.signatures[producer].results[result][placement.dim]
-        return any(roles.get(letter) is Role.ROWS for letter in dim)
+        return any(roles.get(label) is Role.ROWS for label in dim)

@@ -1,7 +1,7 @@
 """Lowerings of operators for which a copy on the chunk's rows would compute another result.
 
 A lowering emits the chunk's version of a joint-graph node into the body of a loop over chunks (rows [s, e) of the sequence), and
-returns the body's node. `builder` gives the body's operands and sizes. An axis label (`letter`, an integer) names a dimension
+returns the body's node. `builder` gives the body's operands and sizes. An axis label (`label`, an integer) names a dimension
 in an operator's axis rule (signature); its role says whether the chunk has its own rows of it (ROWS), the key positions that
 its queries see (KEYS), or all of it.
 """
@@ -57,7 +57,7 @@ def lower_mean(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     If the sum accumulates over chunks, return the chunk's sum: the division comes after the loop. Other means are copied.
     """
     signature, roles = builder.layout.axes.signatures[node], builder.layout.access.roles.get(node, {})
-    contracted_roles = {roles[letter] for letter in signature.contracted_letters() if letter in roles}
+    contracted_roles = {roles[label] for label in signature.contracted_labels() if label in roles}
     if not contracted_roles & {Role.ROWS, Role.KEYS}:
         return emit_copy(builder, node)
     arguments = bound_arguments(node)
@@ -103,18 +103,18 @@ def lower_triangle(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 def _first_index(builder: BodyBuilder, node: fx.Node, dim: int) -> Any:
     """Return the index in the full value of the chunk's first row (or key) along a result dimension; 0 if it is not chunked."""
-    letters = builder.layout.axes.signatures[node].results[0][dim]
-    return next((first for letter in letters if (first := _first_index_of_label(builder, node, letter)) is not None), 0)
+    labels = builder.layout.axes.signatures[node].results[0][dim]
+    return next((first for label in labels if (first := _first_index_of_label(builder, node, label)) is not None), 0)
 
 
-def _first_index_of_label(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+def _first_index_of_label(builder: BodyBuilder, node: fx.Node, label: int) -> Any:
     """Return the index of the chunk's first row, or first visible key, along the axis with a label; None for the full axis."""
-    axes, role = builder.layout.axes, builder.layout.access.roles.get(node, {}).get(letter)
+    axes, role = builder.layout.axes, builder.layout.access.roles.get(node, {}).get(label)
     if role is Role.ROWS:
-        return first_in_chunk(builder.layout.rows(axes.letters[node][letter]), builder.length)
+        return first_in_chunk(builder.layout.rows(axes.labels[node][label]), builder.length)
     if role is Role.KEYS:
         span = builder.layout.span(node, builder.requested_span)
-        return first_in_span(builder.layout.rows(axes.letters[node][letter]), span, builder.length)
+        return first_in_span(builder.layout.rows(axes.labels[node][label]), span, builder.length)
     return None
 
 
@@ -129,9 +129,9 @@ def lower_relative_shift(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     dim, first, columns = _size_arguments(node)
     if not _reads_only_own_row(builder, node, dim, first):
         raise FallbackError(node, READS_NEXT_ROW.format(target=node.target))
-    row, column = (_first_index_of_label(builder, node, letter) or 0 for letter in (dim, dim + 1))
+    row, column = (_first_index_of_label(builder, node, label) or 0 for label in (dim, dim + 1))
     if node.target is RELATIVE_SHIFT:
-        columns = builder.letter_size(node, dim + 1)
+        columns = builder.label_size(node, dim + 1)
     arguments = (operand, dim, builder.size_argument(first - row + column), builder.size_argument(columns))
     return builder.graph.call_function(node.target, arguments)  # type: ignore[arg-type]
 
@@ -148,14 +148,14 @@ def _reads_only_own_row(builder: BodyBuilder, node: fx.Node, dim: int, first: Si
     enough for all columns, or for the columns up to the last key that the chunk's queries see.
     """
     layout, roles = builder.layout, builder.layout.access.roles.get(node, {})
-    letters = layout.axes.letters[node]
-    width, columns = (layout.axes.table.size_of_dim(letters[letter]) for letter in (len(layout.axes.shapes[node]), dim + 1))
+    labels = layout.axes.labels[node]
+    width, columns = (layout.axes.table.size_of_dim(labels[label]) for label in (len(layout.axes.shapes[node]), dim + 1))
     if dim not in roles or is_at_least(width, first + columns):
         return True
     high = layout.span(node, builder.requested_span).high if roles.get(dim + 1) is Role.KEYS else None
     if high is None:
         return False
-    offset_difference = layout.rows(letters[dim]).offset - layout.rows(letters[dim + 1]).offset
+    offset_difference = layout.rows(labels[dim]).offset - layout.rows(labels[dim + 1]).offset
     return is_at_least(width, first + offset_difference + high + 1)
 
 
@@ -167,21 +167,21 @@ def lower_single_row(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     dimension.
     """
     signature, roles = builder.layout.axes.signatures[node], builder.layout.access.roles.get(node, {})
-    single_rows = ((letter, index.row_index) for letter, index in signature.index.items() if isinstance(index, SingleRow))
-    chunked = next(((letter, row) for letter, row in single_rows if roles.get(letter) is Role.ROWS), None)
+    single_rows = ((label, index.row_index) for label, index in signature.index.items() if isinstance(index, SingleRow))
+    chunked = next(((label, row) for label, row in single_rows if roles.get(label) is Role.ROWS), None)
     if chunked is None:
         return emit_copy(builder, node)
-    letter, row = chunked
+    label, row = chunked
     (operand,) = builder.operands(node)
     call = builder.graph.call_function
-    rows = builder.layout.rows(builder.layout.axes.letters[node][letter])
+    rows = builder.layout.rows(builder.layout.axes.labels[node][label])
     row_in_chunk = builder.size_argument(row - first_in_chunk(rows, builder.length))
     if node.target in (aten.select.int, aten.slice.Tensor):
-        selected = call(select_row.take_row, (operand, letter, row_in_chunk))
-        return selected if node.target is aten.select.int else call(aten.unsqueeze.default, (selected, letter))
-    squeezed = operand if node.target is aten.select_backward.default else call(aten.squeeze.dim, (operand, letter))
-    num_rows = builder.size_argument(builder.letter_size(node, letter))
-    return call(select_row.put_row, (squeezed, letter, row_in_chunk, num_rows))
+        selected = call(select_row.take_row, (operand, label, row_in_chunk))
+        return selected if node.target is aten.select.int else call(aten.unsqueeze.default, (selected, label))
+    squeezed = operand if node.target is aten.select_backward.default else call(aten.squeeze.dim, (operand, label))
+    num_rows = builder.size_argument(builder.label_size(node, label))
+    return call(select_row.put_row, (squeezed, label, row_in_chunk, num_rows))
 
 
 @register_lowering(aten.slice.Tensor, aten.slice_backward.default, aten.constant_pad_nd.default)
@@ -264,10 +264,10 @@ def lower_repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     (operand,) = builder.operands(node)
     operand_shape = shape_of_node(tensor_operands(node)[0])
     repeats = [builder.scalar_argument(item) for item in bound_arguments(node)["repeats"]]
-    for dim, letters in enumerate(builder.layout.axes.signatures[node].results[0]):
+    for dim, labels in enumerate(builder.layout.axes.signatures[node].results[0]):
         operand_dim = dim - (len(repeats) - len(operand_shape))
-        if operand_dim < 0 or operand_shape[operand_dim] == 1 or len(letters) == 2:
-            repeats[dim] = builder.size_argument(builder.letter_size(node, letters[0]))
+        if operand_dim < 0 or operand_shape[operand_dim] == 1 or len(labels) == 2:
+            repeats[dim] = builder.size_argument(builder.label_size(node, labels[0]))
     return builder.graph.call_function(aten.repeat.default, (operand, repeats))
 
 
@@ -360,18 +360,18 @@ def _query_key_shift(builder: BodyBuilder, node: fx.Node) -> Any:
     return builder.size_argument(_chunk_position(builder, node, M) - _chunk_position(builder, node, N))
 
 
-def _offset(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+def _offset(builder: BodyBuilder, node: fx.Node, label: int) -> Any:
     """Return the position of an axis's first row in the sequence; 0 if the axis is not the sequence."""
-    layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
-    return 0 if layout.axes.sequence_atom(dim) is None else layout.rows(dim).offset
+    layout, dim = builder.layout, builder.layout.axes.labels[node][label]
+    return 0 if layout.axes.sequence_factor(dim) is None else layout.rows(dim).offset
 
 
-def _chunk_position(builder: BodyBuilder, node: fx.Node, letter: int) -> Any:
+def _chunk_position(builder: BodyBuilder, node: fx.Node, label: int) -> Any:
     """Return the position of the chunk's first query or key of an attention; 0 if that axis is not the sequence."""
-    layout, dim = builder.layout, builder.layout.axes.letters[node][letter]
-    if layout.axes.sequence_atom(dim) is None:
+    layout, dim = builder.layout, builder.layout.axes.labels[node][label]
+    if layout.axes.sequence_factor(dim) is None:
         return 0
     rows = layout.rows(dim)
-    if layout.access.roles[node][letter] is Role.ROWS:
+    if layout.access.roles[node][label] is Role.ROWS:
         return first_in_chunk(rows, builder.length) + rows.offset
     return first_in_span(rows, layout.span(node), builder.length) + rows.offset

@@ -45,7 +45,7 @@ def lower_scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     (rows,) = builder.operands(node)
     dtype = node.meta[VALUE].dtype
     scan_arguments = ((REVERSE_SCAN_NAMES if reverse else SCAN_NAMES)[node.target], reverse, rows, dim, dtype)
-    rows_before = _rows_before(builder, builder.layout.rows(builder.layout.axes.letters[node][dim]), reverse)
+    rows_before = _rows_before(builder, builder.layout.rows(builder.layout.axes.labels[node][dim]), reverse)
     chunk = builder.size_argument(CHUNK)
     stored_states = builder.outer_states(node)
     if builder.reverse == reverse:
@@ -70,7 +70,7 @@ def lower_recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     layout, rows = builder.layout, run.axes.rows
     if layout.access.roles.get(node, {}).get(rows) is not Role.ROWS:
         return emit_copy(builder, node)
-    axis_rows = layout.rows(layout.axes.letters[node][rows])
+    axis_rows = layout.rows(layout.axes.labels[node][rows])
     if run.block != 1 and (axis_rows.block != 1 or not isinstance(axis_rows.offset, int) or axis_rows.offset % run.block):
         raise FallbackError(node, INSIDE_BLOCKS.format(target=node.target, block=run.block))
     rows_before = _rows_before(builder, axis_rows, run.reverse)

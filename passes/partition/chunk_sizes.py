@@ -195,8 +195,8 @@ def _elements_of_a_row(node: fx.Node, axes: AxisFacts) -> Size:
     If a row of the value represents a block of several rows, divide by the block size.
     """
     table, sequence = axes.table, known(axes.sequence)
-    factors = [atom for dim in axes.shapes[node] for atom in table.resolve(dim)]
-    sequence_index = next((i for i, atom in enumerate(factors) if atom in sequence.members), None)
-    elements = product(table.size(atom) for i, atom in enumerate(factors) if i != sequence_index)
+    factors = [factor for dim in axes.shapes[node] for factor in table.resolve(dim)]
+    sequence_index = next((i for i, factor in enumerate(factors) if factor in sequence.members), None)
+    elements = product(table.size(factor) for i, factor in enumerate(factors) if i != sequence_index)
     block_size = 1 if sequence_index is None else sequence.block(factors[sequence_index])
     return elements if block_size == 1 else -(-elements // block_size)

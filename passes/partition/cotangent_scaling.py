@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Role, Shape, StorageClass
-from streamfx.ir.signature import LetterShape, Signature
+from streamfx.ir.signature import LabelShape, Signature
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.alignment import Alignment, align, group_scale_dims
@@ -35,7 +35,7 @@ class Scaling:
             shapes=dict(facts.axes.shapes),
             results=dict(facts.axes.results),
             signatures=dict(facts.axes.signatures),
-            letters=dict(facts.axes.letters),
+            labels=dict(facts.axes.labels),
         )
         self.access: AccessFacts = replace(
             facts.access, roles=dict(facts.access.roles), storage_classes=dict(facts.access.storage_classes)
@@ -166,28 +166,28 @@ class Scaling:
                 self.new_nodes.append(size)
         return sizes
 
-    def _labels(self, shape: Shape) -> LetterShape:
+    def _labels(self, shape: Shape) -> LabelShape:
         """Return the axis labels of each dimension: its index, or `()` if its size is 1, as ((0,), (), (2,))."""
         return tuple((i,) if dim else () for i, dim in enumerate(shape))
 
-    def _grouped_labels(self, alignment: Alignment) -> LetterShape:
+    def _grouped_labels(self, alignment: Alignment) -> LabelShape:
         """Return the labels of the split dimensions, by the gradient's original dimensions: ((0, 1), (2,)) for (b t) c."""
         labels = iter(self._labels(alignment.shape))
         return tuple(tuple(label for _ in dims for label in next(labels)) for dims in alignment.dims)
 
     def _record_facts(
-        self, node: fx.Node, operand_labels: Sequence[LetterShape], result_labels: LetterShape, axes_of_label: Shape
+        self, node: fx.Node, operand_labels: Sequence[LabelShape], result_labels: LabelShape, axes_of_label: Shape
     ) -> fx.Node:
         """Record the facts of a new node, add it to `new_nodes`, and return it.
 
         The labels of its operands and result become its axis rule; `axes_of_label[i]` has the axes of label i. It is computed
         chunk by chunk if one of them is the sequence, otherwise once outside loops.
         """
-        shape = tuple(tuple(atom for label in dim for atom in axes_of_label[label]) for dim in result_labels)
+        shape = tuple(tuple(factor for label in dim for factor in axes_of_label[label]) for dim in result_labels)
         self.axes.shapes[node], self.axes.results[node] = shape, (shape,)  # type: ignore[index]
         self.axes.signatures[node] = Signature(tuple(operand_labels), (result_labels,))  # type: ignore[index]
-        self.axes.letters[node] = dict(enumerate(axes_of_label))  # type: ignore[index]
-        rows = [label for label, dim in enumerate(axes_of_label) if self.axes.sequence_atom(dim) is not None]
+        self.axes.labels[node] = dict(enumerate(axes_of_label))  # type: ignore[index]
+        rows = [label for label, dim in enumerate(axes_of_label) if self.axes.sequence_factor(dim) is not None]
         self.access.roles[node] = dict.fromkeys(rows, Role.ROWS)  # type: ignore[index]
         self.access.storage_classes[node] = (StorageClass.ROWS if rows else StorageClass.OUTSIDE,)  # type: ignore[index]
         self.new_nodes.append(node)

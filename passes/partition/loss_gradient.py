@@ -98,7 +98,7 @@ def _have_one_sequence_dim(homogeneous: Sequence[Homogeneous], facts: Facts) -> 
 
     def sequence_dim_count(node: fx.Node) -> int:
         """Return the number of sequence dimensions of a value."""
-        return sum(axes.sequence_atom(axes.table.resolve(dim)) is not None for dim in axes.shapes[node])
+        return sum(axes.sequence_factor(axes.table.resolve(dim)) is not None for dim in axes.shapes[node])
 
     return all(sequence_dim_count(node) <= 1 for item in homogeneous for node in (item.gradient, item.scale))
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from streamfx.ir.facts import Facts, StorageClass
 from streamfx.ir.joint import ancestors, is_tensor, node_argument
-from streamfx.ir.signature import Letter, Window
+from streamfx.ir.signature import AxisLabel, Window
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import MATERIALIZED, SPLIT_FROM, VALUE
@@ -169,19 +169,19 @@ class _StageFinder:
     def reads_earlier_rows(self, node: fx.Node) -> bool:
         """Return whether each row depends on a few earlier rows, as in a convolution or a shift."""
         windows = self.axes.signatures[node].windows if node in self.axes.signatures and self.is_chunked(node) else {}
-        return any(self.shifts_rows(node, letter, window) for letter, window in windows.items())
+        return any(self.shifts_rows(node, label, window) for label, window in windows.items())
 
     def reads_or_scans_earlier_rows(self, node: fx.Node) -> bool:
         """Return whether each row depends on earlier rows, a few or all, as in a recurrence."""
         return self.reads_earlier_rows(node) or (self.axes.is_running(node) and self.is_chunked(node))
 
-    def shifts_rows(self, node: fx.Node, letter: Letter, window: Window) -> bool:
+    def shifts_rows(self, node: fx.Node, label: AxisLabel, window: Window) -> bool:
         """Return whether a window along the sequence reads rows other than the result's own row.
 
-        `letter`: the result's axis label; row t of it is computed from rows t + start to t + start + reach of `window.source`.
+        `label`: the result's axis label; row t of it is computed from rows t + start to t + start + reach of `window.source`.
         """
-        sequence, axis_of_label = self.axes.sequence, self.axes.letters[node]
-        result_axis, source_axis = (self.axes.sequence_atom(axis_of_label[label]) for label in (letter, window.source))
+        sequence, axis_of_label = self.axes.sequence, self.axes.labels[node]
+        result_axis, source_axis = (self.axes.sequence_factor(axis_of_label[own_label]) for own_label in (label, window.source))
         if sequence is None or result_axis is None or source_axis is None:
             return False
         first_row_read = window.start * sequence.block(source_axis) + sequence.members[source_axis].offset

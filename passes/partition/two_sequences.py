@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import fx
 
 from streamfx.cost.memory import bytes_like
-from streamfx.ir.axis_table import Atom
+from streamfx.ir.axis_table import AxisFactor
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import results_of
 from streamfx.node_meta import EXAMPLE_VALUE
@@ -36,7 +36,7 @@ class ForwardOperator(NamedTuple):
     """A result of a forward operator: its node's index in Dynamo's graph, its axes, its bytes."""
 
     node_index: int
-    atoms: frozenset[Atom]
+    factors: frozenset[AxisFactor]
     size: int
 
 
@@ -49,7 +49,7 @@ def find_split(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx.Nod
         return None
     nodes = list(graph.nodes)
     results = list(_forward_results(facts, {node.name: i for i, node in enumerate(nodes)}))
-    with_main_axis = frozenset(i for i, item in enumerate(results) if not item.atoms.isdisjoint(facts.axes.sequence.members))
+    with_main_axis = frozenset(i for i, item in enumerate(results) if not item.factors.isdisjoint(facts.axes.sequence.members))
     other_axes = _other_axes(results, with_main_axis)
     if not other_axes:
         return None
@@ -85,7 +85,7 @@ def _forward_results(facts: Facts, order: dict[str, int]) -> Iterable[ForwardOpe
         if node not in axes.static and not only_moves_elements(node):
             for shape, value in zip(axes.results.get(node, ()), results_of(node), strict=False):
                 yield ForwardOperator(
-                    node_index, frozenset(atom for dim in shape for atom in axes.table.resolve(dim)), bytes_like(value)
+                    node_index, frozenset(factor for dim in shape for factor in axes.table.resolve(dim)), bytes_like(value)
                 )
 
 
@@ -95,10 +95,10 @@ def _other_axes(results: Sequence[ForwardOperator], main: frozenset[int]) -> lis
     `main`: the indices of the results with the chunked axis. Many results must have the other axis only, and many the chunked
     axis only, which excludes the batch. An axis is omitted if another axis has all of its results, as rows have those of heads.
     """
-    indices_of_axis: dict[Atom, set[int]] = {}
+    indices_of_axis: dict[AxisFactor, set[int]] = {}
     for i, item in enumerate(results):
-        for atom in item.atoms:
-            indices_of_axis.setdefault(atom, set()).add(i)
+        for factor in item.factors:
+            indices_of_axis.setdefault(factor, set()).add(i)
     axes = [
         indices
         for indices in dict.fromkeys(map(frozenset, indices_of_axis.values()))

@@ -139,7 +139,7 @@ class _Family:
             read_dims = [
                 axes.shapes[row.source][row.dim] for row in (*loop.forward_reads.values(), *loop.backward_reads.values())
             ]
-            if not any(axes.sequence_atom(dim) is not None or axes.table.resolve(dim) in linked for dim in read_dims):
+            if not any(axes.sequence_factor(dim) is not None or axes.table.resolve(dim) in linked for dim in read_dims):
                 continue
             linked |= {axes.table.resolve(axes.shapes[concat.node][concat.dim]) for concat in loop.forward_concats}
             try:

@@ -32,7 +32,7 @@ from streamfx.ir.recurrence import (
     StepValue,
     ValueId,
 )
-from streamfx.ir.signature import LetterShape
+from streamfx.ir.signature import LabelShape
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import READS_LAYOUT
 from streamfx.passes.scan.carry import NoRecurrenceError, assign_carry_slots, carry_type, dead_values
@@ -182,7 +182,7 @@ class _Planner:
         todo, seen = [value], set[fx.Node]()
         while todo:
             node = todo.pop()
-            if any(self.axes.sequence_atom(dim) is not None for dim in self.axes.shapes.get(node, ())):
+            if any(self.axes.sequence_factor(dim) is not None for dim in self.axes.shapes.get(node, ())):
                 return True
             todo += [source for source in node.all_input_nodes if source not in seen]
             seen.update(node.all_input_nodes)
@@ -373,7 +373,7 @@ class _Planner:
         """
         label_of_axis: dict[Dim, int] = {}
 
-        def labels_of(value: fx.Node, row_dim: int | None) -> LetterShape:
+        def labels_of(value: fx.Node, row_dim: int | None) -> LabelShape:
             """Return the labels of each dimension of one tensor: `(ROWS,)`, `(label,)`, or `()` for size 1."""
             labels: list[tuple[int, ...]] = []
             for dim_index, dim in enumerate(map(self.axes.table.resolve, self.axes.shapes[value])):

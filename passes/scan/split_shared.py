@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from streamfx.ir.axis_table import Atom
+from streamfx.ir.axis_table import AxisFactor
 from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, joint_graph
 from streamfx.ir.writer import GraphWriter
@@ -54,20 +54,22 @@ class SplitShared:
         return facts
 
 
-def _axes_shared_by_operands(joint: JointGraph, axes: AxisFacts) -> set[Atom]:
+def _axes_shared_by_operands(joint: JointGraph, axes: AxisFacts) -> set[AxisFactor]:
     """Return the axes of the sequence that two or more operands of one concatenation have: probably unified by a table.
 
     Two blocks at different positions should have two axes.
     """
-    shared: set[Atom] = set()
+    shared: set[AxisFactor] = set()
     for node in joint.nodes:
         if node.target is aten.cat.default and node in axes.signatures and (concat := find_concat_axis(node, axes)) is not None:
             operand_axes = [axis for axis, _ in concat.parts]
-            shared |= {axis for axis in operand_axes if operand_axes.count(axis) > 1 and axes.sequence_atom((axis,)) is not None}
+            shared |= {
+                axis for axis in operand_axes if operand_axes.count(axis) > 1 and axes.sequence_factor((axis,)) is not None
+            }
     return shared
 
 
-def _insert_views(joint: JointGraph, axes: AxisFacts, shared: set[Atom]) -> list[fx.Node]:
+def _insert_views(joint: JointGraph, axes: AxisFacts, shared: set[AxisFactor]) -> list[fx.Node]:
     """For each table with an axis in `shared`: insert an alias of it before each of its readers, in place; return the aliases.
 
     The metadata `OWN_AXES` makes the axis analysis give an alias axes separate from the table's.

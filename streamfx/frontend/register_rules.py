@@ -100,23 +100,23 @@ def overload_of(operator: Any, asked: str) -> OpOverload[Any, Any]:
 
 
 def _without_diagonals(rule: Callable[[RuleCall], Signature | None]) -> Callable[[RuleCall], Signature | None]:
-    """Return the rule of a user so that it returns None (no rule applies) if a tensor has the same letter twice."""
+    """Return the rule of a user so that it returns None (no rule applies) if a tensor has the same label twice."""
 
     def declining(call: RuleCall) -> Signature | None:
         """Return the rule's signature; None if a tensor has a letter twice (a diagonal), which loops cannot run."""
         signature = rule(call)
         if not isinstance(signature, Signature):
             return signature  # `evaluate_rule` reports its type
-        shapes = ([letter for dim in shape for letter in dim] for shape in (*signature.operands, *signature.results))
+        shapes = ([label for dim in shape for label in dim] for shape in (*signature.operands, *signature.results))
         return signature if all(len(set(shape)) == len(shape) for shape in shapes) else None
 
     return declining
 
 
-def letters(tensor: str) -> list[str]:
-    """Return the letters of one tensor in the notation.
+def labels(tensor: str) -> list[str]:
+    """Return the labels of one tensor in the notation.
 
-    >>> letters("... d! e")
+    >>> labels("... d! e")
     ['...', 'd', 'e']
     """
     return [token.rstrip("!") for token in tensor.split()]
@@ -125,20 +125,20 @@ def letters(tensor: str) -> list[str]:
 def _check_notation(notation: str, operator: OpOverload[Any, Any], asked: str) -> None:
     """Raise `RuleError` unless the notation, such as "m k, k n -> m n", is well-formed and fits the operator's schema.
 
-    A tensor has no letter twice, `...` is on the right only if it is on the left, and there is an entry for each tensor argument
+    A tensor has no label twice, `...` is on the right only if it is on the left, and there is an entry for each tensor argument
     (optional ones may be missing) and for each result.
     """
     sides = notation.split("->")
     if len(sides) != 2 or any(not _TOKEN.match(token) for token in notation.replace("->", " ").replace(",", " ").split()):
         raise RuleError(asked, found=f"{notation!r}", do='use the form "m k, k n -> m n": letters, `!`, `...`, commas, one arrow')
-    repeating = [tensor for side in sides for tensor in side.split(",") if len({*letters(tensor)}) < len(letters(tensor))]
+    repeating = [tensor for side in sides for tensor in side.split(",") if len({*labels(tensor)}) < len(labels(tensor))]
     if repeating:
         raise RuleError(
             asked,
             found=f"{repeating[0].strip()!r} has a letter twice",
             do="use a different letter for each dimension, and mark both with `!`: a diagonal needs all rows and all columns",
         )
-    if "..." in letters(sides[1].replace(",", " ")) and "..." not in letters(sides[0].replace(",", " ")):
+    if "..." in labels(sides[1].replace(",", " ")) and "..." not in labels(sides[0].replace(",", " ")):
         do = "name each new dimension by a letter: `...` are dimensions of the operands"
         raise RuleError(asked, found=f"{notation!r} has ... on the right only", do=do)
     num_operands, num_results = (len(side.split(",")) for side in sides)

@@ -19,7 +19,7 @@ from streamfx.ir.facts import AccessFacts, AxisFacts, Role, SpanFacts, StorageCl
 from streamfx.ir.joint import tensor_operands
 from streamfx.ir.program import Placement, RowRange, Selector, ShiftedRows
 from streamfx.ir.recurrence import Truncation
-from streamfx.ir.signature import Letter
+from streamfx.ir.signature import AxisLabel
 from streamfx.ir.sizes import Size, product
 from streamfx.ir.span import Span
 
@@ -83,19 +83,19 @@ class Layout:
         With 40 rows in the sequence, dimension 1 of `x[:, 3:]` holds (3, 37, 1).
         """
         sequence = self.axes.sequence
-        atom = self.axes.sequence_atom(dim)
-        assert sequence is not None and atom is not None
-        offset, length = sequence.members[atom]
-        return RowRange(offset, length, sequence.block(atom))
+        factor = self.axes.sequence_factor(dim)
+        assert sequence is not None and factor is not None
+        offset, length = sequence.members[factor]
+        return RowRange(offset, length, sequence.block(factor))
 
     def placement(self, value: fx.Node, dim_index: int) -> Placement:
         """Return where sequence dimension `dim_index` of a value holds the sequence.
 
-        A dimension is a product of axis factors (atoms): in `(b t c)`, with t the sequence, `outer` is the size of b and `inner`
+        A dimension is a product of axis factors: in `(b t c)`, with t the sequence, `outer` is the size of b and `inner`
         the size of c.
         """
         factors = self.axes.table.resolve(self.axes.shapes[value][dim_index])
-        sequence_factor = self.axes.sequence_atom(factors)
+        sequence_factor = self.axes.sequence_factor(factors)
         assert sequence_factor is not None
         factor_index = factors.index(sequence_factor)
         size = self.axes.table.size
@@ -157,7 +157,7 @@ class Layout:
                 sequence_dims.append(SequenceAccess(self.placement(operand, dim_index), roles[label], selector))
             yield OperandAccess(operand, tuple(sequence_dims))
 
-    def _selector(self, node: fx.Node, label: Letter, role: Role, requested_span: Span | None) -> Selector:
+    def _selector(self, node: fx.Node, label: AxisLabel, role: Role, requested_span: Span | None) -> Selector:
         """Return which rows of an operand an operator reads along one axis label.
 
         A span for key positions. Shifted rows if a result has a window over the label: its row i reads rows i + start to
@@ -169,7 +169,7 @@ class Layout:
             signature = self.axes.signatures[node]
             for result_label, window in signature.windows.items():
                 if window.source == label:
-                    return ShiftedRows(self.rows(self.axes.letters[node][result_label]), window.start, window.reach)
+                    return ShiftedRows(self.rows(self.axes.labels[node][result_label]), window.start, window.reach)
         return None
 
     def shown_rows(self, placement: Placement, selector: Selector) -> ShiftedRows | None:

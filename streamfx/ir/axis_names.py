@@ -1,6 +1,6 @@
 """Axis names for shapes in reports, such as `b t d`. No pass uses them.
 
-A dimension is a product of axis factors (atoms); each factor gets a name. *Derived axes* hold rows of the sequence, from some
+A dimension is a product of axis factors (factors); each factor gets a name. *Derived axes* hold rows of the sequence, from some
 row on: slices and paddings of it. A loop reads an axis of the sequence by its *role*: its own rows, key positions, or all rows.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from streamfx.ir.axis_table import Atom, Dim
+from streamfx.ir.axis_table import AxisFactor, Dim
 from streamfx.ir.facts import AxisFacts, Role, Shape
 from streamfx.ir.joint import JointGraph, is_tensor
 
@@ -34,19 +34,19 @@ class AxisNames:
 
     def dim(self, dim: Dim, role: Role = Role.ROWS) -> str:
         """Format a dimension as the name of its axis: `t`. With several axes, as `(b t)`; with none (size one), as `1`."""
-        names = [self._name(atom, role) for atom in self.axes.table.resolve(dim)]
+        names = [self._name(factor, role) for factor in self.axes.table.resolve(dim)]
         if len(names) == 1:
             return names[0]
         return f"({' '.join(names)})" if names else "1"
 
-    def _name(self, atom: Atom, role: Role) -> str:
+    def _name(self, factor: AxisFactor, role: Role) -> str:
         """Return the name of an axis factor; an axis of the sequence is `t`, `s` or `T`, by its role."""
-        name = self._names.get(atom, "?")
-        return name.replace("t", SEQUENCE[role]) if self._is_derived(atom) else name
+        name = self._names.get(factor, "?")
+        return name.replace("t", SEQUENCE[role]) if self._is_derived(factor) else name
 
-    def _is_derived(self, atom: Atom) -> bool:
+    def _is_derived(self, factor: AxisFactor) -> bool:
         """Return whether an axis factor is the sequence, or derived from it."""
-        return self.axes.sequence is not None and atom in self.axes.sequence.members
+        return self.axes.sequence is not None and factor in self.axes.sequence.members
 
     def legend(self) -> str:
         """Return a legend such as `t=12, t'=10 from row 2 of t, b=2, d=16`: each axis with its size.
@@ -54,51 +54,51 @@ class AxisNames:
         An axis derived from the sequence also gets its first row in the sequence, and its rows per block if it has blocks.
         """
         sequence, entries = self.axes.sequence, []
-        for atom, name in self._names.items():
-            text = f"{name}={self.axes.table.size(atom)}"
-            if sequence is not None and atom in sequence.members and atom != sequence.main:
-                text += f" from row {sequence.members[atom].offset} of t"
-                text += f" in blocks of {sequence.block(atom)}" if atom in sequence.blocks else ""
+        for factor, name in self._names.items():
+            text = f"{name}={self.axes.table.size(factor)}"
+            if sequence is not None and factor in sequence.members and factor != sequence.main:
+                text += f" from row {sequence.members[factor].offset} of t"
+                text += f" in blocks of {sequence.block(factor)}" if factor in sequence.blocks else ""
             entries.append(text)
         return ", ".join(entries)
 
 
-def _names(joint: JointGraph, axes: AxisFacts) -> dict[Atom, str]:
+def _names(joint: JointGraph, axes: AxisFacts) -> dict[AxisFactor, str]:
     """Return a name for each axis factor that a tensor has.
 
     `t`, `t'`, ... for the axes of the sequence, `b` for the batch; all others by how many tensors have them, from `POOL`.
     """
     shapes = [axes.shapes[node] for node in (*joint.sources, *joint.nodes) if is_tensor(node)]
-    atoms_of_shapes = [[atom for dim in shape for atom in axes.table.resolve(dim)] for shape in shapes]
-    sequence_atoms = list(axes.sequence.members) if axes.sequence is not None else []
-    names = {atom: "t" + "'" * i for i, atom in enumerate(sequence_atoms)}
-    num_tensors = Counter(atom for atoms in atoms_of_shapes for atom in dict.fromkeys(atoms))
-    batch = _batch(joint, axes, set(sequence_atoms))
+    factors_of_shapes = [[factor for dim in shape for factor in axes.table.resolve(dim)] for shape in shapes]
+    sequence_factors = list(axes.sequence.members) if axes.sequence is not None else []
+    names = {factor: "t" + "'" * i for i, factor in enumerate(sequence_factors)}
+    num_tensors = Counter(factor for factors in factors_of_shapes for factor in dict.fromkeys(factors))
+    batch = _batch(joint, axes, set(sequence_factors))
     if batch is not None:
         names[batch] = "b"
-    others = [atom for atom, _ in num_tensors.most_common() if atom not in names]
-    names.update((atom, _pool_name(rank)) for rank, atom in enumerate(others))
-    return {atom: name for atom, name in names.items() if atom in num_tensors}
+    others = [factor for factor, _ in num_tensors.most_common() if factor not in names]
+    names.update((factor, _pool_name(rank)) for rank, factor in enumerate(others))
+    return {factor: name for factor, name in names.items() if factor in num_tensors}
 
 
-def _batch(joint: JointGraph, axes: AxisFacts, sequence_atoms: set[Atom]) -> Atom | None:
+def _batch(joint: JointGraph, axes: AxisFacts, sequence_factors: set[AxisFactor]) -> AxisFactor | None:
     """Return the batch: among the axes that no weight has, the one that most values with rows of the sequence have.
 
     An input without a sequence axis counts as a weight. None if there is no such axis.
     """
-    num_values: Counter[Atom] = Counter()
-    weight_atoms: set[Atom] = set()
+    num_values: Counter[AxisFactor] = Counter()
+    weight_factors: set[AxisFactor] = set()
     for node in (*joint.sources, *joint.nodes):
         if is_tensor(node):
-            atoms = {atom for dim in axes.shapes[node] for atom in axes.table.resolve(dim)}
-            if atoms & sequence_atoms:
-                num_values.update(sorted(atoms - sequence_atoms))
+            factors = {factor for dim in axes.shapes[node] for factor in axes.table.resolve(dim)}
+            if factors & sequence_factors:
+                num_values.update(sorted(factors - sequence_factors))
             elif node.op == "placeholder":
-                weight_atoms |= atoms
-    return next((atom for atom, _ in num_values.most_common() if atom not in weight_atoms), None)
+                weight_factors |= factors
+    return next((factor for factor, _ in num_values.most_common() if factor not in weight_factors), None)
 
 
 def _pool_name(rank: int) -> str:
-    """Return the name of the axis with this rank among the other axes: 0 -> `d`, 1 -> `h`, ...; 23 -> `d1`, after all letters."""
-    repeat, letter_index = divmod(rank, len(POOL))
-    return POOL[letter_index] + (str(repeat) if repeat else "")
+    """Return the name of the axis with this rank among the other axes: 0 -> `d`, 1 -> `h`, ...; 23 -> `d1`, after all labels."""
+    repeat, label_index = divmod(rank, len(POOL))
+    return POOL[label_index] + (str(repeat) if repeat else "")

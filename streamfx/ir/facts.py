@@ -1,8 +1,8 @@
 """Facts that passes establish about a joint graph. Each pass reads some of them and fills in one field.
 
 A loop runs the graph for one *chunk* of the sequence at a time: rows [s, e). An operator's *signature* names the dimensions of
-its operands and results by *axis labels* (`Letter`), as in `m k, k n -> m n`. A dimension is a product of *axis factors*
-(`Atom`), as in `(b t)`. Operators that cannot be chunked *fall back*: they run on the full sequence, between loops.
+its operands and results by *axis labels* (`AxisLabel`), as in `m k, k n -> m n`. A dimension is a product of *axis factors*
+(`AxisFactor`), as in `(b t)`. Operators that cannot be chunked *fall back*: they run on the full sequence, between loops.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 from torch import fx
 
-from streamfx.ir.axis_table import Atom, AxisTable, Dim
+from streamfx.ir.axis_table import AxisFactor, AxisTable, Dim
 from streamfx.ir.collective_ops import Collectives
 from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.joint import JointGraph, is_tensor
 from streamfx.ir.program import Program
 from streamfx.ir.recurrence import Truncation
 from streamfx.ir.search_trace import SearchTrace
-from streamfx.ir.signature import Letter, RunningSum, Signature
+from streamfx.ir.signature import AxisLabel, RunningSum, Signature
 from streamfx.ir.sizes import Size
 from streamfx.ir.span import Span
 from streamfx.ir.stage import Stage
@@ -43,21 +43,21 @@ class DerivedRows(NamedTuple):
 class SequenceAxis:
     """The axis that is chunked, and the axes derived from it.
 
-    `members`: the offset and the length of each derived axis, by atom. Row i of the axis is row i + offset of the
-    sequence. Slices and paddings of the sequence are derived axes; the atom `main` has offset 0 and all `length` rows.
+    `members`: the offset and the length of each derived axis, by factor. Row i of the axis is row i + offset of the
+    sequence. Slices and paddings of the sequence are derived axes; the factor `main` has offset 0 and all `length` rows.
     `blocks`: the block size of each derived axis of blocks. Its row i represents the rows from i * size + offset on.
     `group_sizes`: how many rows an operator processes at once, for each operator that processes rows in groups.
     """
 
-    main: Atom
+    main: AxisFactor
     length: Size
-    members: Mapping[Atom, DerivedRows]
-    blocks: Mapping[Atom, int] = field(default_factory=dict)
+    members: Mapping[AxisFactor, DerivedRows]
+    blocks: Mapping[AxisFactor, int] = field(default_factory=dict)
     group_sizes: frozenset[int] = frozenset()
 
-    def block(self, atom: Atom) -> int:
+    def block(self, factor: AxisFactor) -> int:
         """Return how many rows of the sequence one row of this axis represents: 1 unless it is an axis of blocks."""
-        return self.blocks.get(atom, 1)
+        return self.blocks.get(factor, 1)
 
     @property
     def chunk_alignment(self) -> int:
@@ -70,7 +70,7 @@ class AxisFacts:
     """The axes of each dimension of each value.
 
     `shapes` holds the dimensions of each tensor, `results` the shape of each result of an operator. `signatures` holds
-    the effect of each operator on its axes, `letters` the dimension of each of its axis labels; if an operator has no
+    the effect of each operator on its axes, `labels` the dimension of each of its axis labels; if an operator has no
     signature, `missing_rules` holds the reason. `static` holds the values that depend only on integers, booleans,
     vectors, and constants: masks, rotary tables, labels. `sequence` is None if no axis can be chunked.
     """
@@ -79,36 +79,41 @@ class AxisFacts:
     shapes: Mapping[fx.Node, Shape]
     results: Mapping[fx.Node, tuple[Shape, ...]]
     signatures: Mapping[fx.Node, Signature]
-    letters: Mapping[fx.Node, Mapping[Letter, Dim]]
+    labels: Mapping[fx.Node, Mapping[AxisLabel, Dim]]
     missing_rules: Mapping[fx.Node, str]
     static: frozenset[fx.Node]
     sequence: SequenceAxis | None = None
 
-    def sequence_atom(self, dim: Dim) -> Atom | None:
+    def sequence_factor(self, dim: Dim) -> AxisFactor | None:
         """Return the axis factor of a dimension that is the sequence, or is derived from it; None if there is none."""
         if self.sequence is not None:
-            for atom in self.table.resolve(dim):
-                if atom in self.sequence.members:
-                    return atom
+            for factor in self.table.resolve(dim):
+                if factor in self.sequence.members:
+                    return factor
         return None
 
     def is_running(self, node: fx.Node) -> bool:
         """Return whether an operator passes a state from row to row of the sequence: a running sum, a recurrence."""
         signature = self.signatures.get(node)
         running = (
-            () if signature is None else (letter for letter, index in signature.index.items() if isinstance(index, RunningSum))
+            () if signature is None else (label for label, index in signature.index.items() if isinstance(index, RunningSum))
         )
-        return any(self.sequence_atom(self.letters[node].get(letter, ())) is not None for letter in running)
+        return any(self.sequence_factor(self.labels[node].get(label, ())) is not None for label in running)
 
-    def row_axis(self, dim: Dim) -> Atom | None:
+    def row_axis(self, dim: Dim) -> AxisFactor | None:
         """Return the one axis factor of a dimension whose indices are rows of the sequence; else None.
 
         None for a product such as `(b t)`, for axes that are not the sequence, and for blocks of rows.
         """
-        atoms = self.table.resolve(dim)
-        if self.sequence is None or len(atoms) != 1 or atoms[0] not in self.sequence.members or atoms[0] in self.sequence.blocks:
+        factors = self.table.resolve(dim)
+        if (
+            self.sequence is None
+            or len(factors) != 1
+            or factors[0] not in self.sequence.members
+            or factors[0] in self.sequence.blocks
+        ):
             return None
-        return atoms[0]
+        return factors[0]
 
     def sequence_dims(self, shape: Shape) -> tuple[int, ...]:
         """Return the indices of the dimensions that hold the sequence."""
@@ -148,7 +153,7 @@ class AccessFacts:
     `reasons`: why an operator falls back, for each that does.
     """
 
-    roles: Mapping[fx.Node, Mapping[Letter, Role]]
+    roles: Mapping[fx.Node, Mapping[AxisLabel, Role]]
     storage_classes: Mapping[fx.Node, tuple[StorageClass, ...]]
     reasons: Mapping[fx.Node, str]
 

@@ -21,10 +21,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from streamfx.ir.signature import Letter, LetterShape
+from streamfx.ir.signature import AxisLabel, LabelShape
 from streamfx.ir.sizes import Size
 
-ROWS: Letter = 0  # the axis of the steps
+ROWS: AxisLabel = 0  # the axis of the steps
 Shaped: TypeAlias = "tuple[Sequence[Size], int | None]"  # sizes, and the dimension of rows, if there is one
 ValueId: TypeAlias = int  # identifies a value of the steps, or an operand
 
@@ -123,9 +123,9 @@ class Steps:
 class RecurrenceAxes:
     """The axis labels of the dimensions of a recurrence's operands and results; `rows` is the label of the steps."""
 
-    operands: tuple[LetterShape, ...]
-    results: tuple[LetterShape, ...]
-    rows: Letter
+    operands: tuple[LabelShape, ...]
+    results: tuple[LabelShape, ...]
+    rows: AxisLabel
 
 
 def separate_axes(operands: Iterable[Shaped], results: Iterable[Shaped]) -> RecurrenceAxes:
@@ -136,7 +136,7 @@ def separate_axes(operands: Iterable[Shaped], results: Iterable[Shaped]) -> Recu
     """
     labels = count(ROWS + 1)
 
-    def labels_of(sizes: Sequence[Size], row_dim: int | None) -> LetterShape:
+    def labels_of(sizes: Sequence[Size], row_dim: int | None) -> LabelShape:
         """Return the labels of one tensor's dimensions: `ROWS` for dimension `row_dim`, none for size 1."""
         return tuple((ROWS,) if dim == row_dim else (next(labels),) if size != 1 else () for dim, size in enumerate(sizes))
 

@@ -12,11 +12,10 @@ from collections import defaultdict
 
 import torch
 
-from tests.random_decoders.checking import Failure, executed, smallest, tried
+from tests.random_decoders.checking import Failure, peaks_of, smallest, tried
 from tests.random_decoders.kinds import KINDS, numbered
 from tests.random_decoders.program import needed, program
-from tests.support.exactness import fresh
-from tests.support.peaks import TOLERANCE, peaks
+from tests.support.peaks import TOLERANCE
 
 
 def main() -> int:
@@ -69,10 +68,8 @@ def compare_memory(numbers: range, kinds: tuple[str, ...]) -> int:
     """Print each decoder whose step takes more memory than with AOTAutograd's own partitions; return 1 if there is any."""
     more = 0
     for number in numbers:
-        names = executed(numbered(number, kinds))
-        inputs, reduce = names["inputs"], names["reduce"]
         try:
-            found = peaks(names["model"], lambda model: reduce(model(**fresh(inputs))))  # noqa: B023
+            found = peaks_of(numbered(number, kinds))
         except Exception as error:  # no tracer traces some programs
             print(f"{number}: {type(error).__name__}: {error}"[:200], flush=True)
             continue

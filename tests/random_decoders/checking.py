@@ -20,7 +20,8 @@ from streamfx.lazy import steps, streamed
 from tests.random_decoders.calls import gradients_of
 from tests.random_decoders.program import program
 from tests.random_decoders.specification import Decoder, shrunk
-from tests.support.exactness import Report, gradient_errors, leaves, recorder
+from tests.support.exactness import Report, fresh, gradient_errors, leaves, recorder
+from tests.support.peaks import Peaks, peaks
 from tests.support.stretches import interpreted
 
 
@@ -46,6 +47,12 @@ def executed(decoder: Decoder) -> dict[str, Any]:
     module = sys.modules["random_decoder"] = ModuleType("random_decoder")  # Dynamo looks a program's functions up there
     exec(compile(program(decoder), "<random decoder>", "exec"), vars(module))
     return vars(module)
+
+
+def peaks_of(decoder: Decoder) -> Peaks:
+    """The peaks of a step, with streamfx and without."""
+    names = executed(decoder)
+    return peaks(names["model"], lambda model: names["reduce"](model(**fresh(names["inputs"]))))
 
 
 def run(decoder: Decoder) -> Report:

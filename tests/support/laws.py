@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from streamfx.ir.axis_table import Atom
+from streamfx.ir.axis_table import AxisFactor
 from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, StorageClass
 from streamfx.ir.joint import JointGraph, is_tensor, joint_graph
 from streamfx.options import Options
@@ -86,25 +86,25 @@ def traced(call: Call) -> Traced:
     return Traced(Facts(joint, found_axes=axes), node, tuple(inputs), results)
 
 
-def atoms(one: Traced) -> list[Atom]:
+def factors(one: Traced) -> list[AxisFactor]:
     """All axes that the call's operands and results have."""
     table = one.axes.table
     shapes = [*one.axes.shapes.values(), *one.axes.results[one.node]]
-    return sorted({atom for shape in shapes for dim in shape for atom in table.resolve(dim)})
+    return sorted({factor for shape in shapes for dim in shape for factor in table.resolve(dim)})
 
 
-def is_whole(one: Traced, atom: Atom) -> bool:
+def is_whole(one: Traced, factor: AxisFactor) -> bool:
     """Whether the rule needs all rows of an axis, or of a slice of it."""
-    signature, letters = one.axes.signatures[one.node], one.axes.letters[one.node]
-    with_atom = {letter for letter, dim in letters.items() if atom in one.axes.table.resolve(dim)}
-    shifted = {window.source for letter, window in signature.windows.items() if letter in with_atom}
-    return bool((with_atom | shifted) & signature.full_letters)
+    signature, labels = one.axes.signatures[one.node], one.axes.labels[one.node]
+    with_factor = {label for label, dim in labels.items() if factor in one.axes.table.resolve(dim)}
+    shifted = {window.source for label, window in signature.windows.items() if label in with_factor}
+    return bool((with_factor | shifted) & signature.full_labels)
 
 
-def streamed(one: Traced, atom: Atom, chunk_size: int) -> tuple[list[Tensor], tuple[StorageClass, ...]]:
+def streamed(one: Traced, factor: AxisFactor, chunk_size: int) -> tuple[list[Tensor], tuple[StorageClass, ...]]:
     """Return the results of the call, computed in chunks along an axis, and their storage classes."""
     axes = one.axes
-    sequence = SequenceAxis(atom, axes.table.size(atom), *find_derived_axes(atom, axes))
+    sequence = SequenceAxis(factor, axes.table.size(factor), *find_derived_axes(factor, axes))
     facts = replace(one.facts, found_axes=replace(axes, sequence=sequence))
     for step in pipeline(Options(chunk_size=chunk_size, loss_chunk_size=chunk_size, outputs="dense")):
         if step.name not in ("canonicalize", "recurrences", "axes"):
@@ -135,11 +135,11 @@ def check(call: Call, chunk_size: int) -> Iterator[str]:
     one = traced(call)
     assert one.node in one.axes.signatures, f"the rule declines: {one.axes.missing_rules.get(one.node)}"
     is_cut = bool(one.axes.signatures[one.node].windows)  # a slice has no rows to give where the longer one is no sequence
-    for atom in atoms(one):
-        made, forms = streamed(one, atom, chunk_size)
-        where = f"{call.target} along axis {atom} in chunks of {chunk_size}"
+    for factor in factors(one):
+        made, forms = streamed(one, factor, chunk_size)
+        where = f"{call.target} along axis {factor} in chunks of {chunk_size}"
         runs_whole = all(form in (StorageClass.OUTSIDE, StorageClass.WHOLE) for form in forms)
-        assert not runs_whole or is_whole(one, atom) or not one.inputs or is_cut, f"{where} ran whole"
+        assert not runs_whole or is_whole(one, factor) or not one.inputs or is_cut, f"{where} ran whole"
         for actual, truth in zip(made, one.results, strict=True):
             assert_same(actual, truth, where, call.random)
         if not runs_whole:

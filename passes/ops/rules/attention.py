@@ -8,7 +8,7 @@ slice of that axis. `keys` marks the label of key positions, of which a chunk of
 from __future__ import annotations
 
 from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
-from streamfx.ir.signature import Index, Letter, LetterShape, Signature, full_axes
+from streamfx.ir.signature import AxisLabel, Index, LabelShape, Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 
 # axis labels: batch, query heads, query positions, head width, key heads, key positions, width of values
@@ -23,17 +23,17 @@ QUERY, KEY, VALUE, OUT, LSE = (
 )
 
 
-def _mask_labels(call: RuleCall, operand_index: int) -> LetterShape:
+def _mask_labels(call: RuleCall, operand_index: int) -> LabelShape:
     """Return the axis labels of the mask, the operand with this index: (batch, heads, queries, keys) or its last dimensions.
 
     Dimensions of size one are broadcast and have no label.
     """
-    all_labels: LetterShape = ((B,), (H,), (M,), (N,))
+    all_labels: LabelShape = ((B,), (H,), (M,), (N,))
     shape = call.shapes[operand_index]
     return tuple(all_labels[4 - len(shape) + i] if size != 1 else () for i, size in enumerate(shape))
 
 
-def _key_value_labels(call: RuleCall, query_index: int, key_index: int) -> tuple[LetterShape, LetterShape]:
+def _key_value_labels(call: RuleCall, query_index: int, key_index: int) -> tuple[LabelShape, LabelShape]:
     """Return the axis labels of keys and values; `query_index`, `key_index`: which operands are queries and keys.
 
     With as many key heads as query heads, the head label is the queries' (H); with fewer (grouped queries), it is G.
@@ -43,7 +43,7 @@ def _key_value_labels(call: RuleCall, query_index: int, key_index: int) -> tuple
     return KEY, VALUE
 
 
-def _full_labels(key: LetterShape) -> dict[Letter, Index]:
+def _full_labels(key: LabelShape) -> dict[AxisLabel, Index]:
     """Return the labels that attention needs in full, given the labels of keys: head widths, and key positions.
 
     Heads are needed in full only if several query heads share a key head, so that `key` has the label G (`KEY`).
@@ -51,7 +51,7 @@ def _full_labels(key: LetterShape) -> dict[Letter, Index]:
     return FULL_AXES if key is KEY else full_axes(*FULL_AXES.keys() - {H, G})
 
 
-def _position_dependent(call: RuleCall) -> frozenset[Letter]:
+def _position_dependent(call: RuleCall) -> frozenset[AxisLabel]:
     """Return the labels along which a row's index changes the result: query and key positions, if attention is causal."""
     return frozenset({M, N}) if call.arguments()["is_causal"] else frozenset()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from streamfx.ir.signature import LetterShape, Signature, Window, full_axes
+from streamfx.ir.signature import LabelShape, Signature, Window, full_axes
 from streamfx.ir.sizes import Size
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 
@@ -64,7 +64,7 @@ def _one_tap_weight_gradient(call: RuleCall) -> Signature:
     return Signature((y, x, weight), ((), weight, ()), FULL_AXES)
 
 
-def _one_tap_labels(call: RuleCall, x_index: int, y_shape: tuple[Any, ...]) -> tuple[LetterShape, LetterShape, LetterShape]:
+def _one_tap_labels(call: RuleCall, x_index: int, y_shape: tuple[Any, ...]) -> tuple[LabelShape, LabelShape, LabelShape]:
     """Return the axis labels of x [b c ...], weight [o c 1 ...] and y [b o ...]; `...`: any number of spatial axes.
 
     `x_index`: the operand that is x; the weight is the next operand.
@@ -120,7 +120,7 @@ def convolution_weight_gradient(call: RuleCall) -> Signature | None:
 
 def _convolution_labels(
     call: RuleCall, x_index: int, weight_index: int, y_shape: tuple[Any, ...]
-) -> tuple[LetterShape, LetterShape, LetterShape]:
+) -> tuple[LabelShape, LabelShape, LabelShape]:
     """Return the axis labels of x [b c s], weight [o c k] (transposed: [c o k]) and y [b o t].
 
     `x_index`, `weight_index`: which operands they are. In a depthwise convolution, input and output channels are one axis;
@@ -130,7 +130,7 @@ def _convolution_labels(
     groups, transposed = arguments["groups"], arguments["transposed"]
     channels = call.shapes[x_index][1]
     if groups == channels == y_shape[1]:
-        per_channel: LetterShape = ((C,), (), (K,))
+        per_channel: LabelShape = ((C,), (), (K,))
         return ((B,), (C,), (S,)), per_channel, ((B,), (C,), (T,))
     in_channels, out_channels = (C if groups == 1 else CG,), (F if groups == 1 else FG,)
     if transposed:

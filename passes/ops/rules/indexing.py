@@ -12,7 +12,7 @@ import math
 import torch
 
 from streamfx.ir.ranges import is_exact_in
-from streamfx.ir.signature import LetterShape, Signature, full_axes
+from streamfx.ir.signature import LabelShape, Signature, full_axes
 from streamfx.node_meta import VALUE, WRITES_EACH_ONCE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges import ValueRanges
@@ -171,7 +171,7 @@ def _is_rounded_count(call: RuleCall) -> bool:
     return not is_exact_in(dtype, 0, count * values.of(source).magnitude)
 
 
-def _index_labels(call: RuleCall) -> tuple[LetterShape, tuple[LetterShape, ...], LetterShape, frozenset[int]] | None:
+def _index_labels(call: RuleCall) -> tuple[LabelShape, tuple[LabelShape, ...], LabelShape, frozenset[int]] | None:
     """Return the axis labels of `x`, of each index tensor and of `x[indices]`, and the labels of `x` that are indexed.
 
     `x[i, :]`, x [5, 4], i [3]: ((0,), (1,)), (((2,),),), ((2,), (1,)), {0}. None if an index is a boolean mask.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from streamfx.ir.signature import LetterDim, LetterShape, Signature, full_axes
+from streamfx.ir.signature import LabelDim, LabelShape, Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ def nll_loss_backward(call: RuleCall) -> Signature | None:
     return Signature((gradient, scores, targets, *weight, ()), (scores,), full_axes(*v))
 
 
-def _label_scores(rank: int) -> tuple[LetterShape, LetterShape, LetterDim]:
+def _label_scores(rank: int) -> tuple[LabelShape, LabelShape, LabelDim]:
     """Return the axis labels of scores [n, v, ...] of this rank, of target classes [n, ...], and of v alone."""
     targets = ((0,), *((i,) for i in range(2, rank)))
     return ((0,), (1,), *((i,) for i in range(2, rank))), targets, (1,)

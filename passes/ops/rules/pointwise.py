@@ -82,7 +82,7 @@ def _materialized(call: RuleCall) -> Signature:
     result = tuple((rank + i,) if dim and i in target_axes else dim for i, dim in enumerate(operand))
     axes = {rank + i: call.axis_of(*target) for i, target in target_axes.items() if target is not None}
     labels = (label for i in target_axes for label in (i, rank + i))
-    return Signature((operand,), (result,), full_axes(*labels), atoms={i: dim for i, dim in axes.items() if dim is not None})
+    return Signature((operand,), (result,), full_axes(*labels), factors={i: dim for i, dim in axes.items() if dim is not None})
 
 
 @rule(aten.log_sigmoid_forward.default)

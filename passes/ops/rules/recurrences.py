@@ -22,5 +22,5 @@ def recurrence(call: RuleCall) -> Signature:
     """
     operator: Recurrence = call.node.target  # type: ignore[assignment]
     axes = operator.axes
-    all_labels = Signature(axes.operands, axes.results).letters()
+    all_labels = Signature(axes.operands, axes.results).labels()
     return Signature(axes.operands, axes.results, {**full_axes(*all_labels), axes.rows: RunningSum(operator.reverse)})

@@ -18,7 +18,7 @@ from streamfx.argument_checks import describe_value
 from streamfx.errors import StreamFXError, describe_error
 from streamfx.ir.axis_table import AxisTable, Dim
 from streamfx.ir.joint import bound_arguments, results_of, shape_of_node, tensor_operands
-from streamfx.ir.signature import FullAxis, Index, LetterDim, LetterShape, Signature
+from streamfx.ir.signature import FullAxis, Index, LabelDim, LabelShape, Signature
 from streamfx.ir.sizes import Size, shape_of
 from streamfx.passes.ops.traits import only_moves_elements, overload_name
 from streamfx.torch_private import OpOverload
@@ -110,7 +110,7 @@ def notation_rule(notation: str) -> Rule:
         full_axes: dict[int, Index] = {}
         ellipsis_ranks: set[int] = set()
 
-        def labels_of(tokens: Sequence[str], rank: int) -> LetterShape:
+        def labels_of(tokens: Sequence[str], rank: int) -> LabelShape:
             """Return the axis labels of one tensor of this rank. `...` becomes the names `...0`, `...1` to fill the rank.
 
             Equal names share a label across the call. Also note labels that are needed in full (`k!`).
@@ -141,12 +141,12 @@ def notation_rule(notation: str) -> Rule:
     return from_notation
 
 
-def _sizes_match(shapes: Iterable[tuple[LetterShape, tuple[Size, ...]]]) -> bool:
+def _sizes_match(shapes: Iterable[tuple[LabelShape, tuple[Size, ...]]]) -> bool:
     """Return whether all dimensions that share a label have the same size: `shapes` pairs labels with sizes, per tensor.
 
     A dimension of size one that torch would broadcast does not fit its label.
     """
-    sizes: dict[LetterDim, Size] = {}
+    sizes: dict[LabelDim, Size] = {}
     return all(sizes.setdefault(dim, size) == size for dims, shape in shapes for dim, size in zip(dims, shape, strict=True))
 
 
@@ -158,7 +158,7 @@ def broadcast(call: RuleCall, operands: Sequence[int] | None = None, results: in
     shape = call.shape
     labels = tuple((dim,) if size != 1 else () for dim, size in enumerate(shape))
 
-    def align(operand_shape: tuple[Size, ...]) -> LetterShape:
+    def align(operand_shape: tuple[Size, ...]) -> LabelShape:
         """Return the result's labels for an operand's dimensions: its last dimension has the result's last label."""
         num_missing_dims = len(shape) - len(operand_shape)
         return tuple(labels[num_missing_dims + dim] if size != 1 else () for dim, size in enumerate(operand_shape))

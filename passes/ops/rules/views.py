@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.axis_table import Atom, Dim
+from streamfx.ir.axis_table import AxisFactor, Dim
 from streamfx.ir.joint import bound_arguments, is_size, node_argument, scalar_argument, shape_of_node
-from streamfx.ir.signature import ConcatAxes, Index, Letter, LetterDim, LetterShape, Signature, SingleRow, Tile, Window, full_axes
+from streamfx.ir.signature import AxisLabel, ConcatAxes, Index, LabelShape, Signature, SingleRow, Tile, Window, full_axes
 from streamfx.ir.sizes import Size, simplified, size_of
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.rules.registry import RuleCall, rule
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 MAX_SINGLE_ROWS = 4  # single-row selections of one axis that stay in loops; if there are more, the axis is needed in full
 
 
-def _label_each_dim(rank: int) -> LetterShape:
+def _label_each_dim(rank: int) -> LabelShape:
     """Return one axis label per dimension: ((0,), (1,), (2,)) for rank 3."""
     return tuple((label,) for label in range(rank))
 
@@ -40,13 +40,13 @@ def view(call: RuleCall) -> Signature | None:
     If an axis is split into blocks, or flattened from blocks, the block axis is a `Tile` of the axis of rows: chunks must
     have complete blocks. None if the new sizes do not group the factors.
     """
-    dims_after = call.axes.regroup(tuple(atom for dim in call.dims(0) for atom in dim), call.shape)
+    dims_after = call.axes.regroup(tuple(factor for dim in call.dims(0) for factor in dim), call.shape)
     if dims_after is None:
         return None
     dims_before = call.dims(0)  # read now, because `regroup` may split factors
-    fresh_labels, atoms, index = count(), dict[int, Dim](), dict[int, Index]()
+    fresh_labels, factors, index = count(), dict[int, Dim](), dict[int, Index]()
     operand, result = list[int](), list[int]()  # one label per axis factor, in order
-    old, new = ([atom for dim in dims for atom in dim] for dims in (dims_before, dims_after))  # the factors still unmatched
+    old, new = ([factor for dim in dims for factor in dim] for dims in (dims_before, dims_after))  # the factors still unmatched
     while old and new:
         prefix_lengths = _matching_prefix(call, old, new)
         if prefix_lengths is None:
@@ -55,17 +55,17 @@ def view(call: RuleCall) -> Signature | None:
         is_same = old[:num_old] == new[:num_new]
         old_labels = [next(fresh_labels) for _ in range(num_old)]
         new_labels = old_labels if is_same else [next(fresh_labels) for _ in range(num_new)]
-        for label, atom in zip((*old_labels, *new_labels), (*old[:num_old], *new[:num_new]), strict=True):
-            atoms[label] = (atom,)
+        for label, factor in zip((*old_labels, *new_labels), (*old[:num_old], *new[:num_new]), strict=True):
+            factors[label] = (factor,)
         if not is_same:  # one axis of rows on one side, (blocks, rows per block) on the other
             blocks, rows = (new_labels, old_labels) if num_old == 1 else (old_labels, new_labels)
             index |= {**full_axes(*old_labels, *new_labels), blocks[0]: Tile(rows[0])}
         operand, result = operand + old_labels, result + new_labels
         old, new = old[num_old:], new[num_new:]
-    return Signature((_grouped(operand, dims_before),), (_grouped(result, dims_after),), index, atoms=atoms)
+    return Signature((_grouped(operand, dims_before),), (_grouped(result, dims_after),), index, factors=factors)
 
 
-def _matching_prefix(call: RuleCall, old: list[Atom], new: list[Atom]) -> tuple[int, int] | None:
+def _matching_prefix(call: RuleCall, old: list[AxisFactor], new: list[AxisFactor]) -> tuple[int, int] | None:
     """Return how many leading axis factors before (`old`) and after (`new`) a view cover the same elements.
 
     (1, 1) for the same axis; (1, 2) if an axis is split into (blocks, rows per block); (2, 1) for the reverse; else None.
@@ -77,7 +77,7 @@ def _matching_prefix(call: RuleCall, old: list[Atom], new: list[Atom]) -> tuple[
     return (2, 1) if call.axes.are_blocks(new[0], tuple(old[:2])) else None
 
 
-def _grouped(labels: Sequence[int], dims: Sequence[Dim]) -> LetterShape:
+def _grouped(labels: Sequence[int], dims: Sequence[Dim]) -> LabelShape:
     """Group a flat list of labels, one per axis factor, by dimension: [0, 1, 2] with dims (b t), d -> ((0, 1), (2,))."""
     remaining = iter(labels)
     return tuple(tuple(next(remaining) for _ in dim) for dim in dims)
@@ -188,7 +188,7 @@ def diagonal_backward(call: RuleCall) -> Signature:
     return Signature((selected,), (full_value,), index)
 
 
-def _diagonal(call: RuleCall, rank: int) -> tuple[tuple[LetterShape], tuple[LetterShape], dict[Letter, Index]]:
+def _diagonal(call: RuleCall, rank: int) -> tuple[tuple[LabelShape], tuple[LabelShape], dict[AxisLabel, Index]]:
     """Return (labels of the full value, labels of its diagonal, access to labels). For dims 1, 2 of rank 3: [0 1 2], [0 3]."""
     labels, dims = _label_each_dim(rank), {call.arguments()[name] % rank for name in ("dim1", "dim2")}
     remaining = tuple(label for dim, label in enumerate(labels) if dim not in dims)
@@ -200,7 +200,7 @@ def _nonnegative_index(index: Any, length: Size) -> Any:
     return simplified(length + index) if isinstance(index, int) and index < 0 else index
 
 
-def _selected_row(call: RuleCall, dim: int, row: Any) -> dict[Letter, Index]:
+def _selected_row(call: RuleCall, dim: int, row: Any) -> dict[AxisLabel, Index]:
     """Return how a node accesses the axis `dim` (= its label) of which it selects or writes one row.
 
     `SingleRow(row)`: only the chunk with that row does. If the row is known only at run time, or if more than
@@ -343,7 +343,7 @@ def cat(call: RuleCall) -> Signature:
         (*result[:dim], (label,), *result[dim + 1 :]) if len(shape) == rank else ((label,),)  # torch allows empty vectors
         for label, shape in zip(operand_labels, call.shapes, strict=True)
     )
-    index: dict[Letter, Index] = full_axes(dim, *operand_labels)
+    index: dict[AxisLabel, Index] = full_axes(dim, *operand_labels)
     if all(len(shape) == rank for shape in call.shapes):
         lengths = [shape[dim] for shape in call.shapes]
         index[dim] = ConcatAxes(tuple(zip(operand_labels, accumulate(lengths[:-1], initial=0), strict=True)))
@@ -354,19 +354,19 @@ def cat(call: RuleCall) -> Signature:
 def repeat(call: RuleCall) -> Signature:
     """Axis rule of `repeat`: dimensions of size one get a new axis, as in `expand`; others become [t] -> [(n t)].
 
-    The n copies are a new, outer axis factor (`atoms` maps both labels of such a dimension to their factors).
+    The n copies are a new, outer axis factor (`factors` maps both labels of such a dimension to their factors).
     """
     repeats_argument = call.arguments()["repeats"]
     repeats = [size_of(item.meta[VALUE] if is_size(item) else item) for item in repeats_argument]
     rank = len(call.shape)
     num_new_dims = rank - len(call.shapes[0])
-    operand, result, atoms = list[LetterDim](), list[LetterDim](_label_each_dim(rank)), dict[int, Dim]()
+    operand, result, factors = list[tuple[AxisLabel, ...]](), [*_label_each_dim(rank)], dict[int, Dim]()
     for i, (size, dim) in enumerate(zip(call.shapes[0], call.dims(0), strict=True), num_new_dims):
         operand.append(result[i] if size != 1 else ())
         if size != 1 and repeats[i] != 1:
-            atoms |= {i: dim, rank + i: call.axes.fresh(repeats[i])}
+            factors |= {i: dim, rank + i: call.axes.fresh(repeats[i])}
             result[i] = (rank + i, i)
-    return Signature((tuple(operand),), (tuple(result),), atoms=atoms)
+    return Signature((tuple(operand),), (tuple(result),), factors=factors)
 
 
 @rule(aten.select_scatter.default)

@@ -7,7 +7,7 @@ A block is computed from the rows of one chunk, but rows of any chunk may read i
 are computed, they get an axis n that is not part of the sequence, and chunks of rows read all of it. The gradient of the
 blocks is a sum over chunks, and returns to the axis of blocks in the same way. If rows are the keys of blocks (one query
 per block), the rows are materialized instead. In the graph, a materialized view is an `alias` with `MATERIALIZED` in its
-metadata. An axis label (`Letter`) names a dimension in an operator's signature, as the letters of an einsum do.
+metadata. An axis label (`AxisLabel`) names a dimension in an operator's signature, as the labels of an einsum do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import fx
 from streamfx.ir.axis_table import Dim
 from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import JointGraph, connected_components, is_tensor, joint_graph, tensor_operands
-from streamfx.ir.signature import Letter, LetterShape, Signature, Tile, Window
+from streamfx.ir.signature import AxisLabel, LabelShape, Signature, Tile, Window
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import MATERIALIZED
 from streamfx.passes.ops.traits import producer_of
@@ -62,8 +62,8 @@ class CompressedKV:
 class RowAndBlockLabels(NamedTuple):
     """The axis labels of an operator that combines rows of the sequence with blocks of rows."""
 
-    rows: frozenset[Letter]
-    blocks: frozenset[Letter]
+    rows: frozenset[AxisLabel]
+    blocks: frozenset[AxisLabel]
 
 
 def _match_labels(node: fx.Node, axes: AxisFacts) -> RowAndBlockLabels | None:
@@ -74,7 +74,7 @@ def _match_labels(node: fx.Node, axes: AxisFacts) -> RowAndBlockLabels | None:
     """
     signature, sequence = axes.signatures[node], axes.sequence
     assert sequence is not None
-    sequence_axes = {label: axes.sequence_atom(dim) for label, dim in axes.letters[node].items()}  # None: not the sequence
+    sequence_axes = {label: axes.sequence_factor(dim) for label, dim in axes.labels[node].items()}  # None: not the sequence
     rows = frozenset(label for label, axis in sequence_axes.items() if axis is not None and axis not in sequence.blocks)
     blocks = frozenset(label for label, axis in sequence_axes.items() if axis in sequence.blocks)
     related = ({label, index.source} for label, index in signature.index.items() if isinstance(index, (Tile, Window)))
@@ -109,14 +109,14 @@ def _blocks_are_keys(
     for node in group:
         signature, (rows, blocks) = axes.signatures[node], labels_by_node[node]
         contracted = _contracted(node, signature, joint)
-        for key_labels, weight in ((signature.keys, 1000), (signature.full_letters, 100), (contracted, 1)):
+        for key_labels, weight in ((signature.keys, 1000), (signature.full_labels, 100), (contracted, 1)):
             votes += weight * (bool(key_labels & blocks) - bool(key_labels & rows))
     return votes >= 0
 
 
-def _contracted(node: fx.Node, signature: Signature, joint: JointGraph) -> frozenset[Letter]:
+def _contracted(node: fx.Node, signature: Signature, joint: JointGraph) -> frozenset[AxisLabel]:
     """Return the labels over which a forward operator sums; the empty set for a backward operator."""
-    return frozenset(signature.contracted_letters()) if node in joint.forward else frozenset()
+    return frozenset(signature.contracted_labels()) if node in joint.forward else frozenset()
 
 
 class _Materializer:
@@ -131,7 +131,7 @@ class _Materializer:
         self.views: dict[fx.Node, fx.Node] = {}
         self.key_sources: dict[Dim, tuple[fx.Node, int]] = {}
 
-    def materialize(self, node: fx.Node, queries: frozenset[Letter], keys: frozenset[Letter]) -> None:
+    def materialize(self, node: fx.Node, queries: frozenset[AxisLabel], keys: frozenset[AxisLabel]) -> None:
         """Materialize an operator's operands and results that have a dimension of keys, and none of queries, in place.
 
         The operator then reads the views of its operands, and others read the views of its results, which are gradients of
@@ -166,7 +166,7 @@ class _Materializer:
         return self.views[value]
 
 
-def _key_dims(labels: LetterShape, queries: frozenset[Letter], keys: frozenset[Letter]) -> tuple[int, ...]:
+def _key_dims(labels: LabelShape, queries: frozenset[AxisLabel], keys: frozenset[AxisLabel]) -> tuple[int, ...]:
     """Return the dimensions of a value that have a key label; the empty tuple if any dimension has a query label.
 
     `labels` holds the axis labels of each dimension of the value.
@@ -176,7 +176,7 @@ def _key_dims(labels: LetterShape, queries: frozenset[Letter], keys: frozenset[L
     return tuple(i for i, dim in enumerate(labels) if keys.intersection(dim))
 
 
-def _labeled_results(node: fx.Node, signature: Signature) -> Iterator[tuple[fx.Node, LetterShape]]:
+def _labeled_results(node: fx.Node, signature: Signature) -> Iterator[tuple[fx.Node, LabelShape]]:
     """Yield each tensor result of an operator with its axis labels."""
     if is_tensor(node):
         yield node, signature.results[0]

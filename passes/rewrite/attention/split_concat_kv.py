@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
-from streamfx.ir.axis_table import Atom, Dim
+from streamfx.ir.axis_table import AxisFactor, Dim
 from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import JointGraph, bound_arguments, erase_unused, joint_graph, tensor_operands, trained_sources
 from streamfx.ir.ranges import MAX_NEXT_TO_COUNT
@@ -133,7 +133,7 @@ class _VisibleSlices:
 
     def _shows_own_keys(self, mask: fx.Node, node: fx.Node) -> bool:
         """Return whether a mask is over query rows and their own keys, and adds an ordinary number to each row's own key."""
-        queries = self.axes.table.resolve(self.axes.letters[node][M])
+        queries = self.axes.table.resolve(self.axes.labels[node][M])
         return self.axes.table.resolve(self.axes.shapes[mask][-1]) == queries and self.shows_own_keys(mask)
 
     def _bound(self, mask: fx.Node) -> float:
@@ -168,19 +168,19 @@ class _VisibleSlices:
         return max(*scalar_magnitudes, *map(self._bound, operands), 0)
 
 
-def _concatenated_keys(joint: JointGraph, axes: AxisFacts) -> dict[Atom | None, ConcatSlices]:
+def _concatenated_keys(joint: JointGraph, axes: AxisFacts) -> dict[AxisFactor | None, ConcatSlices]:
     """Find the axes along which a `cat` joins rows of the sequence and blocks of rows; return the slices of values along each.
 
     The key is the axis of the concatenation. The lengths of the slices must be static.
     """
     writer = GraphWriter(joint.graph)
-    slices_by_axis = dict[Atom | None, ConcatSlices]()
+    slices_by_axis = dict[AxisFactor | None, ConcatSlices]()
     for node in axes.signatures:
         concat = axes.signatures[node].concat if node.target is aten.cat.default else None
         if concat is not None:
             result_label, concat_axes = concat
-            result_dim = axes.table.resolve(axes.letters[node][result_label])
-            part_dims = [axes.table.resolve(axes.letters[node][part_label]) for part_label, _ in concat_axes.parts]
+            result_dim = axes.table.resolve(axes.labels[node][result_label])
+            part_dims = [axes.table.resolve(axes.labels[node][part_label]) for part_label, _ in concat_axes.parts]
             lengths = [axes.table.size_of_dim(dim) for dim in part_dims]
             is_static = all(isinstance(length, int) for length in lengths)
             if len(result_dim) == 1 and _are_rows_and_blocks(part_dims, axes) and is_static:
@@ -197,12 +197,12 @@ def _are_rows_and_blocks(dims: Sequence[Dim], axes: AxisFacts) -> bool:
     return are_blocks == {False, True}
 
 
-def _key_axis(node: fx.Node, axes: AxisFacts) -> Atom | None:
+def _key_axis(node: fx.Node, axes: AxisFacts) -> AxisFactor | None:
     """Return the axis of an attention's keys; None if the axis is a product of several, or is not known.
 
     `N` is the axis label of key positions in the signature of attention operators.
     """
-    axis_factors = axes.table.resolve(axes.letters[node][N]) if node in axes.signatures else ()
+    axis_factors = axes.table.resolve(axes.labels[node][N]) if node in axes.signatures else ()
     return axis_factors[0] if len(axis_factors) == 1 else None
 
 

@@ -26,7 +26,7 @@ from torch import fx
 
 from streamfx.ir.axis_table import AxisTable, Dim
 from streamfx.ir.joint import bound_arguments, int_argument, is_assertion, is_tensor, shape_of_node, tensor_operands
-from streamfx.ir.signature import Letter, LetterShape, Signature
+from streamfx.ir.signature import AxisLabel, LabelShape, Signature
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.ops.collectives import is_reduced_over_ranks
@@ -203,14 +203,14 @@ def _signature(node: fx.Node) -> Signature | None:
     return None if isinstance(signature, str) else signature  # a string is the reason why the rule does not apply
 
 
-def _find_row_label(signature: Signature, permuted_operands: list[Permuted | None]) -> Letter | None:
+def _find_row_label(signature: Signature, permuted_operands: list[Permuted | None]) -> AxisLabel | None:
     """Return the axis label of the permuted dimensions, if the operator treats all rows along it alike; else None.
 
     `permuted_operands` has the record of each operand, or None for an operand that is not permuted. For `a b, b c -> a c`
     with the first operand permuted along dimension 0, return a. The label must be that of all permuted dimensions and of no
     other dimension.
     """
-    labels: set[Letter] = set()
+    labels: set[AxisLabel] = set()
     for operand_labels, permuted in zip(signature.operands, permuted_operands, strict=True):
         if permuted is not None:
             (dim,) = permuted.dims
@@ -229,7 +229,7 @@ def _find_row_label(signature: Signature, permuted_operands: list[Permuted | Non
     return row_label
 
 
-def _dim_of_label(shape: LetterShape, label: Letter) -> int | None:
+def _dim_of_label(shape: LabelShape, label: AxisLabel) -> int | None:
     """Return the index of the dimension that has an axis label; None if no dimension has it."""
     return next((dim for dim, dim_labels in enumerate(shape) if label in dim_labels), None)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.axis_table import Atom
+from streamfx.ir.axis_table import AxisFactor
 from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import bound_arguments, tensor_operands
 from streamfx.ir.writer import GraphWriter
@@ -56,7 +56,7 @@ MOVES_ALL = (
 class ConcatSlices:
     """The slices of values along one concatenated axis. Each slice is emitted once, right after its value."""
 
-    def __init__(self, axes: AxisFacts, writer: GraphWriter, axis: Atom, lengths: Sequence[int]) -> None:
+    def __init__(self, axes: AxisFacts, writer: GraphWriter, axis: AxisFactor, lengths: Sequence[int]) -> None:
         """Store the axes of all values, the concatenated axis, and the number of rows in each of its slices."""
         self.axes, self.writer, self.axis, self.lengths = axes, writer, axis, tuple(lengths)
         self.slices_by_value: dict[fx.Node, tuple[fx.Node, ...]] = {}
@@ -109,11 +109,11 @@ class ConcatSlices:
 
     def _keeps_axis(self, node: fx.Node) -> bool:
         """Return whether an operator operates along other axes only: it does not sum over the axis, slice it or shift it."""
-        signature, dim_by_label = self.axes.signatures.get(node), self.axes.letters.get(node, {})
+        signature, dim_by_label = self.axes.signatures.get(node), self.axes.labels.get(node, {})
         labels_of_axis = [label for label, dim in dim_by_label.items() if self.axis in self.axes.table.resolve(dim)]
         return (
             signature is not None
-            and not signature.contracted_letters().intersection(labels_of_axis)
+            and not signature.contracted_labels().intersection(labels_of_axis)
             and not any(map(signature.is_special, labels_of_axis))
         )
 

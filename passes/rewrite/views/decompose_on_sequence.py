@@ -101,7 +101,7 @@ def _is_concat_along_sequence(node: fx.Node, axes: AxisFacts) -> bool:
 
 def _is_along_sequence(value: fx.Node, dim: int, axes: AxisFacts) -> bool:
     """Return whether dimension `dim` of a value is the sequence, or a product of it and other axes."""
-    return axes.sequence_atom(axes.shapes[value][dim]) is not None
+    return axes.sequence_factor(axes.shapes[value][dim]) is not None
 
 
 def _can_be_padded(node: fx.Node, operand: fx.Node, dim: int) -> bool:

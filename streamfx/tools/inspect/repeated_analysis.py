@@ -71,9 +71,11 @@ def _voted(axes: AxisFacts) -> set[int]:
     """Return the axes along which fused attention has both query and key positions: these votes for the sequence come first."""
     voted: set[int] = set()
     for node, signature in axes.signatures.items():
-        atoms = {letter: set(axes.table.resolve(dim)) for letter, dim in axes.letters[node].items()} if signature.keys else {}
-        keys = {atom for letter, axis_atoms in atoms.items() if letter in signature.keys for atom in axis_atoms}
-        voted |= keys & {atom for letter, axis_atoms in atoms.items() if letter not in signature.keys for atom in axis_atoms}
+        factors = {label: set(axes.table.resolve(dim)) for label, dim in axes.labels[node].items()} if signature.keys else {}
+        keys = {factor for label, axis_factors in factors.items() if label in signature.keys for factor in axis_factors}
+        voted |= keys & {
+            factor for label, axis_factors in factors.items() if label not in signature.keys for factor in axis_factors
+        }
     return voted
 
 
@@ -81,12 +83,12 @@ def _node_facts(node: fx.Node, facts: Facts) -> Any:
     """Return all facts about a node that must be equal for corresponding nodes."""
     axes, access, key_spans = facts.axes, facts.access, facts.key_spans
     signature = axes.signatures.get(node)
-    letters = {letter: _sizes_of_dims((dim,), axes) for letter, dim in axes.letters.get(node, {}).items()}
+    labels = {label: _sizes_of_dims((dim,), axes) for label, dim in axes.labels.get(node, {}).items()}
     shapes = [_sizes_of_dims(shape, axes) for shape in (axes.shapes.get(node, ()), *axes.results.get(node, ()))]
     return (
-        None if signature is None else replace(signature, atoms={}),
-        None if signature is None else {letter: _sizes_of_dims((dim,), axes) for letter, dim in signature.atoms.items()},
-        letters,
+        None if signature is None else replace(signature, factors={}),
+        None if signature is None else {label: _sizes_of_dims((dim,), axes) for label, dim in signature.factors.items()},
+        labels,
         shapes,
         (axes.missing_rules.get(node), node in axes.static),
         (access.roles.get(node), access.storage_classes.get(node), access.reasons.get(node)),
@@ -98,7 +100,9 @@ def _node_facts(node: fx.Node, facts: Facts) -> Any:
 def _sizes_of_dims(shape: Shape, axes: AxisFacts) -> Any:
     """Describe each dimension of a shape by the sizes of its axes and its axes of the sequence."""
     members = {} if axes.sequence is None else axes.sequence.members
-    return [[(axes.table.size(atom), atom if atom in members else None) for atom in axes.table.resolve(dim)] for dim in shape]
+    return [
+        [(axes.table.size(factor), factor if factor in members else None) for factor in axes.table.resolve(dim)] for dim in shape
+    ]
 
 
 def _name_memories(expanded: ExpandedGraph) -> None:
@@ -128,7 +132,7 @@ class _FactCopier:
                 shapes=self._copy_mapping(axes.shapes),
                 results=self._copy_mapping(axes.results),
                 signatures=self._copy_mapping(axes.signatures),
-                letters=self._copy_mapping(axes.letters),
+                labels=self._copy_mapping(axes.labels),
                 missing_rules=self._copy_mapping(axes.missing_rules),
                 static=self._copy_nodes(axes.static),
             ),

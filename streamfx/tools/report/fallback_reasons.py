@@ -182,7 +182,7 @@ def _advice(node: fx.Node, facts: Facts) -> str:
         and node.target in READS_BY_INDEX | WRITES_BY_INDEX
     ):
         return BY_MASK
-    if signature is None or not signature.full_letters:
+    if signature is None or not signature.full_labels:
         return OTHER
     return next((advice for operators, advice in ADVICE_BY_OPERATORS.items() if node.target in operators), OTHER_DIMENSION)
 

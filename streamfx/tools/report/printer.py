@@ -13,7 +13,7 @@ from torch import fx
 from streamfx.ir.axis_names import AxisNames
 from streamfx.ir.facts import Facts, Role, StorageClass
 from streamfx.ir.joint import is_tensor, tensor_operands
-from streamfx.ir.signature import LetterShape
+from streamfx.ir.signature import LabelShape
 from streamfx.ir.stage import Stage
 from streamfx.ir.subgraph import Subgraph
 from streamfx.kernels.mask_programs import MaskProgram
@@ -58,11 +58,11 @@ def _recurrence_lines(facts: Facts) -> Lines:
 
 def _axis_lines(facts: Facts) -> Lines:
     """Yield the joint graph with the axes of each value, and the operators without axes."""
-    axes, letters = facts.axes, AxisNames(facts.joint, facts.axes)
+    axes, labels = facts.axes, AxisNames(facts.joint, facts.axes)
     if axes.sequence is None:
         yield "no sequence"
-    yield f"axes {letters.legend()}"
-    yield from _graph_lines(facts, lambda node: " ".join(letters.shape(shape) for shape in _result_shapes(node, facts)))
+    yield f"axes {labels.legend()}"
+    yield from _graph_lines(facts, lambda node: " ".join(labels.shape(shape) for shape in _result_shapes(node, facts)))
     for node, reason in axes.missing_rules.items():
         yield f"unknown {node.name}: {reason}"
 
@@ -111,13 +111,13 @@ def _names_text(values: Sequence[Any]) -> str:
 
 def _access_role_lines(facts: Facts) -> Lines:
     """Yield each operator with the rows that it needs and the storage class of its results."""
-    letters = AxisNames(facts.joint, facts.axes)
+    labels = AxisNames(facts.joint, facts.axes)
     yield "t: the chunk's rows, s: the keys they see, T: all rows"
     for node in facts.joint.nodes:
         if node.target is operator.getitem or node not in facts.access.storage_classes:
             continue
         storage = ", ".join(_storage_text(storage_class) for storage_class in facts.access.storage_classes[node])
-        yield f"  {storage:<9} {node.name} = {_roles_text(node, facts, letters)}"
+        yield f"  {storage:<9} {node.name} = {_roles_text(node, facts, labels)}"
     for node, reason in facts.access.reasons.items():
         yield f"fallback {node.name}: {reason}"
 
@@ -126,15 +126,15 @@ def _storage_text(storage_class: StorageClass) -> str:
     return storage_class.name.lower()
 
 
-def _roles_text(node: fx.Node, facts: Facts, letters: AxisNames) -> str:
+def _roles_text(node: fx.Node, facts: Facts, labels: AxisNames) -> str:
     """Return the call with the rows that it needs of each operand, and the shape of its result for a chunk."""
     signature, roles = facts.axes.signatures.get(node), facts.access.roles.get(node, {})
     if signature is None:
         return f"{_operator_name(node)}(?)"
 
-    def shape_text(value: Any, notation: LetterShape) -> str:
-        dim_roles = {i: roles[letter] for i, dim in enumerate(notation) for letter in dim if letter in roles}
-        return letters.shape(value, dim_roles if roles else dict.fromkeys(range(len(notation)), Role.WHOLE))
+    def shape_text(value: Any, notation: LabelShape) -> str:
+        dim_roles = {i: roles[label] for i, dim in enumerate(notation) for label in dim if label in roles}
+        return labels.shape(value, dim_roles if roles else dict.fromkeys(range(len(notation)), Role.WHOLE))
 
     operands = zip(tensor_operands(node), signature.operands, strict=True)
     operands_text = ", ".join(
@@ -170,9 +170,9 @@ def _key_span_lines(facts: Facts) -> Lines:
 
 def _stage_lines(facts: Facts) -> Lines:
     """Yield all stages: operators, inputs, outputs and gradients."""
-    letters = AxisNames(facts.joint, facts.axes)
+    labels = AxisNames(facts.joint, facts.axes)
     for index in range(len(facts.stages)):
-        yield from _lines_of_stage(index, facts, letters)
+        yield from _lines_of_stage(index, facts, labels)
 
 
 def _loss_gradient_lines(facts: Facts) -> Lines:
@@ -184,13 +184,13 @@ def _loss_gradient_lines(facts: Facts) -> Lines:
         yield "the gradient of the last stage is computed in the backward pass"
 
 
-def _lines_of_stage(index: int, facts: Facts, letters: AxisNames) -> Lines:
+def _lines_of_stage(index: int, facts: Facts, labels: AxisNames) -> Lines:
     """Yield the operators, inputs, outputs and gradients of the stage with this index."""
     stages, axes = facts.stages, facts.axes
     stage = stages[index]
 
     def values_text(nodes: Sequence[fx.Node]) -> str:
-        return ", ".join(f"{node.name} {letters.shape(axes.shapes[node])}" for node in nodes if is_tensor(node)) or "none"
+        return ", ".join(f"{node.name} {labels.shape(axes.shapes[node])}" for node in nodes if is_tensor(node)) or "none"
 
     stage_nodes = {*stage.forward, *stage.backward}
     inputs = [source for node in stage.forward for source in node.all_input_nodes if source not in stage_nodes]
@@ -246,9 +246,9 @@ def _program_lines(facts: Facts) -> Lines:
     if facts.program is None:
         yield "no program: the graph runs unchunked"
         return
-    letters, axes = AxisNames(facts.joint, facts.axes), facts.axes
+    labels, axes = AxisNames(facts.joint, facts.axes), facts.axes
     values = [node for node in (*facts.joint.sources, *facts.joint.nodes) if is_tensor(node)]
-    shapes = {node.name: letters.shape(axes.shapes[node], _roles_of_value(node, facts)) for node in values}
+    shapes = {node.name: labels.shape(axes.shapes[node], _roles_of_value(node, facts)) for node in values}
     yield from program_lines(facts.program, ListingContext(shapes, {id(node.meta[VALUE]): node.name for node in values}))
 
 
@@ -258,7 +258,7 @@ def _roles_of_value(node: fx.Node, facts: Facts) -> dict[int, Role]:
     signature, roles = facts.axes.signatures.get(producer), facts.access.roles.get(producer, {})  # type: ignore[arg-type]
     if signature is None:
         return {}
-    return {i: roles[letter] for i, dim in enumerate(signature.results[result]) for letter in dim if letter in roles}  # type: ignore[index]
+    return {i: roles[label] for i, dim in enumerate(signature.results[result]) for label in dim if label in roles}  # type: ignore[index]
 
 
 def _truncation_lines(facts: Facts) -> Lines:

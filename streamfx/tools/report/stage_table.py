@@ -187,7 +187,7 @@ def attention_kinds(stage: Stage, facts: Facts) -> list[tuple[str, Span | None]]
 def _is_over_row_pairs(node: fx.Node, facts: Facts) -> bool:
     """Return whether an operator normalizes a value over query and key positions, as attention does."""
     signature = facts.axes.signatures.get(node)
-    if signature is None or not signature.full_letters or not is_tensor(node):
+    if signature is None or not signature.full_labels or not is_tensor(node):
         return False
     return len(facts.axes.sequence_dims(facts.axes.shapes[node])) == 2
 
