@@ -29,7 +29,6 @@ from streamfx.options import min_save_level
 from streamfx.passes.partition.budget_search import KEEP_EVERY
 from streamfx.tools.inspect.explain import OURS
 from streamfx.tools.planner.predict import Prediction
-from streamfx.tools.report.verdict import MIN_GAIN
 
 FIRST_LENGTH = 65536  # per device; if stage inputs are offloaded, `OFFLOAD_LENGTH_FACTOR` times as many fit
 OFFLOAD_LENGTH_FACTOR = 4
@@ -49,7 +48,6 @@ CHUNK_TERMS = (CHUNK, LOSS)
 Growth: TypeAlias = "Mapping[str, float]"  # additional bytes of a category per additional token or sequence
 Predict = Callable[[int, Mapping[str, Any]], Prediction]
 Work = Callable[[int, Prediction, int], Growth]
-Peaks = Callable[[int], "tuple[int, int] | None"]  # peaks of the backend and the baseline at a length, None if unknown
 
 
 @dataclass(frozen=True)
@@ -149,33 +147,25 @@ def _next_candidate(size: int, low: int, high: int | None, multiple: int) -> int
 # model and its options, not on the requested length, provided that there is a gain at all greater lengths.
 
 
-def gains_from(guess: Peaks, traced: Peaks, length: int, multiple: int) -> int | None:
-    """Return a length, close to the shortest, at which `traced` confirms a gain; None if no length does. `guess`
-    guides the search.
+def gains_from(saves_memory: Callable[[int], bool], length: int, multiple: int) -> int | None:
+    """Return the first candidate length above `length` at which `saves_memory` is true, or None if no candidate saves memory.
 
-    Only lengths above `length`, which has no gain, are candidates.
+    `length` itself saves none. Probes are a factor of four apart, and candidates between the last two are found by bisection.
     """
-    for high in range(STRIDE, MAX_INDEX + 1, STRIDE):
-        candidate = candidate_length(high, multiple)
-        if candidate > length and _saves_memory(guess, candidate):
-            nearest = candidate_length(_first_gain(guess, high - STRIDE, high, length, multiple), multiple)
-            return next((length for length in dict.fromkeys((nearest, candidate)) if _saves_memory(traced, length)), None)
-    return None
 
+    def saves(index: int) -> bool:
+        """Return whether the candidate of an index is long enough, and saves memory."""
+        candidate = candidate_length(index, multiple)
+        return candidate > length and saves_memory(candidate)
 
-def _first_gain(guess: Peaks, low: int, high: int, length: int, multiple: int) -> int:
-    """Return the index of the first candidate after `low` with a gain, by bisection; `high` has one."""
+    high = next((index for index in range(STRIDE, MAX_INDEX + 1, STRIDE) if saves(index)), None)
+    if high is None:
+        return None
+    low = high - STRIDE
     while high - low > 1:
         middle = (low + high) // 2
-        candidate = candidate_length(middle, multiple)
-        low, high = (low, middle) if candidate > length and _saves_memory(guess, candidate) else (middle, high)
-    return high
-
-
-def _saves_memory(peaks: Peaks, length: int) -> bool:
-    """Return whether the baseline takes at least `MIN_GAIN` times the memory of the backend."""
-    pair = peaks(length)
-    return pair is not None and pair[1] >= MIN_GAIN * pair[0]
+        low, high = (low, middle) if saves(middle) else (middle, high)
+    return candidate_length(high, multiple)
 
 
 def candidate_length(number: int, multiple: int) -> int:

@@ -111,13 +111,8 @@ class TrainingStep:
         except OverBudgetError as error:
             raise self._advise_offload(error, limits, {**options, **budget}, batch, seq) from None
         report = PlanReport(self.name, prediction, self.device, limits, ranks=self.ranks, updates=self.updates)
-        if (
-            limits.device is not None
-            or CHECKPOINTING not in prediction.baselines
-            or why_nothing_streams(prediction.stages) is not None
-        ):
-            return report
-        if prediction.baselines[CHECKPOINTING].peak_bytes >= MIN_GAIN * prediction.peak_bytes:
+        is_compared = limits.device is None and CHECKPOINTING in prediction.baselines
+        if not is_compared or why_nothing_streams(prediction.stages) is not None or _saves_memory(prediction):
             return report
         return replace(report, gains_from=self._gains_from(batch, seq, options))
 
@@ -141,32 +136,17 @@ class TrainingStep:
         return advised
 
     def _gains_from(self, batch: int, seq: int, options: Mapping[str, Any]) -> int | None:
-        """Return a length with a memory gain, guided by traces of a few layers, which are fast."""
-        layers = len(layers_of(self.model))
+        """Return a length above `seq` with a memory gain, confirmed by a trace; None if there is none."""
 
-        def traced_peaks(length: int) -> tuple[int, int] | None:
-            """Return the peaks of the backend and of checkpointing by a full trace, or None if untraceable."""
+        def saves_memory(length: int) -> bool:
+            """Return whether a step of a length saves memory; false if it cannot be traced."""
             try:
-                return _peaks(self.at(batch, length, options, baselines=True, chunked=False))
+                return _saves_memory(self.at(batch, length, options, baselines=True, chunked=False))
             except StreamFXError as error:  # custom inputs or position embeddings may not support this length
                 log.info("it is unknown whether %d tokens save memory: %s", length, describe_error(error))
-                return None
+                return False
 
-        def peaks_of_first_layers(count: int, length: int) -> tuple[int, int] | None:
-            with first_layers(self.model, count):
-                return traced_peaks(length)
-
-        def extrapolated_peaks(length: int) -> tuple[int, int] | None:
-            """Extrapolate both peaks from traces of a few layers and of one more: each further layer adds their difference."""
-            few_peaks, more_peaks = peaks_of_first_layers(FEW_LAYERS, length), peaks_of_first_layers(FEW_LAYERS + 1, length)
-            if few_peaks is None or more_peaks is None:
-                return None
-            ours, checkpointing = (
-                few + (layers - FEW_LAYERS) * (more - few) for few, more in zip(few_peaks, more_peaks, strict=True)
-            )
-            return ours, checkpointing
-
-        return gains_from(extrapolated_peaks if layers > 2 * FEW_LAYERS else traced_peaks, traced_peaks, seq, self.ranks.context)
+        return gains_from(saves_memory, seq, self.ranks.context)
 
     def lengths(self, limits: Limits, batch: int, first_length: int) -> dict[str, int]:
         """Return the longest length of each baseline, if it can be traced."""
@@ -256,7 +236,7 @@ class TrainingStep:
         return FIRST_LENGTH * self.ranks.context * (1 if options.get("offload", "none") == "none" else OFFLOAD_LENGTH_FACTOR)
 
 
-def _peaks(prediction: Prediction) -> tuple[int, int] | None:
-    """Return the peaks of the backend and of checkpointing, or None if the latter cannot be traced."""
+def _saves_memory(prediction: Prediction) -> bool:
+    """Return whether checkpointing takes at least `MIN_GAIN` times the memory of the backend; false if it was not traced."""
     checkpointing = prediction.baselines.get(CHECKPOINTING)
-    return None if checkpointing is None else (prediction.peak_bytes, checkpointing.peak_bytes)
+    return checkpointing is not None and checkpointing.peak_bytes >= MIN_GAIN * prediction.peak_bytes
