@@ -54,7 +54,7 @@ def quotient(size: Size, divisor: Size) -> Size | None:
     numerator, denominator = sympy.fraction(ratio)
     return (
         simplified(numerator)
-        if denominator == 1 and not numerator.factors(sympy.Rational) - numerator.factors(sympy.Integer)
+        if denominator == 1 and not numerator.atoms(sympy.Rational) - numerator.atoms(sympy.Integer)
         else None
     )
 
