@@ -91,7 +91,7 @@ def eager_step(call: Callable[[], Any], layers: Iterable[nn.Module] = (), forwar
     meter.recorder = recorder
     marks = _Marks(meter, recorder)
     for i, layer in enumerate(layers):
-        layer.forward = marks.with_marks(i, meter.with_watched_flops(layer.forward))
+        layer.forward = marks.with_marks(i, layer.forward)
     with meter, sampled_iterations(Iterations(meter, recorder)):
         outputs = call()
         meter.flush()
@@ -100,21 +100,22 @@ def eager_step(call: Callable[[], Any], layers: Iterable[nn.Module] = (), forwar
         roots = [value for value in tensors_returned(outputs) if value.requires_grad]
         roots = [value for value in roots if value.dim() == 0][:1] or roots
         if forward_only or not roots:
-            return EagerStep(forward, None, meter.watched_flops, meter.watched_attention)
+            return EagerStep(forward, None, *marks.layer_flops)
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         meter.flush()
         backward = EagerPass(tuple(recorder.points), meter.work, tuple(marks.backward))
-        return EagerStep(forward, backward, meter.watched_flops, meter.watched_attention)
+        return EagerStep(forward, backward, *marks.layer_flops)
 
 
 class _Marks:
-    """Records a mark when each layer is called, and when the gradient of its result is ready."""
+    """Records a mark when each layer is called, and when the gradient of its result is ready; adds up the layers' FLOPs."""
 
     def __init__(self, meter: Meter, recorder: Recorder) -> None:
-        """Start without marks; `forward` and `backward` hold (layer index, mark)."""
+        """Start without marks. `forward` and `backward` hold (layer index, mark); `layer_flops`: all FLOPs, and of attention."""
         self.meter, self.recorder = meter, recorder
         self.forward: list[tuple[int, WorkMark]] = []
         self.backward: list[tuple[int, WorkMark]] = []
+        self.layer_flops = 0, 0
 
     def with_marks(self, layer_index: int, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a layer's forward so that it records a mark when called, and one when the gradient of its result is ready."""
@@ -127,7 +128,10 @@ class _Marks:
         def run(*args: Any, **kwargs: Any) -> Any:
             """Run the layer with both marks."""
             note(self.forward)
+            work_before, (flops, attention) = self.meter.work, self.layer_flops
             out = function(*args, **kwargs)
+            work = self.meter.work.minus(work_before)
+            self.layer_flops = flops + work.flops, attention + work.attention_flops
             result = next((value for value in tensors_in(out) if value.requires_grad), None)
             if result is not None and not result.is_leaf:
                 result.register_hook(lambda gradient: note(self.backward))

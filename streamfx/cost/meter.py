@@ -72,7 +72,6 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self.work = Work()
-        self.watched_flops = self.watched_attention = 0
         self.term = "other"
         self.live_terms: Counter[str] = Counter()
         self.peak_terms: dict[str, int] = {}
@@ -154,32 +153,9 @@ class Meter(TorchDispatchMode):
         return self.work.flops
 
     @property
-    def masked_flops(self) -> int:
-        """The FLOPs so far of fused attention without a causal flag."""
-        return self.work.masked_flops
-
-    @property
     def moved(self) -> int:
         """The bytes moved so far by operators without FLOPs."""
         return self.work.moved
-
-    @property
-    def attention_flops(self) -> int:
-        """The FLOPs so far of fused attention."""
-        return self.work.attention_flops
-
-    def with_watched_flops(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that its FLOPs also count in `watched_flops`, and its attention FLOPs in `watched_attention`."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            """Run the function, and add the FLOPs that it counted to the watched ones."""
-            flops, attention = self.flops, self.attention_flops
-            out = function(*args, **kwargs)
-            self.watched_flops += self.flops - flops
-            self.watched_attention += self.attention_flops - attention
-            return out
-
-        return run
 
     def rename(self, tensor: Tensor, term: str) -> None:
         """Count a live tensor's memory under another category from now on."""
