@@ -206,7 +206,7 @@ def _flow_of_half(host: fx.GraphModule, producers: dict[fx.Node, frozenset[str]]
         loop = host.get_submodule(node.target) if node.op == "call_module" else None
         if isinstance(loop, Loop):
             for operand in node.all_input_nodes:
-                for source in producers.get(operand, ()):
+                for source in sorted(producers.get(operand, ())):  # the order of a set would differ from run to run
                     pair = source, loop.spec.name
                     traffic[pair] = traffic.get(pair, 0) + bytes_like(operand.meta.get(VALUE))
             producers[node] = frozenset([loop.spec.name])
