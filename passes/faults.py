@@ -23,12 +23,12 @@ from torch import fx
 from streamfx.errors import NotStreamedError, StreamFXError, describe_error
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import JointGraph, is_assertion, is_size, is_tensor, joint_graph
+from streamfx.ir.operator_table import Kind, is_kind, returns_view
 from streamfx.log import log
 from streamfx.node_meta import FALLBACK_REASON, JOINT, ORIGIN, TRACED_NAME
-from streamfx.passes.ops.aliasing import is_view
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.fallback import FallbackError
-from streamfx.passes.ops.traits import READS_STRIDES, is_random, producer_of
+from streamfx.passes.ops.traits import is_random, producer_of
 from streamfx.passes.rewrite.views.strided_access import view_chain
 from streamfx.runtime.restride import RestridedOperator
 from streamfx.torch_private import OpOverload
@@ -240,7 +240,7 @@ def _replace_by_opaque(node: fx.Node, reason: str) -> None:
     """Replace a traced operator, in place, by a `RestridedOperator` that calls it: no pass has rules for that target."""
     target: Any = node.target
     with node.graph.inserting_before(node):
-        opaque = node.graph.call_function(RestridedOperator(target, is_view(target)), node.args, node.kwargs)
+        opaque = node.graph.call_function(RestridedOperator(target, returns_view(target)), node.args, node.kwargs)
     opaque.meta = {**node.meta, FALLBACK_REASON: reason}
     node.replace_all_uses_with(opaque, propagate_meta=False)
     node.graph.erase_node(node)
@@ -254,7 +254,7 @@ def _may_be_opaque(node: fx.Node) -> bool:
     """
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False
-    reads_memory = node.target in READS_STRIDES
+    reads_memory = is_kind(node, Kind.STRIDED)
     return not (reads_memory or is_random(node) or is_collective(node) or is_assertion(node) or is_size(node))
 
 
@@ -264,5 +264,5 @@ def _observable_views(joint: JointGraph) -> frozenset[fx.Node]:
     These are the views of which the graph returns a result, or all views if an operator such as `as_strided` reads memory.
     """
     results = (producer_of(node) for result in filter(is_tensor, joint.outputs) for node in view_chain(result))
-    candidates = joint.nodes if any(node.target in READS_STRIDES for node in joint.nodes) else results
-    return frozenset(node for node in candidates if isinstance(node.target, OpOverload) and is_view(node.target))
+    candidates = joint.nodes if any(is_kind(node, Kind.STRIDED) for node in joint.nodes) else results
+    return frozenset(node for node in candidates if isinstance(node.target, OpOverload) and returns_view(node.target))

@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Role, Shape, StorageClass
 from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node, tensor_operands
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.signature import AxisLabel, LabelShape, RunningSum, Signature, SingleRow, Tile, Window
 from streamfx.ir.sizes import numeric, product
 from streamfx.node_meta import MATERIALIZED
@@ -32,11 +32,9 @@ from streamfx.passes.analysis.derived_axes import keeps_row_positions
 from streamfx.passes.analysis.diagnostics import fallback_reason, too_many_dims_reason
 from streamfx.passes.analysis.parity_union_find import ParityUnionFind
 from streamfx.passes.ops.collectives import is_reduced_over_ranks, is_wait
-from streamfx.passes.ops.constants import FILLERS
 from streamfx.passes.ops.opaque import is_nested_result
 from streamfx.passes.ops.traits import is_expensive, is_random
 
-aten = torch.ops.aten
 MAX_STATIC_WIDTH = 4096  # elements per row of values that are computed once, in full: positions, rotary tables, labels
 DEPENDS_ON_INDEX = "{target} depends on row indices along a dimension that is not the sequence alone"
 REDUCES_PAIRS = "query-by-key values are reduced over ranks, and ranks may differ in the keys that a chunk sees"
@@ -293,7 +291,7 @@ class _Analysis:
 
     def _is_filled_later(self, node: fx.Node) -> bool:
         """Return whether a node is a constant fill that only computed values use: then each chunk creates its own rows."""
-        return node.target in FILLERS and not any(user in self.axes.static for user in node.users)
+        return is_kind(node, Kind.FILL) and not any(user in self.axes.static for user in node.users)
 
     def _is_sequence_axis(self, factor: int) -> bool:
         return self.axes.sequence is not None and factor in self.axes.sequence.members

@@ -12,6 +12,7 @@ from torch import fx
 from streamfx.ir.axis_table import AxisFactor
 from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, tensor_operands
+from streamfx.ir.operator_table import OPERATORS
 from streamfx.ir.signature import RunningSum
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.collectives import is_collective
@@ -19,24 +20,7 @@ from streamfx.passes.ops.traits import is_random, only_moves_elements
 
 aten = torch.ops.aten
 
-BY_POSITION = frozenset(  # operators that distinguish rows along a dimension by position
-    {
-        aten.select.int,
-        aten.select_backward.default,
-        aten.select_scatter.default,
-        aten.slice_scatter.default,
-        aten.unbind.int,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.cat.default,
-        aten.flip.default,
-        aten.roll.default,
-        aten.cumsum.default,
-        aten.cumprod.default,
-        aten.cummax.default,
-        aten.logcumsumexp.default,
-    }
-)
+BY_POSITION = frozenset(operator for operator, record in OPERATORS.items() if record.by_position)
 
 
 def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:

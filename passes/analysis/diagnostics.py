@@ -15,28 +15,17 @@ from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.errors import ordinal
 from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import bound_arguments
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.signature import AxisLabel, Signature
 from streamfx.ir.sizes import quotient
 from streamfx.passes.ops.rules.attention import M
-from streamfx.passes.ops.traits import CUTS, only_moves_elements
+from streamfx.passes.ops.traits import only_moves_elements
 
 aten = torch.ops.aten
-CONCATENATIONS = frozenset({aten.cat.default, aten.slice_scatter.default})
-READS_BY_INDEX = frozenset(
-    {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default, aten.embedding.default}
-)
-WRITES_BY_INDEX = frozenset(
-    {
-        aten.index_put.default,
-        aten._unsafe_index_put.default,
-        aten.index_add.default,
-        aten.scatter.src,
-        aten.scatter.value,
-        aten.scatter_add.default,
-        aten.scatter_reduce.two,
-    }
-)
-REORDERINGS = frozenset({aten.flip.default, aten.roll.default})
+SPLITS = of_kind(Kind.SPLIT, Kind.UNBIND)
+CONCATENATIONS = of_kind(Kind.CONCAT) | {aten.slice_scatter.default}
+READS_BY_INDEX = of_kind(Kind.LOOKUP, Kind.GATHER)
+WRITES_BY_INDEX = of_kind(Kind.PUT, Kind.SCATTER)
 
 SPLITS_PARTS = "{target} splits the sequence into parts with separate rows"
 CONCATENATES_PARTS = "{target} concatenates parts with separate rows to one sequence"
@@ -56,11 +45,11 @@ MANY_DIMENSIONS = (
 )
 
 _FAMILIES = {
-    CUTS: SPLITS_PARTS,
+    SPLITS: SPLITS_PARTS,
     CONCATENATIONS: CONCATENATES_PARTS,
     READS_BY_INDEX: READS_ROWS,
     WRITES_BY_INDEX: WRITES_ROWS,
-    REORDERINGS: REORDERS_ROWS,
+    of_kind(Kind.REORDER): REORDERS_ROWS,
 }
 
 

@@ -15,6 +15,7 @@ from torch import fx
 
 from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.piecewise import Fact, Pieces, Slope, absolute_value, compare_slope, constant_pieces
 from streamfx.ir.ranges import MAX_ROWS, Range, cast_range, is_exact_in
 from streamfx.node_meta import VALUE
@@ -29,8 +30,6 @@ COMPARISONS = {
     for overload in ("Tensor", "Scalar")
 }
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
-COPIES = (aten._to_copy, aten.clone, aten.alias, aten.detach, aten.lift_fresh_copy)
-COPY_OPERATORS = frozenset(packet.default for packet in COPIES)
 
 
 class Intervals:
@@ -85,7 +84,7 @@ class Intervals:
         if node.target in COMPARISONS:
             return self._compare_operands(node, facts)
         operand_fact = facts[node.args[0]] if node.args and node.args[0] in facts else None  # type: ignore[index]
-        if node.target in COPY_OPERATORS and isinstance(operand_fact, Slope):
+        if is_kind(node, Kind.CAST, Kind.COPY, Kind.ALIAS) and isinstance(operand_fact, Slope):
             return self.if_exact(operand_fact, node)
         if node.target is aten.neg.default and isinstance(operand_fact, Slope):
             return self.if_exact(Slope(-operand_fact.factor, -operand_fact.offset), node)
@@ -157,4 +156,4 @@ def keeps_last_two_dims(node: fx.Node, source: fx.Node) -> bool:
         return bool(arguments["dim"] % rank < rank - 2)
     if node.target is aten.expand.default:  # a single row or column may be broadcast
         return shape_of_node(node)[-2:] == shape_of_node(source)[-2:]
-    return node.target in (aten.clone.default, aten.alias.default, aten.detach.default)
+    return is_kind(node, Kind.ALIAS, Kind.COPY)

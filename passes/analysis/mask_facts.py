@@ -26,6 +26,7 @@ from streamfx.ir.joint import (
     tensor_operands,
     trained_sources,
 )
+from streamfx.ir.operator_table import MOVES_ELEMENTS, Kind, of_kind
 from streamfx.ir.piecewise import Fact, Pieces, Slope, combine_pieces, compare_slope, constant_pieces, hull_of
 from streamfx.ir.ranges import (
     HIDDEN_SCORE,
@@ -47,14 +48,13 @@ from streamfx.passes.ops.ranges.arithmetic import plus
 from streamfx.passes.ops.ranges.transfer import computation_dtype
 from streamfx.passes.ops.rules.attention import M, N
 from streamfx.passes.ops.rules.registry import broadcast, rule_for
-from streamfx.passes.ops.traits import MOVES_ELEMENTS, is_random
+from streamfx.passes.ops.traits import is_random
 
 aten = torch.ops.aten
 
 # Operators that reduce dimensions other than rows and keys: the ranges of an interval determine the range of the result.
-SUMS, PRODUCTS = (aten.sum.dim_IntList, aten.mean.dim), (aten.addmm.default, aten.baddbmm.default)
 FUSED = (ATTENTION, ATTENTION_BACKWARD)
-REDUCES_OTHERS = frozenset((*SUMS, *PRODUCTS, aten._softmax_backward_data.default))
+REDUCES_OTHERS = of_kind(Kind.SUM, Kind.ADDMM) | {aten._softmax_backward_data.default}
 
 
 class Masks:

@@ -23,6 +23,7 @@ from streamfx.ir.access import Layout, OperandAccess
 from streamfx.ir.facts import Role, StorageClass
 from streamfx.ir.joint import device_of_value, int_argument, is_size, is_tensor, scalar_argument
 from streamfx.ir.lazy_module import LazyGraphModule
+from streamfx.ir.operator_table import shape_argument
 from streamfx.ir.program import (
     CHUNKS,
     PER_CHUNK,
@@ -45,7 +46,7 @@ from streamfx.kernels import accumulate
 from streamfx.node_meta import HAS_KEYS, JOINT, VALUE
 from streamfx.passes.lowering.accumulating_lowerings import ACCUMULATING_LOWERINGS, PARTIAL_WRITERS, ROUNDED_ONCE, mean_divisor
 from streamfx.passes.lowering.async_waits import delay_waits
-from streamfx.passes.lowering.body_inputs import SHAPE_ARGUMENT, BodyInputs
+from streamfx.passes.lowering.body_inputs import BodyInputs
 from streamfx.passes.lowering.lowering_table import find_lowering
 from streamfx.passes.ops.traits import producer_of
 from streamfx.passes.partition.loop_distribution import LoopContent
@@ -306,7 +307,7 @@ class BodyBuilder(BodyInputs):
             return next(operands) if is_tensor(argument) else self.scalar_argument(argument)
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), body_argument)
-        shape_index = SHAPE_ARGUMENT.get(node.target)
+        shape_index = shape_argument(node.target)
         if shape_index is not None:
             args = (*args[:shape_index], self.result_shape(node), *args[shape_index + 1 :])
         return args, dict(kwargs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from streamfx.ir.access import SequenceAccess
@@ -29,29 +28,6 @@ from streamfx.ir.program import (
 )
 from streamfx.ir.sizes import Size, free_symbols
 from streamfx.ir.span import Span
-
-aten = torch.ops.aten
-
-SHAPE_ARGUMENT: dict[Any, int] = {  # by operator, the index of its shape argument
-    aten.view.default: 1,
-    aten._unsafe_view.default: 1,
-    aten.reshape.default: 1,
-    aten.view_copy.default: 1,
-    aten.expand.default: 1,
-    aten.full.default: 0,
-    aten.zeros.default: 0,
-    aten.ones.default: 0,
-    aten.empty.memory_format: 0,
-    aten.rand.default: 0,
-    aten.randn.default: 0,
-    aten.new_zeros.default: 1,
-    aten.new_ones.default: 1,
-    aten.new_full.default: 1,
-    aten.new_empty.default: 1,
-    aten.slice_backward.default: 1,
-    aten.select_backward.default: 1,
-    aten.diagonal_backward.default: 1,
-}
 
 
 class BodyInputs:

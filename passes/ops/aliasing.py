@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import is_size
+from streamfx.ir.operator_table import returns_view
 from streamfx.ir.sizes import Size
 from streamfx.runtime.in_place import OVERWRITES_FIRST
 from streamfx.runtime.restride import RestridedOperator
@@ -67,9 +68,4 @@ def _may_alias(target: Any) -> bool:
     """Return whether an operator may return an input's memory: schemas declare it, and other operators are assumed to."""
     if isinstance(target, RestridedOperator):
         return False
-    return not isinstance(target, OpOverload) or target is torch.ops.aten._unsafe_view.default or is_view(target)
-
-
-def is_view(target: OpOverload) -> bool:
-    """Return whether an operator's schema declares a result that aliases an operand."""
-    return any(result.alias_info is not None for result in target._schema.returns)
+    return not isinstance(target, OpOverload) or target is torch.ops.aten._unsafe_view.default or returns_view(target)

@@ -15,10 +15,10 @@ from torch import fx
 from streamfx.dialect.collectives import ALL_REDUCE
 from streamfx.ir.collective_ops import find_group
 from streamfx.ir.joint import bound_arguments
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.passes.ops.traits import is_random
 from streamfx.torch_private import OpOverload
 
-aten = torch.ops.aten
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 GATHERS = ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::all_gather_into_tensor_coalesced")
 REDUCTIONS = (
@@ -36,22 +36,8 @@ COALESCED = {  # by collective, its coalesced variant, which sends several value
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter_tensor_coalesced",
 }
 LINEAR_REDUCTIONS = ("sum", "avg")
-REASSEMBLES = frozenset(  # operators that assemble a tensor from shards, or cut it into shards
-    {
-        operator.getitem,
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.cat.default,
-        aten.constant_pad_nd.default,
-        aten.clone.default,
-        aten.alias.default,
-        aten.detach.default,
-    }
-)
+# operators that assemble a tensor from shards, or cut it into shards, in addition to those that only move elements
+REASSEMBLES = of_kind(Kind.SLICE, Kind.SPLIT, Kind.CONCAT, Kind.PAD) | {operator.getitem}
 
 
 def is_collective(node: fx.Node) -> bool:

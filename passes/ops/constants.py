@@ -9,18 +9,10 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments
+from streamfx.ir.operator_table import OPERATORS, Kind, is_kind
 from streamfx.node_meta import VALUE
 
 aten = torch.ops.aten
-
-FILLERS: dict[Any, float | None] = {  # None: the fill value is an argument
-    aten.full.default: None,
-    aten.full_like.default: None,
-    aten.zeros.default: 0.0,
-    aten.zeros_like.default: 0.0,
-    aten.ones.default: 1.0,
-    aten.ones_like.default: 1.0,
-}
 
 
 def find_fill(node: Any) -> float | None:
@@ -32,9 +24,9 @@ def find_fill(node: Any) -> float | None:
         return None
     if node.target is aten.scalar_tensor.default:
         return exact_number(node.args[0], node.meta[VALUE].dtype)
-    if node.target not in FILLERS:
+    if not is_kind(node, Kind.FILL):
         return None
-    return exact_number(bound_arguments(node).get("fill_value", FILLERS[node.target]), node.meta[VALUE].dtype)
+    return exact_number(bound_arguments(node).get("fill_value", OPERATORS[node.target].fill), node.meta[VALUE].dtype)
 
 
 def exact_number(value: Any, dtype: torch.dtype) -> float | None:

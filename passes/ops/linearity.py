@@ -25,8 +25,8 @@ from torch import fx
 from streamfx.dialect.products import GROUPED_MM, GROUPED_OUTER
 from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from streamfx.ir.joint import bound_arguments, results_of
+from streamfx.ir.operator_table import MOVES_ELEMENTS, Kind, of_kind
 from streamfx.passes.ops.constants import is_zero
-from streamfx.passes.ops.traits import MOVES_ELEMENTS
 from streamfx.torch_private import GRADIENT_OF_CDIST
 
 aten = torch.ops.aten
@@ -213,7 +213,7 @@ LINEAR: Mapping[Any, tuple[Linear, ...]] = {
     aten.scatter.src: (_linear_in("self", "src", dim=any_value, index=any_value),),
     aten.scatter_add.default: (_linear_in("self", "src", dim=any_value, index=any_value),),
     aten.index_add.default: (_linear_in("self", "source", **_any_value_of("dim", "index", "alpha")),),
-    **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), (_ADDED,)),
+    **dict.fromkeys(of_kind(Kind.PUT), (_ADDED,)),
     aten.gather.default: (_linear_in("self", **_any_value_of("dim", "index", "sparse_grad")),),
     aten._to_copy.default: (
         _linear_in("self", dtype=is_float, **_any_value_of("layout", "device", "pin_memory", "non_blocking", "memory_format")),

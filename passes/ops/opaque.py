@@ -14,13 +14,13 @@ from torch import fx
 
 from streamfx.dialect.collectives import ALL_REDUCE
 from streamfx.ir.joint import is_tensor, tensor_operands
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.sizes import Size, shape_of
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.rules.decompositions import WIDEST
 from streamfx.passes.ops.rules.registry import rule_for
 from streamfx.passes.ops.rules.stateful import BACKWARDS
-from streamfx.passes.ops.traits import READS_STRIDES
 from streamfx.runtime.restride import item_at, strided, strided_scatter
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, HigherOrderOperator, OpOverload
 
@@ -43,7 +43,6 @@ REASONS: dict[Any, str] = {
     aten.max_pool2d_with_indices_backward.default: MAX_POOLED,
     aten._sparse_coo_tensor_with_dims_and_tensors.default: SPARSE_GRADIENT,
 }
-READS_MEMORY |= {target: target for target in READS_STRIDES}
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -53,8 +52,8 @@ def is_opaque(node: fx.Node) -> bool:
 
 def describe_opaque(node: fx.Node) -> str:
     """Return the reason why an operator without an axis rule falls back (is not chunked), as text for the user."""
-    if node.target in READS_MEMORY:
-        return f"{READS_MEMORY[node.target]} reads memory by strides, and loops store values in another layout"
+    if node.target in READS_MEMORY or is_kind(node, Kind.STRIDED):
+        return f"{READS_MEMORY.get(node.target, node.target)} reads memory by strides, and loops store values in another layout"
     if is_triton(node):
         return f"{node.target} runs a Triton kernel, and no rule says how it maps rows"
     if isinstance(node.target, HigherOrderOperator):

@@ -12,6 +12,7 @@ from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.dialect.collectives import ALL_REDUCE
 from streamfx.dialect.products import GROUPED_MM, GROUPED_OUTER
 from streamfx.ir.joint import bound_arguments, node_argument
+from streamfx.ir.operator_table import MOVES_ELEMENTS, Kind, is_kind, of_kind
 from streamfx.runtime.chunked_recurrences import Recurrence
 from streamfx.runtime.restride import item_at
 from streamfx.runtime.rng import draw_seed
@@ -19,53 +20,8 @@ from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 
-CUTS = frozenset(  # operators that split a tensor along a dimension
-    {
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.unsafe_split.Tensor,
-        aten.unsafe_split_with_sizes.default,
-        aten.unbind.int,
-        aten.chunk.default,
-    }
-)
-MOVES_ELEMENTS = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.expand.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.clone.default,
-        aten.detach.default,
-        aten.alias.default,
-        aten.lift_fresh_copy.default,
-    }
-)
-
-READS_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default)
-READS_LAYOUT = (*READS_STRIDES, aten.as_strided_copy.default)  # their results depend on the strides of their operands, too
-COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
-CONTRACTIONS = frozenset(
-    {
-        aten.mm.default,
-        aten.bmm.default,
-        aten.addmm.default,
-        aten.baddbmm.default,
-        aten.convolution.default,
-        aten.convolution_backward.default,
-        ATTENTION,
-        ATTENTION_BACKWARD,
-        GROUPED_MM,
-        GROUPED_OUTER,
-    }
-)
+READS_LAYOUT = of_kind(Kind.STRIDED) | {aten.as_strided_copy.default}  # their results depend on their operands' strides, too
+CONTRACTIONS = of_kind(Kind.MATMUL, Kind.ADDMM, Kind.CONVOLUTION) | {ATTENTION, ATTENTION_BACKWARD, GROUPED_MM, GROUPED_OUTER}
 
 
 DEQUANTIZERS = ("bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise", "quanto::unpack", "streamfx::unpacked")
@@ -83,7 +39,7 @@ def overload_name(target: Any) -> str:
 
 def before_copies(node: fx.Node) -> fx.Node:
     """Return the value of which this one is a copy or alias, through any number of clones; the value itself if it is none."""
-    while node.target in COPIES:
+    while is_kind(node, Kind.ALIAS, Kind.COPY):
         node = node_argument(node)
     return node
 

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import torch
 from torch import fx
 
 from streamfx.cost.memory import bytes_like
 from streamfx.ir.joint import is_tensor
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import is_expensive, only_moves_elements, producer_of
-
-aten = torch.ops.aten
-
-WRITES_INTO_ZEROS = (aten.select_backward.default, aten.slice_backward.default)
 
 
 def move_elements_after_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -83,7 +79,7 @@ def move_last_stage_first(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, i
             moved_back.add(node)
     reshaped: set[fx.Node] = set()
     for node in reversed(nodes):
-        is_reshaped = only_moves_elements(node) or node.target in WRITES_INTO_ZEROS or node not in dependent
+        is_reshaped = only_moves_elements(node) or is_kind(node, Kind.EMBED) or node not in dependent
         if is_reshaped and node not in moved_back and moved_back.issuperset(node.users):
             reshaped.add(node)
             moved_back.add(node)

@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from streamfx.ir.joint import erase_unused, is_tensor
+from streamfx.ir.operator_table import OPERATORS
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.ops.aliasing import memories
 from streamfx.passes.ops.hub_kernels import operator_name
@@ -22,19 +22,7 @@ from streamfx.passes.ops.opaque import may_be_merged
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.rewrite.pattern import Replacement, RewriteRule
 
-aten = torch.ops.aten
-INTRODUCES_AXES = frozenset(
-    {
-        aten.expand.default,
-        aten.repeat.default,
-        aten.slice.Tensor,
-        aten.slice_backward.default,
-        aten.select_backward.default,
-        aten.constant_pad_nd.default,
-        aten.cat.default,
-        aten.stack.default,
-    }
-)
+ADDS_AXES = frozenset(operator for operator, record in OPERATORS.items() if record.adds_axes)
 
 
 def simplify(graph: fx.Graph, rules: Iterable[RewriteRule], num_results: int | None = None) -> bool:
@@ -139,7 +127,7 @@ def introduces_axes(node: fx.Node) -> bool:
     Such operators are not merged: `arange(n)` for the batch and for the sequence are equal if both have n rows, but after a
     merge, the analysis of axes would take both dimensions for one axis.
     """
-    return not any(is_tensor(source) for source in node.all_input_nodes) or node.target in INTRODUCES_AXES
+    return not any(is_tensor(source) for source in node.all_input_nodes) or node.target in ADDS_AXES
 
 
 def merge_key(node: fx.Node) -> Any:

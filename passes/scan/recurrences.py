@@ -24,6 +24,7 @@ from torch import fx
 from streamfx.ir.axis_table import Dim
 from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import JointGraph, joint_graph
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.sizes import shape_of
 from streamfx.ir.writer import GraphWriter
 from streamfx.log import log
@@ -39,7 +40,6 @@ from streamfx.passes.scan.schedule import RecurrencePair, UnrolledLoop, plan_rec
 from streamfx.passes.scan.strip_mine import restore_unused_blocks, stack_sliced_blocks
 
 aten = torch.ops.aten
-CONCATENATIONS = (aten.stack.default, aten.select_scatter.default)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Recurrences:
         joint = facts.joint
         writer = GraphWriter(joint.graph)
         blocks = stack_sliced_blocks(joint, writer)
-        if not any(node.target in CONCATENATIONS for node in joint.graph.nodes):
+        if not any(is_kind(node, Kind.STACK) or node.target is aten.select_scatter.default for node in joint.graph.nodes):
             return facts
         rows = find_row_accesses(joint.graph)
         joint = joint_graph(joint.graph, len(joint.primals), len(joint.outputs))

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from streamfx.errors import TransposedOutputError
+from streamfx.ir.operator_table import returns_view
 from streamfx.lazy.direct_methods import override_direct_methods
 from streamfx.lazy.lazy_values import Cell, DeferredOperator
 from streamfx.lazy.recompute import RecomputeSource, with_distinct_memory
@@ -36,7 +37,6 @@ from streamfx.lazy.steps import (
     written_values,
 )
 from streamfx.lazy.streamed import compute_gradients_in_chunks, compute_in_chunks
-from streamfx.passes.ops.aliasing import is_view
 from streamfx.torch_private import (
     DISABLED_TORCH_FUNCTION,
     is_composite,
@@ -246,7 +246,7 @@ def _deferred_results(
     device = deferred_operands[0].device
     args, kwargs = _map_deferred(tuple(args), _cell_of), _map_deferred(dict(kwargs), _cell_of)
     first_cell = args[0] if args and isinstance(args[0], Cell) else None
-    if first_cell is not None and is_view(func):
+    if first_cell is not None and returns_view(func):
         deferred_operands[0]._has_views = True
         with reentrant_dispatch():
             views = view_cells(func, first_cell, args[1:], kwargs)

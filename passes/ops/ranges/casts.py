@@ -6,13 +6,13 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import is_tensor, node_argument
+from streamfx.ir.operator_table import Kind, is_kind, of_kind
 from streamfx.ir.ranges import is_exact_in
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.analysis import ValueRanges
 
-aten = torch.ops.aten
-SAME_SHAPES = frozenset({aten._to_copy.default, aten.clone.default})
-RESHAPED = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default})
+SAME_SHAPES = of_kind(Kind.CAST, Kind.COPY)
+EXACT_COPIES = SAME_SHAPES | of_kind(Kind.RESHAPE, Kind.UNSQUEEZE)
 
 
 def holds_integers(node: fx.Node, values: ValueRanges) -> bool:
@@ -27,7 +27,7 @@ def holds_integers(node: fx.Node, values: ValueRanges) -> bool:
     if not dtype.is_floating_point:
         return True
     sources = [source for source in node.all_input_nodes if is_tensor(source)]
-    return node.target in SAME_SHAPES | RESHAPED and all(holds_integers(source, values) for source in sources)
+    return node.target in EXACT_COPIES and all(holds_integers(source, values) for source in sources)
 
 
 def keeps_elements(node: fx.Node, values: ValueRanges) -> bool:
@@ -35,10 +35,8 @@ def keeps_elements(node: fx.Node, values: ValueRanges) -> bool:
 
     A cast must be of integers, all of which the new dtype represents. False for any other operator.
     """
-    if node.target in RESHAPED or node.target is aten.clone.default:
-        return True
-    if node.target is not aten._to_copy.default:
-        return False
+    if not is_kind(node, Kind.CAST):
+        return node.target in EXACT_COPIES
     source, dtype = node_argument(node), node.meta[VALUE].dtype
     source_range = values.of(source)
     return holds_integers(source, values) and is_exact_in(dtype, source_range.low, source_range.high)

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.node_meta import VALUE
 
 aten = torch.ops.aten
-COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default})
 
 
 def is_largest_of(largest: Any, operand: Any) -> bool:
@@ -55,7 +55,7 @@ def _skip_copies(node: Any) -> Any:
 
 def _is_copy(node: fx.Node) -> bool:
     """Return whether a node copies its operand without changing the dtype."""
-    source = node.args[0] if node.target in COPIES else None
+    source = node.args[0] if is_kind(node, Kind.CAST, Kind.COPY, Kind.ALIAS) else None
     return is_tensor(source) and source.meta[VALUE].dtype == node.meta[VALUE].dtype  # type: ignore[union-attr]
 
 

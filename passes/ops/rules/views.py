@@ -17,11 +17,11 @@ from torch import fx
 
 from streamfx.ir.axis_table import AxisFactor, Dim
 from streamfx.ir.joint import bound_arguments, is_size, node_argument, scalar_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.signature import AxisLabel, ConcatAxes, Index, LabelShape, Signature, SingleRow, Tile, Window, full_axes
 from streamfx.ir.sizes import Size, simplified, size_of
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.rules.registry import RuleCall, rule
-from streamfx.passes.ops.traits import CUTS
 from streamfx.torch_private.symbolic_sizes import is_negative
 
 aten = torch.ops.aten
@@ -312,7 +312,7 @@ def constant_pad_nd(call: RuleCall) -> Signature:
     return Signature((operand,), (result,), full_axes(*padded, *(rank + dim for dim in padded)))  # several padded axes
 
 
-@rule(*CUTS)
+@rule(*of_kind(Kind.SPLIT, Kind.UNBIND))
 def split(call: RuleCall) -> Signature:
     """Axis rule of `split` and `unbind`: one dimension is needed in full, and each slice has a new axis (a row has none)."""
     rank = len(call.shapes[0])

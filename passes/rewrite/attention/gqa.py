@@ -15,14 +15,13 @@ from torch import fx
 
 from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.rewrite.pattern import map_getitems, rewrite_rule
 
 aten = torch.ops.aten
-
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 @rewrite_rule(ATTENTION)
@@ -52,7 +51,7 @@ def match_repeated_heads(node: Any) -> fx.Node | None:
 
     view(expand(unsqueeze(heads, 2), [b, g, r, n, d]), [b, g * r, n, d]) -> heads
     """
-    if not isinstance(node, fx.Node) or node.target not in VIEWS:
+    if not isinstance(node, fx.Node) or not is_kind(node, Kind.RESHAPE):
         return None
     expanded: Any = operand_of_view(node)
     if expanded.target is not aten.expand.default or expanded.args[0].target is not aten.unsqueeze.default:
@@ -101,7 +100,7 @@ def _match_sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node 
     `repeated` is the shape [b g r n d]. The sum may keep the dimension of repeats if only a squeeze uses it: then return
     the squeeze. Return None if nothing matches.
     """
-    if node.target not in VIEWS or shape_of_node(node) != repeated or len(node.users) != 1:
+    if not is_kind(node, Kind.RESHAPE) or shape_of_node(node) != repeated or len(node.users) != 1:
         return None
     (repeats_sum,) = node.users
     if repeats_sum.target is not aten.sum.dim_IntList or list(bound_arguments(repeats_sum)["dim"] or ()) not in ([2], [-3]):

@@ -23,17 +23,16 @@ from torch import fx
 
 from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.ir.joint import erase_unused, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.sizes import Size, product, size_of
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import SPLIT_FROM, TRACED_STRIDES, VALUE
 from streamfx.passes.ops.collectives import is_wait
-from streamfx.passes.ops.traits import COPIES
 from streamfx.passes.rewrite.pattern import getitems_by_index
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 EXCHANGE = "_c10d_functional::all_to_all_single"
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 HEADS = 1  # the dimension of heads in attention's operands and results
 MAX_GROUPS = 4  # more groups save little memory, because the shards of the other groups are then larger than one group
 
@@ -218,18 +217,18 @@ def _dim_before(node: fx.Node, dim: int) -> int | None:
     """Return the operand's dimension that is dimension `dim` of the result of a view, copy or exchange; None if not known."""
     if node.target is aten.permute.default:
         return _permuted_dims(node)[dim]
-    if node.target in VIEWS:
+    if is_kind(node, Kind.RESHAPE):
         return _match_dim(shape_of_node(node), dim, shape_of_node(node_argument(node)))
-    return dim if node.target in COPIES or is_wait(node) or _is_exchange(node) else None
+    return dim if is_kind(node, Kind.ALIAS, Kind.COPY) or is_wait(node) or _is_exchange(node) else None
 
 
 def _dim_after(node: fx.Node, dim: int) -> int | None:
     """Return the result's dimension that is dimension `dim` of the operand of a view, copy or exchange; None if not known."""
     if node.target is aten.permute.default:
         return _permuted_dims(node).index(dim)
-    if node.target in VIEWS:
+    if is_kind(node, Kind.RESHAPE):
         return _match_dim(shape_of_node(node_argument(node)), dim, shape_of_node(node))
-    return dim if node.target in COPIES or is_wait(node) or _is_exchange(node) else None
+    return dim if is_kind(node, Kind.ALIAS, Kind.COPY) or is_wait(node) or _is_exchange(node) else None
 
 
 def _permuted_dims(node: fx.Node) -> list[int]:
@@ -359,11 +358,11 @@ def _apply_path(path: ExchangePath, node: fx.Node, num_groups: int, writer: Grap
     result_dims = [*path.dims[1:], path.result_dim]  # the dimension of heads of each step's result
     for step, head_dim in zip(path.steps, result_dims, strict=True):
         arguments = list(step.args[1:])
-        if step.target in VIEWS:
+        if is_kind(step, Kind.RESHAPE):
             sizes: Any = arguments[0]
             heads = int(shape_of_node(step)[head_dim]) // num_groups
             arguments[0] = [heads if dim == head_dim else size for dim, size in enumerate(sizes)]
-        target: Any = aten.reshape.default if step.target in VIEWS else step.target
+        target: Any = aten.reshape.default if is_kind(step, Kind.RESHAPE) else step.target
         if _is_exchange(step) and not node.meta[VALUE].is_contiguous():
             node = writer.call(aten.clone.default, node, memory_format=torch.contiguous_format)
         result = writer.call(target, node, *arguments, **step.kwargs)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
+from streamfx.ir.operator_table import OPERATORS, Kind, is_kind
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.rules.registry import is_tagged_pointwise
@@ -25,15 +26,6 @@ from streamfx.torch_private import ZEROS_AND_SCATTER
 aten = torch.ops.aten
 
 GRID_RANK = 4
-COPIES = {aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default}
-FILL_OPERATORS: dict[Any, Any] = {
-    aten.full_like.default: None,
-    aten.new_full.default: None,
-    aten.ones_like.default: 1,
-    aten.new_ones.default: 1,
-    aten.zeros_like.default: 0,
-    aten.new_zeros.default: 0,
-}
 
 
 class NotElementwiseError(Exception):
@@ -102,14 +94,14 @@ def _vectorize_node(node: fx.Node, value_of: dict[fx.Node, Value], writer: Graph
     if target is ZEROS_AND_SCATTER:
         shape, indices, value = args
         return _emit_lookup_gradient(shape, indices, value, writer)
-    if target in FILL_OPERATORS:
-        return _emit_constant_fill(node, writer)
     if not varies_by_score:
         return writer.call(target, *args, **kwargs)
+    if is_kind(node, Kind.FILL):
+        return _emit_constant_fill(node, writer)
     if target is aten.index.Tensor:
         table, indices = args
         return _emit_lookup(table, indices, writer)
-    if target in COPIES:
+    if is_kind(node, Kind.ALIAS, Kind.COPY):
         return values[0]
     if not all(_is_scalar_per_score(value) for value in values) or not (
         is_tagged_pointwise(target) or target is aten._to_copy.default
@@ -137,7 +129,7 @@ def _emit_constant_fill(node: fx.Node, writer: GraphWriter) -> fx.Node:
     Raise NotElementwiseError if the fill value is computed, or if the traced result is not 0-dimensional.
     """
     arguments, traced = bound_arguments(node), node.meta[VALUE]
-    fill = arguments["fill_value"] if FILL_OPERATORS[node.target] is None else FILL_OPERATORS[node.target]
+    fill = arguments.get("fill_value", OPERATORS[node.target].fill)
     if traced.dim() or isinstance(fill, fx.Node):
         raise NotElementwiseError(str(node.target))
     fill = bool(fill) if traced.dtype == torch.bool else fill

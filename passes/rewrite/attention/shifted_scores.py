@@ -17,13 +17,14 @@ from torch import fx
 
 from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from streamfx.ir.joint import bound_arguments, int_argument, is_size, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind, of_kind
 from streamfx.ir.sizes import Size, is_at_least, product, size_of
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.traits import before_copies
 from streamfx.passes.rewrite.pattern import rewrite_rule
-from streamfx.passes.rewrite.views.iota_index import INDEX_DTYPES, VIEWS, is_arange
+from streamfx.passes.rewrite.views.iota_index import INDEX_DTYPES, is_arange
 
 aten = torch.ops.aten
 
@@ -53,14 +54,17 @@ def index_by_arange_to_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | No
     return writer.call(aten.slice_backward.default, plus_zero, size_arguments(base, writer), dim, *start_and_end, 1)
 
 
-@rewrite_rule(*VIEWS, aten.slice.Tensor)
+@rewrite_rule(*of_kind(Kind.RESHAPE), aten.slice.Tensor)
 def reshapes_to_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """view(view(x [t w], [w t])[1:], [t, w - 1]) -> relative_shift(x, t, w - 1)
 
     The last view is the identity if there are as many columns as rows.
     """
     sliced = node if node.target is aten.slice.Tensor else before_copies(node_argument(node))
-    if sliced.target is not aten.slice.Tensor or (reshaped := before_copies(node_argument(sliced))).target not in VIEWS:
+    if sliced.target is not aten.slice.Tensor:
+        return None
+    reshaped = before_copies(node_argument(sliced))
+    if not is_kind(reshaped, Kind.RESHAPE):
         return None
     x, arguments = node_argument(reshaped), bound_arguments(sliced)
     dim = arguments["dim"] % len(shape_of_node(sliced))
@@ -70,7 +74,7 @@ def reshapes_to_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | 
     return writer.call(RELATIVE_SHIFT, x, dim, rows, _plus(width, -1, writer))
 
 
-@rewrite_rule(*VIEWS)
+@rewrite_rule(*of_kind(Kind.RESHAPE))
 def reshapes_to_relative_shift_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """view(slice_backward(view(dy [t, w - 1], [w - 1, t]), [w t], 1), [t w]) -> relative_shift_backward(dy, t, w)"""
     padded = before_copies(node_argument(node))
@@ -79,7 +83,7 @@ def reshapes_to_relative_shift_backward(node: fx.Node, writer: GraphWriter) -> f
     unpadded, arguments = node_argument(padded), bound_arguments(padded)
     dim = arguments["dim"] % len(shape_of_node(padded))
     # the inner view is the identity, and missing, if there are as many columns as rows
-    candidates = (unpadded, node_argument(view)) if (view := before_copies(unpadded)).target in VIEWS else (unpadded,)
+    candidates = (unpadded, node_argument(view)) if is_kind(view := before_copies(unpadded), Kind.RESHAPE) else (unpadded,)
     shapes = shape_of_node(node), shape_of_node(padded)
     gradient = next((value for value in candidates if _is_shift(arguments, *shapes, shape_of_node(value))), None)
     if gradient is None:

@@ -29,6 +29,7 @@ from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.ir.axis_table import AxisFactor, Dim
 from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import JointGraph, bound_arguments, erase_unused, joint_graph, tensor_operands, trained_sources
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.ranges import MAX_NEXT_TO_COUNT
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
@@ -41,15 +42,7 @@ from streamfx.passes.rewrite.views.concat_propagation import ConcatSlices
 
 aten = torch.ops.aten
 OwnKeyTest: TypeAlias = "Callable[[Facts], Callable[[fx.Node], bool]]"
-SELECTIONS = (
-    aten.where.self,
-    aten.masked_fill.Scalar,
-    aten.masked_fill.Tensor,
-    aten.scatter.value,
-    aten.cat.default,
-    aten.add.Tensor,
-    aten._to_copy.default,
-)
+SELECTIONS = of_kind(Kind.WHERE, Kind.CONCAT, Kind.CAST) | {aten.scatter.value, aten.add.Tensor}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
+from streamfx.ir.operator_table import COPIES, Kind, of_kind
 from streamfx.ir.sizes import Size, product
 from streamfx.node_meta import VALUE
 
@@ -24,15 +25,7 @@ aten = torch.ops.aten
 Shape = tuple[Size, ...]
 Scaling = tuple[Any, float]
 
-KEEPS_ELEMENTS = (
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.expand.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.alias.default,
-)
+KEEPS_ELEMENTS = COPIES | of_kind(Kind.RESHAPE, Kind.EXPAND)
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,17 @@ from torch import fx
 from streamfx.dialect.products import GROUPED_MM, GROUPED_OUTER
 from streamfx.ir import sizes
 from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.ranges import MAX_ROWS, is_exact_in
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.ops.constants import find_fill
-from streamfx.passes.ops.ranges.casts import RESHAPED, SAME_SHAPES, holds_integers, source_of_exact_copies
+from streamfx.passes.ops.ranges.casts import EXACT_COPIES, holds_integers, source_of_exact_copies
 from streamfx.passes.rewrite.moe.sort_elimination import Permutations, Permuted
-from streamfx.passes.rewrite.views.iota_index import VIEWS, is_arange
+from streamfx.passes.rewrite.views.iota_index import is_arange
 
 aten = torch.ops.aten
-KEEPS_ELEMENTS = SAME_SHAPES | RESHAPED
 NOT_SORTED = "streamfx cannot prove that its rows are sorted by group"
 
 
@@ -235,13 +235,13 @@ def _match_equality_sum(orders: Permutations, counts: fx.Node, num_groups: Any) 
     if column.meta[VALUE].dtype != candidates.meta[VALUE].dtype:
         return None
     are_all_groups = is_arange(candidates) and shape_of_node(candidates) == (num_groups,)
-    is_column = column.target in (aten.unsqueeze.default, *VIEWS) and shape_of_node(column)[1] == 1
+    is_column = is_kind(column, Kind.UNSQUEEZE, Kind.RESHAPE) and shape_of_node(column)[1] == 1
     return column if are_all_groups and is_column else None
 
 
 def _before_exact_copies(orders: Permutations, node: fx.Node) -> fx.Node:
     """Return the value before views that keep its elements and their order, and casts that do not round them."""
-    return source_of_exact_copies(node, orders.values, KEEPS_ELEMENTS)
+    return source_of_exact_copies(node, orders.values, EXACT_COPIES)
 
 
 COUNTERS: dict[Any, Any] = {

@@ -26,6 +26,7 @@ from torch import fx
 
 from streamfx.ir.axis_table import AxisTable, Dim
 from streamfx.ir.joint import bound_arguments, int_argument, is_assertion, is_tensor, shape_of_node, tensor_operands
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.signature import AxisLabel, LabelShape, Signature
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import FALLBACK_REASON, VALUE
@@ -38,8 +39,6 @@ from streamfx.passes.rewrite.driver import replace
 from streamfx.passes.rewrite.views.iota_index import find_row_index, is_arange, simplify_arange_index
 
 aten = torch.ops.aten
-WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
-LOOKUPS = (aten.index.Tensor, aten._unsafe_index.Tensor)
 ROW_ORDER = "{target}: its rows are in sorted order, and {reader} depends on that order"
 Handler: TypeAlias = "Callable[[Permutations, fx.Node], None]"
 
@@ -317,12 +316,9 @@ def _handle_scatter(orders: Permutations, node: fx.Node) -> None:
 
 
 HANDLERS: dict[Any, Handler] = {
-    aten.sort.default: _handle_sort,
-    aten.sort.stable: _handle_sort,
-    aten.argsort.default: _handle_sort,
-    aten.argsort.stable: _handle_sort,
+    **dict.fromkeys(of_kind(Kind.SORT, Kind.ARGSORT), _handle_sort),
+    **dict.fromkeys(of_kind(Kind.LOOKUP), _handle_lookup),
+    **dict.fromkeys(of_kind(Kind.PUT), _handle_write),
     aten.scatter.src: _handle_scatter,
     aten.index_copy.default: _handle_scatter,
-    **dict.fromkeys(LOOKUPS, _handle_lookup),
-    **dict.fromkeys(WRITES, _handle_write),
 }

@@ -19,11 +19,11 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import descendants, is_tensor, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind, returns_view
 from streamfx.ir.recurrence import ScanPlan, separate_axes
 from streamfx.ir.structural_hash import structure
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import GRAPH, VALUE
-from streamfx.passes.ops.aliasing import is_view
 from streamfx.passes.ops.traits import READS_LAYOUT, is_random
 from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
 from streamfx.runtime.outer import COPYING_VIEWS
@@ -163,7 +163,7 @@ def _find_view_operator(target: Any) -> Any:
     if not isinstance(target, OpOverload) or not target._opname.endswith("_copy"):
         return target
     view_operator = getattr(getattr(aten, target._opname.removesuffix("_copy"), None), target._overloadname, None)
-    return view_operator if isinstance(view_operator, OpOverload) and is_view(view_operator) else target
+    return view_operator if isinstance(view_operator, OpOverload) and returns_view(view_operator) else target
 
 
 # -- results without steps
@@ -193,7 +193,7 @@ def _emit_without_steps(call: ScanOperator, indices: Sequence[int], writer: Grap
 
 def _source_of_copy(node: fx.Node) -> fx.Node:
     """Return the value before `clone`, `detach` and `alias`."""
-    while node.target in (aten.clone.default, aten.detach.default, aten.alias.default):
+    while is_kind(node, Kind.ALIAS, Kind.COPY):
         node = node_argument(node)
     return node
 

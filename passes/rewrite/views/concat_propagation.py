@@ -18,39 +18,15 @@ from torch import fx
 from streamfx.ir.axis_table import AxisFactor
 from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import bound_arguments, tensor_operands
+from streamfx.ir.operator_table import COPIES, Kind, of_kind, shape_argument
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.rules.registry import broadcast, rule_for
 from streamfx.passes.ops.traits import is_random
 
 aten = torch.ops.aten
-SHAPE_ARGUMENTS: dict[Any, int] = {  # position of the shape argument
-    aten.view.default: 1,
-    aten._unsafe_view.default: 1,
-    aten.reshape.default: 1,
-    aten.expand.default: 1,
-    aten.full.default: 0,
-    aten.zeros.default: 0,
-    aten.ones.default: 0,
-}
-IF_ALONG_OTHER_DIMS = (  # only if they do not operate along the axis
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.sum.dim_IntList,
-    aten.mean.dim,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.cat.default,
-    aten.constant_pad_nd.default,
-)
-MOVES_ALL = (
-    aten.unsqueeze.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-)
+MAPS_SLICES = COPIES | of_kind(Kind.RESHAPE, Kind.UNSQUEEZE, Kind.EXPAND, Kind.PERMUTE, Kind.FILL)
+IF_ALONG_OTHER_DIMS = of_kind(Kind.SQUEEZE, Kind.SLICE, Kind.SELECT, Kind.CONCAT, Kind.PAD, Kind.SUM) - {aten.squeeze.default}
 
 
 class ConcatSlices:
@@ -105,7 +81,7 @@ class ConcatSlices:
             return False
         if node.target in IF_ALONG_OTHER_DIMS:
             return self._keeps_axis(node)
-        return node.target in SHAPE_ARGUMENTS or node.target in MOVES_ALL or (rule_for(node) is broadcast and not is_random(node))
+        return node.target in MAPS_SLICES or (rule_for(node) is broadcast and not is_random(node))
 
     def _keeps_axis(self, node: fx.Node) -> bool:
         """Return whether an operator operates along other axes only: it does not sum over the axis, slice it or shift it."""
@@ -139,7 +115,7 @@ class ConcatSlices:
         `operands` has the slices of each operand.
         """
         args, kwargs = fx.node.map_arg((value.args, value.kwargs), lambda node: operands[node][i] if node in operands else node)
-        if (shape_position := SHAPE_ARGUMENTS.get(value.target)) is not None:
+        if (shape_position := shape_argument(value.target)) is not None:
             shape: list[Any] = list(args[shape_position])  # type: ignore[arg-type]
             shape[self.dim(value)] = self.lengths[i]  # type: ignore[index]
             args = (*args[:shape_position], shape, *args[shape_position + 1 :])

@@ -5,31 +5,26 @@ So a chunk of the constant can be computed before, or without, the tensor.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_size, node_argument
+from streamfx.ir.operator_table import OPERATORS
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
-FILL_VALUES: dict[Any, Any] = {  # uninitialized memory: any value is valid, so use 0
-    aten.new_zeros.default: 0,
-    aten.new_ones.default: 1,
-    aten.new_empty.default: 0,
-    aten.new_empty_strided.default: 0,
-}
 
 
-@rewrite_rule(*FILL_VALUES, aten.new_full.default)
+@rewrite_rule(
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default, aten.new_empty_strided.default
+)
 def new_full_to_full(node: fx.Node, writer: GraphWriter) -> fx.Node:
     """new_zeros(x, shape) -> full(shape, 0)"""  # also new_ones, new_full, and new_empty, which is filled with 0
     arguments, value = bound_arguments(node), node.meta[VALUE]
-    fill = FILL_VALUES.get(node.target, arguments.get("fill_value"))
+    fill = arguments.get("fill_value", OPERATORS[node.target].fill or 0)  # uninitialized memory: any value is valid, so use 0
     fill = bool(fill) if value.dtype == torch.bool and not is_size(fill) else fill
     return writer.call(aten.full.default, arguments["size"], fill, dtype=value.dtype, device=value.device)
 

@@ -17,39 +17,20 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
+from streamfx.ir.operator_table import MOVES_ELEMENTS, Kind, is_kind, of_kind
 from streamfx.ir.ranges import is_exact_in
 from streamfx.ir.sizes import Size, product
 from streamfx.node_meta import CONSTANT, VALUE
 from streamfx.passes.ops.ranges.transfer import max_size
-from streamfx.passes.rewrite.views.iota_index import ARANGES, INDEX_DTYPES, VIEWS, find_repeats
+from streamfx.passes.rewrite.views.iota_index import INDEX_DTYPES, find_repeats
 from streamfx.torch_private import unset_fake_temporarily
 
 aten = torch.ops.aten
 MAX_EVALUATED = 2**22  # largest number of elements of an index that is evaluated
 IGNORED_ARGUMENTS = ("device", "layout", "pin_memory", "memory_format")  # arguments that do not change the elements
-EVALUATED = (
-    *ARANGES,
-    *VIEWS,
-    aten.full.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.expand.default,
-    aten.repeat.default,
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.lift_fresh_copy.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.cat.default,
-    aten.stack.default,
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.mul.Tensor,
-    aten.floor_divide.default,
-    aten.remainder.Scalar,
+EVALUATED = MOVES_ELEMENTS | of_kind(
+    *(Kind.CAST, Kind.REPEAT, Kind.SLICE, Kind.SELECT, Kind.CONCAT, Kind.STACK, Kind.ARANGE, Kind.FILL),
+    *(Kind.ARITHMETIC, Kind.FLOOR_DIVIDE),
 )
 
 
@@ -133,7 +114,7 @@ def _is_view_of_arange(index: fx.Node, rows: Size, shape: tuple[Size, ...]) -> b
     """Return whether an index has this shape, and is a view of a vector 0, 1, ..., `rows` - 1."""
     if shape_of_node(index) != shape:
         return False
-    while index.target in VIEWS and is_tensor(index.args[0]):
+    while is_kind(index, Kind.RESHAPE) and is_tensor(index.args[0]):
         index = node_argument(index)
     return len(shape_of_node(index)) == 1 and find_repeats(index, rows) == 1
 

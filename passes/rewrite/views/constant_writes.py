@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, has_same_type, int_argument, node_argument, shape_of_node
+from streamfx.ir.operator_table import MOVES_ELEMENTS, Kind, is_kind, of_kind
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import exact_number, find_fill
-from streamfx.passes.ops.traits import MOVES_ELEMENTS
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.column_strips import (
     END,
@@ -39,8 +39,7 @@ from streamfx.passes.rewrite.views.scatter_to_concat import WRITES
 from streamfx.passes.rewrite.views.tile_views import RowSlice
 
 aten = torch.ops.aten
-OVERWRITES = (aten.fill.Scalar, aten.fill.Tensor, aten.copy.default)  # they return their second argument
-ROW_OPERATORS = (*WRITES, aten.slice.Tensor, aten.select.int, aten.unbind.int)
+ROW_OPERATORS = of_kind(Kind.OVERWRITE_ROWS, Kind.SLICE, Kind.SELECT, Kind.UNBIND)
 MAX_SINGLE_STRIPS = 2  # if there are at most this many writes, each is a separate strip
 
 Box: TypeAlias = tuple[Interval, ...]
@@ -206,7 +205,7 @@ def _find_constant(rows: fx.Node) -> float | None:
         rows = node_argument(rows)
     if rows.target is aten.zero.default:
         return 0.0
-    if rows.target not in OVERWRITES:
+    if not is_kind(rows, Kind.OVERWRITE):
         return find_fill(rows)
     value, dtype = rows.args[1], rows.meta[VALUE].dtype
     if not isinstance(value, fx.Node):

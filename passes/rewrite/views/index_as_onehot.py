@@ -17,16 +17,16 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.constant_indices import enumerate_rows
-from streamfx.passes.rewrite.views.iota_index import INDEX_DTYPES, VIEWS, find_repeats
+from streamfx.passes.rewrite.views.iota_index import INDEX_DTYPES, find_repeats
 
 aten = torch.ops.aten
-SCALAR_ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _is_written_back(values: fx.Node, index: _OneHotIndex) -> bool:
 
 def _is_computed_from_lookup(values: fx.Node, index: _OneHotIndex) -> bool:
     """Return whether values are x[index] + number (or -, *, /), where x[index] are the elements that `index` selects."""
-    if values.target not in SCALAR_ARITHMETIC or not is_tensor(values.args[0]) or not isinstance(values.args[1], (int, float)):
+    if not is_kind(values, Kind.ARITHMETIC) or not is_tensor(values.args[0]) or not isinstance(values.args[1], (int, float)):
         return False
     look_up = node_argument(values)
     return look_up.target is aten.index.Tensor and _match_index(look_up) == index
@@ -185,7 +185,7 @@ def _match_enumerated_dim(index: fx.Node, rows: Size, rank: int) -> int | None:
     The dimension is that of the tensor broadcast to `rank` dimensions: for arange(3)[:, None] and rank 3, return 1.
     """
     broadcast_shape = shape_of_node(index)
-    while index.target in (aten.unsqueeze.default, aten.expand.default, *VIEWS):
+    while is_kind(index, Kind.UNSQUEEZE, Kind.EXPAND, Kind.RESHAPE):
         operand_shape = shape_of_node(node_argument(index))
         if index.target is aten.expand.default:
             broadcast_shape = (

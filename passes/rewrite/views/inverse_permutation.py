@@ -18,14 +18,14 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE, WRITES_EACH_ONCE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.rewrite.pattern import rewrite_rule
-from streamfx.passes.rewrite.views.iota_index import ORDERS, VIEWS, is_arange
+from streamfx.passes.rewrite.views.iota_index import is_arange
 
 aten = torch.ops.aten
-SORTS = (aten.sort.default, aten.sort.stable)
 
 
 @rewrite_rule(aten.gather.default)
@@ -106,7 +106,7 @@ def _match_inverted_permutation(index: fx.Node, dim: int) -> fx.Node | None:
 def _match_sort_keys(node: fx.Node, dim: int) -> fx.Node | None:
     """Return x if `node` is argsort(x), or the indices of sort(x), in ascending order along `dim`; else None."""
     sort = node_argument(node) if node.target is operator.getitem and node.args[1] == 1 else node
-    if sort.target not in (SORTS if sort is not node else ORDERS):
+    if not is_kind(sort, Kind.ARGSORT if sort is node else Kind.SORT):
         return None
     arguments = bound_arguments(sort)
     keys: fx.Node = arguments["self"]
@@ -117,7 +117,7 @@ def _match_sort_keys(node: fx.Node, dim: int) -> fx.Node | None:
 def _is_permutation(node: fx.Node, dim: int) -> bool:
     """Return whether each index occurs once along `dim`: the node is the indices of a sort, ascending or descending."""
     sort = node_argument(node) if node.target is operator.getitem and node.args[1] == 1 else node
-    if sort.target not in (SORTS if sort is not node else ORDERS):
+    if not is_kind(sort, Kind.ARGSORT if sort is node else Kind.SORT):
         return False
     rank = len(shape_of_node(node))
     return bool(rank) and bound_arguments(sort)["dim"] % rank == dim
@@ -131,7 +131,7 @@ def _is_arange_along(node: fx.Node, dim: int) -> bool:
     padded_shape = (*(1 for _ in shape[len(shape_before_expand) :]), *shape_before_expand)
     if any(size != (shape[dim] if i == dim else 1) for i, size in enumerate(padded_shape)):
         return False
-    while node.target in (aten.unsqueeze.default, *VIEWS):
+    while is_kind(node, Kind.UNSQUEEZE, Kind.RESHAPE):
         node = node_argument(node)
     return is_arange(node)
 
@@ -144,7 +144,7 @@ def _index_before_expand(index: fx.Node) -> fx.Node | None:
     if index.target is not aten.expand.default:
         return index
     column = node_argument(index)  # [... n 1]
-    if column.target not in (aten.unsqueeze.default, *VIEWS) or not is_tensor(column.args[0]):
+    if not is_kind(column, Kind.UNSQUEEZE, Kind.RESHAPE) or not is_tensor(column.args[0]):
         return None
     vector, shape = node_argument(column), shape_of_node(index)
     vector_shape = shape_of_node(vector)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.ranges import is_exact_in
 from streamfx.ir.sizes import Size, is_at_least, product
 from streamfx.ir.writer import GraphWriter, size_arguments
@@ -26,13 +27,8 @@ from streamfx.passes.ops.ranges.transfer import max_size
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
-COPIES = (aten._to_copy.default, aten.clone.default)
 INDEX_DTYPES = (torch.int64, torch.int32)  # dtypes of row indices
-ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-ORDERS = (aten.argsort.default, aten.argsort.stable)
-SORTS = (aten.sort.default, aten.sort.stable, aten.topk.default)  # they return values and their indices
 MAX_LISTED_ROWS = 16  # largest index that is written as slices
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def simplify_arange_index(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
@@ -40,9 +36,9 @@ def simplify_arange_index(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
     The index is 0, 1, 2, ... over all rows, or each number several times in a row.
     """
-    if node.target in (aten.index.Tensor, aten._unsafe_index.Tensor):
+    if is_kind(node, Kind.LOOKUP):
         return _emit_lookup(node, writer)
-    if node.target in (aten.index_put.default, aten._unsafe_index_put.default, aten.index_add.default):
+    if node.target is aten.index_add.default or is_kind(node, Kind.PUT):
         return _emit_sum_into(node, writer)
     return None
 
@@ -184,11 +180,13 @@ def is_never_negative(index: fx.Node) -> bool:
 
     It is the indices of a sort or topk, `arange`, or one of these divided by a positive integer.
     """
-    while index.meta[VALUE].dtype in INDEX_DTYPES and (index.target in (*COPIES, *VIEWS) or _is_floor_divided(index)):
+    while index.meta[VALUE].dtype in INDEX_DTYPES and (
+        is_kind(index, Kind.CAST, Kind.COPY, Kind.RESHAPE) or _is_floor_divided(index)
+    ):
         index = node_argument(index)
     if index.target is operator.getitem:
-        return bool(index.args[1] == 1) and node_argument(index).target in SORTS
-    return index.target in ORDERS or is_arange(index)
+        return bool(index.args[1] == 1) and is_kind(node_argument(index), Kind.SORT, Kind.TOPK)
+    return is_kind(index, Kind.ARGSORT) or is_arange(index)
 
 
 def _is_floor_divided(node: fx.Node) -> bool:
@@ -206,7 +204,7 @@ def _match_column_vector(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | N
     if index.target is not aten.expand.default or shape_of_node(index)[1:] != width:
         return None
     column = node_argument(index)
-    if column.target not in (aten.unsqueeze.default, *VIEWS):
+    if not is_kind(column, Kind.UNSQUEEZE, Kind.RESHAPE):
         return None
     vector = node_argument(column)
     is_column = len(shape_of_node(vector)) == 1 and shape_of_node(column) == (shape_of_node(vector)[0], *(1 for _ in width))
@@ -234,14 +232,14 @@ def find_repeats(index: fx.Node, rows: Size) -> int | None:
     """
     if index.meta[VALUE].dtype not in INDEX_DTYPES:  # bool and uint8 indices are masks
         return None
-    while index.target in COPIES and _holds_row_indices(index, rows):
+    while is_kind(index, Kind.CAST, Kind.COPY) and _holds_row_indices(index, rows):
         index = node_argument(index)
     repeats: Any = None
     if is_arange(index):
         repeats = 1
     elif index.target is aten.floor_divide.default and is_arange(index.args[0]) and _holds_row_indices(index, rows):
         repeats = index.args[1]
-    elif index.target in VIEWS:
+    elif is_kind(index, Kind.RESHAPE):
         repeats = _find_matrix_repeats(node_argument(index))
     is_valid = isinstance(repeats, int) and repeats > 0 and product((rows, repeats)) == shape_of_node(index)[0]
     return repeats if is_valid else None
@@ -259,14 +257,14 @@ def _find_matrix_repeats(node: fx.Node) -> Size | None:
     if node.target is not aten.expand.default or len(shape_of_node(node)) != 2:
         return None
     column = node_argument(node)
-    is_column = column.target in (aten.unsqueeze.default, *VIEWS) and is_arange(column.args[0])
+    is_column = is_kind(column, Kind.UNSQUEEZE, Kind.RESHAPE) and is_arange(column.args[0])
     n, k = shape_of_node(node)
     return k if is_column and shape_of_node(column) == (n, 1) else None
 
 
 def is_arange(node: Any) -> bool:
     """Return whether a vector is 0, 1, 2, ..., and its dtype holds all of these exactly."""
-    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in ARANGES:
+    if not isinstance(node, fx.Node) or node.op != "call_function" or not is_kind(node, Kind.ARANGE):
         return False
     arguments = bound_arguments(node)
     from_zero = arguments.get("start", 0) == 0 and arguments.get("step", 1) == 1

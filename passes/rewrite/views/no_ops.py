@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, has_same_type, int_argument, is_tensor, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.rewrite.pattern import rewrite_rule
@@ -17,13 +18,13 @@ from streamfx.passes.rewrite.pattern import rewrite_rule
 aten = torch.ops.aten
 
 
-@rewrite_rule(aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
+@rewrite_rule(*of_kind(Kind.ALIAS), aten.lift_fresh_copy.default)
 def remove_alias(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """detach(x) -> x"""
     return node_argument(node)
 
 
-@rewrite_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+@rewrite_rule(*of_kind(Kind.RESHAPE, Kind.EXPAND))
 def remove_view(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """view(x, shape of x) -> x"""
     return _operand_of_same_shape(node)

@@ -20,17 +20,17 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, has_same_type, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.rewrite.pattern import rewrite_rule
-from streamfx.passes.rewrite.views.iota_index import VIEWS
 from streamfx.passes.rewrite.views.tile_views import is_static_shape, sliced_rows
 
 aten = torch.ops.aten
-WRITES = (aten.slice_scatter.default, aten.select_scatter.default)
+WRITES = of_kind(Kind.OVERWRITE_ROWS)
 MIN_PIECES = 3  # pieces: fewer cannot be rerolled into a loop (`passes/scan/row_access.py`)
-PADS = (aten.slice_backward.default, aten.constant_pad_nd.default)
+PADS = of_kind(Kind.PAD) | {aten.slice_backward.default}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def slice_of_writes_to_cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None
     Also y[3:5] -> b[0:2], and rows that were never written. Does not apply if the result would concatenate parts of values.
     """
     buffer = node_argument(node)
-    rows = sliced_rows(node, buffer) if buffer.target in (*WRITES, aten.slice_backward.default) else None
+    rows = sliced_rows(node, buffer) if buffer.target in WRITES | {aten.slice_backward.default} else None
     if rows is None or not is_static_shape(shape_of_node(buffer)):
         return None
     pieces = _find_pieces(buffer, *rows)
@@ -86,7 +86,7 @@ def writes_to_cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return _emit_concat(pieces, dim, node, writer) if len(pieces) > 1 else None
 
 
-@rewrite_rule(*VIEWS)
+@rewrite_rule(*of_kind(Kind.RESHAPE))
 def view_of_cat_to_stack(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """cat([a, b, c]).view(3, k) -> stack([a, b, c])
 
@@ -182,7 +182,7 @@ def _match_written_piece(node: fx.Node, dim: int) -> _Piece | None:
 
     Return None for any other operator, or if it writes along another dimension, its bounds are not static, or it converts.
     """
-    if node.target not in (*WRITES, *PADS):
+    if node.target not in WRITES | PADS:
         return None
     rows = node_argument(node, 1 if node.target in WRITES else 0)
     if not has_same_type(rows, node) or not is_static_shape(shape_of_node(rows)):

@@ -19,42 +19,20 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, scalar_argument, tensor_operands
+from streamfx.ir.operator_table import OPERATORS, Kind, is_kind, returns_view
 from streamfx.ir.sizes import Size, product, simplified, size_of
 from streamfx.ir.writer import GraphWriter, offset_argument, size_arguments, stride_arguments
 from streamfx.node_meta import ALIASES, RESULT_VIEWS, TRACED_STRIDES, VALUE
-from streamfx.passes.ops.aliasing import MemoryPlace, OtherMemory, is_view, memories
+from streamfx.passes.ops.aliasing import MemoryPlace, OtherMemory, memories
 from streamfx.passes.ops.opaque import is_opaque
-from streamfx.passes.ops.traits import READS_STRIDES
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.runtime.restride import RestridedOperator, item_at, strided, strided_scatter
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 
-VIEW_OPERATORS = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.expand.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.unfold.default,
-        aten.diagonal.default,
-        aten.detach.default,
-        aten.alias.default,
-        aten.as_strided.default,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.unbind.int,
-    }
-)
+# views by strides of one memory: `_unsafe_view` does not declare it, and `reshape` may copy
+STRIDED_VIEWS = frozenset(filter(returns_view, OPERATORS)) - {aten.reshape.default} | {aten._unsafe_view.default}
 
 
 def record_layouts(graph: fx.Graph, num_outputs: int) -> None:
@@ -65,7 +43,7 @@ def record_layouts(graph: fx.Graph, num_outputs: int) -> None:
     """
     writer = GraphWriter(graph)
     for node in list(graph.nodes):
-        if node.target in READS_STRIDES:
+        if is_kind(node, Kind.STRIDED):
             (_replace_by_view if _is_only_view(node) else _replace_by_strided_read)(node, writer.before(node))
     for node in graph.nodes:
         if is_opaque(node):
@@ -117,12 +95,12 @@ def reads_memory(node: fx.Node) -> bool:
     """Return whether an operator depends on the layout of its operands' memory: it reads strides, or no rule describes it."""
     if isinstance(node.target, RestridedOperator):  # streamfx restrides operands only for operators that do not read strides
         return False
-    return node.target in READS_STRIDES or (is_opaque(node) and not _makes_view(node))
+    return is_kind(node, Kind.STRIDED) or (is_opaque(node) and not _makes_view(node))
 
 
 def _makes_view(node: fx.Node) -> bool:
     """Return whether an operator's schema declares its result to be a view."""
-    return isinstance(node.target, OpOverload) and is_view(node.target)
+    return isinstance(node.target, OpOverload) and returns_view(node.target)
 
 
 def _base(node: fx.Node) -> fx.Node:
@@ -218,8 +196,8 @@ def _emit_difference(left: Any, right: Any, writer: GraphWriter) -> Any:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return the value before all operators in `VIEW_OPERATORS` that lead to `node`: the value that owns the memory."""
-    while node.target in VIEW_OPERATORS or (node.target is operator.getitem and node_argument(node).target in VIEW_OPERATORS):
+    """Return the value before all operators in `STRIDED_VIEWS` that lead to `node`: the value that owns the memory."""
+    while node.target in STRIDED_VIEWS or (node.target is operator.getitem and node_argument(node).target in STRIDED_VIEWS):
         node = node_argument(node)
     return node
 

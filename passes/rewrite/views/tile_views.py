@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, has_same_type, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.rewrite.pattern import rewrite_rule
-from streamfx.passes.rewrite.views.iota_index import VIEWS
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ def slice_to_select_of_view(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
         return None
     dim, block_index, size = block
     blocks = _shape_with_blocks(shape_of_node(source), dim, size)
-    if not any(user.target in VIEWS and shape_of_node(user) == blocks for user in source.users):
+    if not any(is_kind(user, Kind.RESHAPE) and shape_of_node(user) == blocks for user in source.users):
         return None
     return writer.call(aten.select.int, writer.call(aten.view.default, source, list(blocks)), dim, block_index)
 
@@ -79,7 +79,7 @@ def slice_backward_to_select_backward(node: fx.Node, writer: GraphWriter) -> fx.
         return None
     dim, block_index, size = block
     blocks = _shape_with_blocks(shape, dim, size)
-    flattened = (addend for addend in _nested_addends(_largest_sum_with(node)) if addend.target in VIEWS)
+    flattened = (addend for addend in _nested_addends(_largest_sum_with(node)) if is_kind(addend, Kind.RESHAPE))
     if not any(shape_of_node(node_argument(addend)) == blocks for addend in flattened):
         return None
     padded = writer.call(aten.select_backward.default, node.args[0], list(blocks), dim, block_index)
@@ -93,7 +93,7 @@ def add_of_views_to_view_of_add(node: fx.Node, writer: GraphWriter) -> fx.Node |
     Also if x, or the gradient, is itself such a sum.
     """
     views = node.all_input_nodes
-    if len(views) != 2 or len(node.args) != 2 or node.kwargs or any(view.target not in VIEWS for view in views):
+    if len(views) != 2 or len(node.args) != 2 or node.kwargs or not all(is_kind(view, Kind.RESHAPE) for view in views):
         return None
     left, right = (node_argument(view) for view in views)  # with a dimension of blocks
     has_select_backward = any(_is_select_backward(value) for operand in (left, right) for value in (operand, *_addends(operand)))
@@ -115,7 +115,7 @@ def slice_of_view_to_select(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
     """
     source = node_argument(node)
     block = _match_block(node, source)
-    if block is None or source.target not in VIEWS:
+    if block is None or not is_kind(source, Kind.RESHAPE):
         return None
     dim, block_index, size = block
     x = node_argument(source)

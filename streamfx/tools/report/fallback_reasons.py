@@ -19,11 +19,11 @@ from streamfx.ir.facts import Facts, StorageClass
 from streamfx.ir.joint import is_parameter, is_tensor, tensor_operands
 from streamfx.node_meta import FORWARD_MODULES, MODULES, VALUE
 from streamfx.options import Options
-from streamfx.passes.analysis.diagnostics import CONCATENATIONS, READS_BY_INDEX, WRITES_BY_INDEX, mixes_rows_and_blocks
+from streamfx.passes.analysis.diagnostics import CONCATENATIONS, READS_BY_INDEX, SPLITS, WRITES_BY_INDEX, mixes_rows_and_blocks
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.hub_kernels import is_attention
 from streamfx.passes.ops.opaque import describe_opaque, is_opaque, is_triton
-from streamfx.passes.ops.traits import CONTRACTIONS, CUTS, producer_of
+from streamfx.passes.ops.traits import CONTRACTIONS, producer_of
 from streamfx.torch_private import AUTO_FUNCTIONALIZED, OpOverload
 from streamfx.torch_private.lines import source_line
 
@@ -87,7 +87,7 @@ NO_SEQUENCE = "compile a larger part of the model in one graph, so that its atte
 
 ADVICE_BY_FUNCTION = {"cond": CHOICE, "while_loop": LOOP, "while_loop_stack_output": LOOP, "associative_scan": GENERIC_SCAN}
 
-ADVICE_BY_OPERATORS = {CUTS: PARTS, CONCATENATIONS: PARTS, READS_BY_INDEX: BY_INDEX, WRITES_BY_INDEX: BY_INDEX}
+ADVICE_BY_OPERATORS = {SPLITS: PARTS, CONCATENATIONS: PARTS, READS_BY_INDEX: BY_INDEX, WRITES_BY_INDEX: BY_INDEX}
 
 ADVICE_BY_BREAK = {  # fragments of Dynamo's break reasons for which its own hint does not help, and our advice
     "RNN, GRU, or LSTM": RECURRENT,
