@@ -87,7 +87,7 @@ class Operator:
     adds_axes: bool = False
 
 
-OPERATORS: dict[OpOverload, Operator] = {
+OPERATORS: dict[Any, Operator] = {
     aten.alias.default: Operator(Kind.ALIAS),
     aten.detach.default: Operator(Kind.ALIAS),
     aten.clone.default: Operator(Kind.COPY),
