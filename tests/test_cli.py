@@ -11,7 +11,7 @@ import pytest
 
 import streamfx
 from streamfx.tools.cli import main
-from streamfx.tools.planner import devices, model_names, models, objectives, optimizers, quantized, shards
+from streamfx.tools.planner import devices, model_names, models, objectives, quantized, shards
 from streamfx.tools.planner.model_names import config_file
 from tests.support.spread import only
 from tests.support.tables import read
@@ -207,7 +207,7 @@ def test_unreadable_weights_are_refused_unless_layers_are_given(folder: Path, ca
 def test_the_command_line_lists_the_names_of_all_tables() -> None:
     assert tuple(models.TYPES) == model_names.TYPES
     assert objectives.OBJECTIVES == model_names.OBJECTIVES
-    assert tuple(optimizers.STATES) == model_names.OPTIMIZERS
+    assert tuple(shards.STATES) == model_names.OPTIMIZERS
     assert tuple(quantized.SCHEMES) == model_names.SCHEMES
     assert shards.SHARDS == model_names.SHARDS
     assert tuple(devices.PUBLISHED) == model_names.DEVICES

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.tools.report import no_gain_notice
+from streamfx.tools.report import notices
 from tests.support.layered import Layered
 from tests.support.small import Causal, tokens
 from tests.support.spread import only
@@ -22,8 +22,8 @@ Warnings = Callable[[], list[str]]
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Warnings:
     """The warnings so far; graphs with little work warn, too."""
-    no_gain_notice._warned.clear()
-    monkeypatch.setattr(no_gain_notice, "MIN_FLOPS", 1)
+    notices._warned.clear()
+    monkeypatch.setattr(notices, "MIN_FLOPS", 1)
     return lambda: [item.getMessage() for item in caplog.records if (item.levelname, item.name) == ("WARNING", "streamfx")]
 
 
@@ -78,7 +78,7 @@ def test_an_error_in_a_notice_does_not_stop_a_step(warned: Warnings, monkeypatch
     def broken(*args: object) -> None:
         raise ZeroDivisionError("no")
 
-    monkeypatch.setattr(no_gain_notice, "checkpointing_bytes", broken)
+    monkeypatch.setattr(notices, "checkpointing_bytes", broken)
     monkeypatch.setattr("streamfx.tools.report.notices.cost_of", broken)
     done = streamfx.enable(model := Causal(), chunk_size=16)
     model(IDS, IDS).backward()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from streamfx.tools.cli import main
-from streamfx.tools.report import no_gain_notice
+from streamfx.tools.report import notices
 from streamfx.torch_private import versions
 from tests.versions import PAGE, ROOT, known, page
 
@@ -119,7 +119,7 @@ def test_the_first_compilation_and_doctor_name_an_untested_version(
 ) -> None:
     monkeypatch.setattr(versions, "NEWEST", (2, 10))
     monkeypatch.setattr(versions, "OLDEST", (2, 9))
-    monkeypatch.setattr(no_gain_notice, "_warned", set())
+    monkeypatch.setattr(notices, "_warned", set())
     monkeypatch.setattr(logging.getLogger("streamfx"), "disabled", False)  # as import-linter leaves it
     for rows in (8, 9):
         torch._dynamo.reset()

@@ -51,8 +51,7 @@ from streamfx.runtime.inductor_errors import NOT_COMPILED, blame
 from streamfx.runtime.outer import HostProgramRunner
 from streamfx.runtime.stagewise import GradientReleaseChain, StagewiseFunction
 from streamfx.tools.report.fallback_reasons import check_budget
-from streamfx.tools.report.no_gain_notice import warn_about_lost_writes, warn_if_no_gain, warn_if_torch_untested
-from streamfx.tools.report.notices import note, priced
+from streamfx.tools.report.notices import note, priced, warn_about_lost_writes, warn_if_no_gain, warn_if_torch_untested
 from streamfx.tools.report.printer import show_product
 from streamfx.torch_private import (
     NoMaskForCudnn,

@@ -22,12 +22,11 @@ from streamfx.tools.planner.inputs import Inputs, check_inputs
 from streamfx.tools.planner.model_names import DEVICES, GROUP, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS
 from streamfx.tools.planner.models import TYPES, build_model
 from streamfx.tools.planner.objectives import objective_by_name
-from streamfx.tools.planner.optimizers import UPDATING, state_bytes
 from streamfx.tools.planner.overlap import devices_per_host
 from streamfx.tools.planner.predict import Prediction
 from streamfx.tools.planner.report import PlanReport
 from streamfx.tools.planner.search import Limits
-from streamfx.tools.planner.shards import ZERO1, Sharding, checked_sharding
+from streamfx.tools.planner.shards import UPDATING, ZERO1, Sharding, checked_sharding, state_bytes
 from streamfx.tools.planner.step import StepSearch, TrainingStep
 
 CHOICES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -24,8 +24,6 @@ from streamfx.tools.report.diagram import LoopTraffic, flow_of
 from streamfx.tools.report.text import streams_of
 from streamfx.tools.report.verdict import CHECKPOINTING, EAGER
 from streamfx.torch_private.groups import has_ranks
-
-Inputs = Callable[[int, int], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
