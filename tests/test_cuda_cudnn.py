@@ -17,6 +17,8 @@ from tests.support import cuda_kernels
 from tests.support.calls import noted
 from tests.support.cuda_kernels import another_gradient, check, drawn, in_their_place, refuses, wrong
 from tests.support.cuda_reading import plain
+from tests.support.tracing import compare_function
+from tests.test_cuda_kernels import as_cudnn, attended
 
 WIDTH, KEYS = 8, 24
 CPU = torch.device("cpu")
@@ -121,6 +123,15 @@ def test_a_plan_for_another_layout_is_never_reused(hopper: list[Any]) -> None:
     as_eager = gradient, q, k, v, plain(q, k, v, None, True, None)[0], lse.unsqueeze(-1), seed, seed
     cuda_kernels.cudnn_backward(*as_eager, None, None, None, 8, 8, 0.0, True)
     torch.testing.assert_close(cuda_attention.backward(gradient, q, k, v, out, lse, None, True, None), wanted)
+
+
+@pytest.mark.parametrize(("groups", "length"), [(4, 32), (1, 19)])
+def test_programs_stream_with_cudnn(groups: int, length: int, hopper: list[Any]) -> None:
+    x = torch.randn(2, length, (4 + 2 * groups) * WIDTH, dtype=torch.float64, requires_grad=True)
+    compare_function(
+        lambda x: attended(as_cudnn, x, groups, None, True), [x], (8, 12, length), streams=True, attention={"causal"}
+    )
+    assert {is_causal for *_, is_causal in hopper[0]} == {True, False}
 
 
 def at_the_last(real: Any, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: float | None) -> Any:

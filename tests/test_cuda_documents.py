@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamfx.kernels import chunk_attention, cuda_attention, flash_varlen, flash_window, plain_attention
-from streamfx.kernels.mask_tiles import tiles_of_mask
+from streamfx.kernels.mask_tiles import TileKind, tiles_of_mask
 from tests.support import cuda_documents as stand_in
 from tests.support.calls import noted
 from tests.support.cuda_kernels import Heads, another_gradient, drawn, in_their_place, refuses, wrong
@@ -151,6 +151,23 @@ def test_a_scale_that_is_not_positive_splits_documents(scale: float, calls: list
 
 
 # -- which masks are documents
+
+GAP = seen_by(STARTS, LENGTH)
+GAP[22:30, 22] = False  # no row sees this key, and row 22 sees no key
+RECOGNIZED: list[tuple[Tensor, list[tuple[TileKind, int]]]] = [  # and the number of documents
+    (seen_by(STARTS, LENGTH), [(TileKind.PACKED, 6)]),
+    (seen_by(STARTS, LENGTH, causal=False), [(TileKind.PACKED, 6)]),
+    (seen_by(STARTS, LENGTH)[30:62], [(TileKind.PACKED, 2)]),
+    (seen_by([0], LENGTH), [(TileKind.CAUSAL, 0)]),
+    (seen_by([0], LENGTH, left=3), [(TileKind.PACKED, 1)]),
+    (GAP, [(TileKind.PACKED, 3), (TileKind.MIXED, 0), (TileKind.PACKED, 3)]),
+]
+
+
+@pytest.mark.parametrize(("seen", "kinds"), RECOGNIZED)
+def test_document_masks_are_recognized(seen: Tensor, kinds: list[tuple[TileKind, int]]) -> None:
+    tiles = tiles_of_mask(bias_of(seen)[:, 0], 1, packs_documents=True)
+    assert [(tile.kind, len(tile.documents.rows) - 1 if tile.documents else 0) for tile in tiles] == kinds
 
 
 ONE, LONG = seen_by([0], 30, left=3), seen_by([0], 20)

@@ -62,6 +62,13 @@ def test_several_sequences_stream(name: str) -> None:
     compare(of_flash(name), batch_of("plain", 2), chunk_size=7, also=(16,), attention=hf.verdicts(name))
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_the_stand_in_matches_eager_attention(name: str) -> None:
+    for given in (batch_of("plain", 2), batch_of("packed_by_positions")):
+        found, wanted = (hf.made(name, attention)(**given).logits for attention in ("flash_attention_2", "eager"))
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.long
 def test_padding_is_exact() -> None:
     """Each layer counts the rows that are no padding, which breaks the graph there: exact, in pieces."""

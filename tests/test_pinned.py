@@ -130,9 +130,8 @@ def test_a_mapping_that_the_system_refuses(blocks: PinnedBlocks, monkeypatch: py
 def test_memory_that_cannot_be_pinned(device: Device, blocks: PinnedBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
     out = RuntimeError("CUDA error: out of memory\nmore")
     monkeypatch.setattr(pinned, "pinned_by_torch", mock.Mock(side_effect=out))
-    monkeypatch.setattr(pinned, "limit_of_locked_memory", lambda: 1 << 16)
-    device.runtime.limit = 0
-    with pytest.raises(
-        streamfx.OffloadSpaceError, match=r"\(CUDA error: out of memory\); RLIMIT_MEMLOCK is 64.0 KiB;(?s:.*)ulimit -l"
-    ):
-        held(blocks, 1)
+    device.runtime.limit, resource = 0, pytest.importorskip("resource")
+    for limit, note in ((1 << 16, "; RLIMIT_MEMLOCK is 64.0 KiB"), (resource.RLIM_INFINITY, "")):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        with pytest.raises(streamfx.OffloadSpaceError, match=rf"\(CUDA error: out of memory\){note};(?s:.*)ulimit -l"):
+            held(blocks, 1)

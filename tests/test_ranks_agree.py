@@ -302,3 +302,9 @@ def test_a_failure_is_received_once() -> None:
         later = thread.submit(second.exchange, "an order")
         time.sleep(0.1)  # it looks before the first one has written
         assert first.exchange("an order") == later.result() == ["an order"] * 2
+
+
+def test_agreements_are_known_by_subject() -> None:
+    own = board(HashStore(), 0, world=1)
+    own.agree("values", "an order")
+    assert own.agreed("values") == "an order" and own.agreed("other values") is None

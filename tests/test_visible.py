@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from streamfx.kernels import chunk_attention, mask_programs, plain_attention
 from streamfx.kernels.mask_programs import Mask, MaskProgram
-from streamfx.kernels.mask_tiles import MaskTile, TileKind, tiles_of_mask, visible_intervals
+from streamfx.kernels.mask_tiles import MaskTile, TileKind, VisibleIntervals, tiles_of_intervals, tiles_of_mask, visible_intervals
 from tests.support.small import Padded
 
 INF = float("inf")
@@ -76,6 +76,15 @@ def test_tiles_represent_the_mask(mask: Tensor, packs: bool) -> None:
     assert (times == 1).all()
     assert torch.equal(made <= LOWEST, hidden)
     assert torch.equal(made[~hidden], mask[~hidden])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 9), (2, 7, 1), (1, 1, 1)])
+@pytest.mark.parametrize("value", [0.0, -INF, 0.5])
+def test_a_mask_of_one_row_or_key_holds_for_all(shape: tuple[int, ...], value: float) -> None:
+    mask = torch.zeros(shape)
+    mask[..., mask.shape[-1] // 2] = value
+    intervals = VisibleIntervals(visible_intervals(mask, True), mask.shape[2])
+    assert tiles_of_intervals(intervals, 2, 7, 9, packs_documents=False) == tiles_of_mask(mask.expand(-1, 7, 9), 2)
 
 
 def test_only_minus_infinity_hides_large_scores() -> None:
