@@ -27,7 +27,7 @@ UNITS = {
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,
-    "K": 2**10,  # a single label is a power of 1,024, as in "24G" for the memory of a GPU
+    "K": 2**10,  # a single letter is a power of 1,024, as in "24G" for the memory of a GPU
     "M": 2**20,
     "G": 2**30,
     "T": 2**40,
@@ -95,19 +95,20 @@ def budget_bytes(budget: int | float | str, device: torch.device, held: int = 0,
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that new tensors may use on a device: free memory, and unused memory that torch's allocator has reserved.
+    """Return the bytes that new tensors may use on a device.
 
-    For a CPU, it is the free memory of the system, or what is left within the limit of a container, if that is less.
+    On a GPU: its free memory, and the unused memory that torch's allocator has reserved. On a CPU: the free memory of the
+    system, or of the container, if that is less.
     """
     import torch
 
     if device.type == "cuda" and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    return min(_free_of_host(), _free_of_group())
+    return min(_free_host_memory(), _free_container_memory())
 
 
-def _free_of_host() -> int:
+def _free_host_memory() -> int:
     """Return the bytes that the system can provide without swapping, including droppable page cache."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -117,7 +118,7 @@ def _free_of_host() -> int:
     return 1024 * int(amounts["MemAvailable"].split()[0])
 
 
-def _free_of_group() -> int:
+def _free_container_memory() -> int:
     """Return the bytes left within the memory limit of this container (control group); a huge number if there is no limit.
 
     Page cache counts as used there, but the system drops it on demand, so it counts as free here.

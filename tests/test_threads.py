@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.frontend.gc_pause import collected, uncollected
+from streamfx.frontend.gc_pause import pause_gc, resume_gc
 from streamfx.lazy import steps
 from tests.support import decoders
 from tests.support.small import Padded
@@ -204,19 +204,19 @@ def test_tracers_see_the_original_model() -> None:
 
 
 def test_collection_pauses_except_inside_a_search_and_resumes_after_the_last_pause() -> None:
-    first, second = uncollected(), uncollected()
+    first, second = pause_gc(), pause_gc()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     assert not gc.isenabled()
-    with collected():
+    with resume_gc():
         assert gc.isenabled()
-        with uncollected():
+        with pause_gc():
             assert not gc.isenabled()
     assert not gc.isenabled()
     second.__exit__(None, None, None)
     assert gc.isenabled()
     gc.disable()
-    with uncollected(), collected():
+    with pause_gc(), resume_gc():
         assert not gc.isenabled()
     gc.enable()

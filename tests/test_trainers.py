@@ -119,7 +119,7 @@ def test_resumed_training_equals_training_without_a_pause(tmp_path: Path) -> Non
 def test_the_head_of_trl_is_narrowed_and_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     utils, before = pytest.importorskip("trl.trainer.utils"), 32_768
     monkeypatch.setattr(utils, heads.WIDTH_NAME, before)  # other tests leave their trainers enabled
-    monkeypatch.setattr(heads, "_width_and_count", {})
+    monkeypatch.setattr(heads, "_narrowed_widths", {})
     first, second = enable(build("dpo", tmp_path)), enable(build("sft", tmp_path))
     assert before > utils._CHUNKED_LOGPROB_CHUNK_SIZE > 0
     first.disable()

@@ -30,7 +30,7 @@ from streamfx.ir.structural_hash import structure
 from streamfx.node_meta import HAS_KEYS, STACK_TRACE
 from streamfx.options import Options
 from streamfx.runtime.collective_calls import begin
-from streamfx.runtime.compiled import CompiledBody, report_progress, segment_call, single_call
+from streamfx.runtime.compiled import CompiledBody, attach_compile_tally, segment_call, single_call
 from streamfx.runtime.compiled_segments import Segment
 from streamfx.runtime.expanded_code import CodeCall
 from streamfx.torch_private import OpOverload
@@ -57,7 +57,7 @@ class CompileBodies:
             first, calls = calls_by_key.setdefault(_structural_key(loop.spec), (loop.spec, []))
             calls += split(first) if not calls else []
             loop.compiled = CompiledBody(_calls_for(loop.spec, first, calls), loop.spec.body)
-        report_progress([loop.compiled for loop in program.loops], self.options.progress)
+        attach_compile_tally([loop.compiled for loop in program.loops], self.options.progress)
         return replace(facts, program=program)
 
 

@@ -12,9 +12,8 @@ Collectives on weights have no rows, and exchanges of rows between loops only de
 sequences of different lengths, and recompile in different steps. Which values are exchanged, and which are recomputed in the
 backward graph, follows from the graph and the options, not from shapes. So if a group has only such collectives, its ranks
 compare only texts on which they have not agreed before (the key of an agreement identifies them), and raise an error if these
-differ. A rank also raises an error if it
-would run the collectives of a model in a different order than before, because the other ranks cannot know which order it runs. A
-rank that raises an error notifies all its groups.
+differ. A rank also raises an error if it would run the collectives of a model in a different order than before, because the other
+ranks cannot know which order it runs. A rank that raises an error notifies all its groups.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ def _agree_in_all_groups(run: Callable[[Capture], Facts], capture: Capture, chan
     """
     facts = _facts_with_equal_row_reductions(run, capture, channel)
     row_groups = find_group_names(rows_over_ranks(facts))
-    agreement_keys = {group: _agreement_key(facts, group) for group in (*groups_of_weights(facts), *groups_of_exchanges(facts))}
+    agreement_keys = {group: _agreement_key(facts, group) for group in (*weight_group_names(facts), *exchange_group_names(facts))}
     other_groups = [group for group in agreement_keys if group not in row_groups]
     for group in row_groups if len(row_groups) > 1 else ():
         _raise_unless_same(channel.read(describe_order_between_loops(facts, group), group))
@@ -144,9 +143,8 @@ def _agree_in_all_groups(run: Callable[[Capture], Facts], capture: Capture, chan
     groups = [*row_groups, *other_groups]
     for _ in groups[1:]:  # a rank may have failed in another group: each round passes the notice on to one more group
         for group in groups:
-            channel.read(
-                ALL_GROUPS_AGREE, group, f"{ALL_GROUPS_AGREE}\n{agreement_keys[group]}" if group in other_groups else None
-            )
+            confirmation_key = f"{ALL_GROUPS_AGREE}\n{agreement_keys[group]}" if group in other_groups else None
+            channel.read(ALL_GROUPS_AGREE, group, confirmation_key)
     return facts
 
 
@@ -193,18 +191,16 @@ def rows_over_ranks(facts: Facts) -> list[fx.Node]:
     return [node for node in reductions if axes.sequence_dims(axes.shapes[node])]
 
 
-def groups_of_weights(facts: Facts) -> list[str]:
+def weight_group_names(facts: Facts) -> list[str]:
     """Return the names of the groups over which weights are gathered and their gradients reduced."""
     collectives = facts.collectives
-    subgraphs = (
-        ()
-        if collectives is None
-        else (*(gather.subgraph for gather in collectives.gathers.values()), *collectives.reductions.values())
-    )
+    if collectives is None:
+        return []
+    subgraphs = (*(gather.subgraph for gather in collectives.gathers.values()), *collectives.reductions.values())
     return find_group_names(node for subgraph in subgraphs for node in subgraph.graph.nodes)
 
 
-def groups_of_exchanges(facts: Facts) -> list[str]:
+def exchange_group_names(facts: Facts) -> list[str]:
     """Return the names of the groups with collectives other than sums, such as gathers.
 
     They exchange rows of the sequence, even if this rank has too few rows to find a sequence axis.

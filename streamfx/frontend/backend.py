@@ -124,8 +124,8 @@ class Compilation(ChunkableCompilation):
     num_inputs: int = 0
     num_outputs: int = 0
     watched: list[WatchedInput] = field(default_factory=list)  # masks and tables whose values the plan relies on
-    reads_inputs: bool = True  # whether to look for such inputs
-    traced: fx.GraphModule = field(init=False)  # `module` with scans and SSD products as operators
+    reads_inputs: bool = True  # whether to look for such masks and tables among the inputs
+    rewritten: fx.GraphModule = field(init=False)  # `module` with scans and SSD products as operators
     deferred: Deferral | None = None  # the graph without its deferred outputs
     parameters: Sequence[int] = ()  # indices of inputs that are weights, if Dynamo does not report them
     chain: GradientReleaseChain | None = None  # state for gradients that are released before the backward graph ends
@@ -136,7 +136,7 @@ class Compilation(ChunkableCompilation):
     is_trained_unchunked: bool = False  # Inductor compiled a training step unchunked, so there are no facts
 
     def __post_init__(self) -> None:
-        self.traced = self.module
+        self.rewritten = self.module
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the compiled graph: loops over chunks, Inductor's code if it fits the memory budget unchunked, or two graphs.
@@ -176,10 +176,11 @@ class Compilation(ChunkableCompilation):
             return self.compile(inputs)
 
     def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
-        """Return the graph compiled by AOTAutograd with our partitioner, which runs the passes.
+        """Rewrite Dynamo's graph, and return it compiled by AOTAutograd with our partitioner, which runs the passes.
 
-        The result is wrapped to release gradients early, to return deferred outputs, and to check the inputs whose values the
-        plan relies on. Raises `FitsUnchunkedError` or `TwoSequencesError` if the graph should run in another form.
+        The rewrite replaces scans and SSD products by operators, and removes deferred outputs. The result is wrapped to
+        release gradients early, to return deferred outputs, and to check the inputs whose values the plan relies on. Raises
+        `FitsUnchunkedError` or `TwoSequencesError` if the graph should run unchunked, or as two graphs.
         """
         self.unchunked_halves = None
         if self.reads_inputs:
@@ -194,11 +195,11 @@ class Compilation(ChunkableCompilation):
             decompositions=DECOMPOSITIONS,
         )
         strict = self.options.strict
-        self.traced = try_step(lambda: replace_scan_trees(self.module), self.module, fallbacks.SCANS_NOT_MATCHED, strict)
-        self.traced = try_step(lambda: replace_ssd_products(self.traced), self.traced, fallbacks.SSD_NOT_MATCHED, strict)
+        self.rewritten = try_step(lambda: replace_scan_trees(self.module), self.module, fallbacks.SCANS_NOT_MATCHED, strict)
+        self.rewritten = try_step(lambda: replace_ssd_products(self.rewritten), self.rewritten, fallbacks.SSD_NOT_MATCHED, strict)
         deferral = self.deferred = self.deferral() if self.on_one_rank else None
         self.chain = GradientReleaseChain(self.options.gradients == "stagewise") if self.options.gradients != "at once" else None
-        compiled = compiler(self.traced if deferral is None else deferral.module, inputs)
+        compiled = compiler(self.rewritten if deferral is None else deferral.module, inputs)
         compiled = StagewiseFunction(compiled, self.chain) if self.chain is not None and self.chain.released else compiled
         if deferral is not None:
             compiled = DeferredCall(compiled, deferral.plan, Uses(self.options, compiled_use), deferral.unread)
@@ -227,7 +228,7 @@ class Compilation(ChunkableCompilation):
         """Return the graph without its outputs that are large and cheap to recompute; None if it has none, or none are lazy."""
         if self.options.outputs == "dense":
             return None
-        deferral = try_step(lambda: defer_outputs(self.traced), None, fallbacks.NOT_DEFERRED, self.options.strict)
+        deferral = try_step(lambda: defer_outputs(self.rewritten), None, fallbacks.NOT_DEFERRED, self.options.strict)
         if deferral is not None:
             log.debug("%s", deferral.plan)
         return deferral

@@ -222,7 +222,9 @@ class _ChunkComparison:
             if result.index not in truth:
                 continue
             chunk_results = [chunk[index] for chunk in chunks]
-            computed = torch.cat(chunk_results, result.rows) if result.rows is not None else torch.stack(chunk_results).sum(0)
+            computed = (
+                torch.cat(chunk_results, result.row_dim) if result.row_dim is not None else torch.stack(chunk_results).sum(0)
+            )
             error = _relative(computed, truth[result.index])
             tolerance = torch.finfo(computed.dtype).eps ** 0.5 if computed.is_floating_point() or computed.is_complex() else 0.0
             if not error <= tolerance:

@@ -19,9 +19,9 @@ class _PauseCount:
         self.lock, self.count, self.was_enabled = Lock(), 0, True
 
     def change(self, by: int) -> None:
-        """Add `by` (1 or -1, or several) to the number of active pauses, which may be in several threads.
+        """Add `by` (positive or negative) to the number of active pauses, which may be in several threads.
 
-        The first pause disables the collector. The end of the last one enables it, if it was enabled before.
+        The first pause disables the collector. The end of the last pause enables it, if it was enabled before.
         """
         with self.lock:
             if self.count == 0:
@@ -37,7 +37,7 @@ _pause_count = _PauseCount()
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Context manager: disable Python's garbage collector in a block, and restore its state afterwards. Blocks may nest."""
     _pause_count.change(1)
     try:
@@ -47,10 +47,10 @@ def uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def collected() -> Iterator[None]:
-    """Context manager: enable collection in a block inside `uncollected`, by ending all active pauses for this time.
+def resume_gc() -> Iterator[None]:
+    """Context manager: enable collection in a block inside `pause_gc`, by ending all active pauses for this time.
 
-    No other thread may be in an `uncollected` block: its pause would end, too.
+    No other thread may be in a `pause_gc` block, because its pause would also end.
     """
     num_pauses = _pause_count.count
     _pause_count.change(-num_pauses)

@@ -7,35 +7,45 @@ call reads, and it changes sums only by rounding. It is reduced while a model is
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 WIDTH_NAME, MAX_COLUMNS = "_CHUNKED_LOGPROB_CHUNK_SIZE", 2048
 
-_width_and_count: dict[int, list[int]] = {}  # by id of a module's globals: [the original width, the number of enabled models]
+
+@dataclass
+class _NarrowedWidth:
+    """The width of a module before it was reduced, and the number of enabled models for which it is reduced."""
+
+    original: int
+    num_models: int = 0
 
 
-class Head:
-    """The globals of the module that defines a trainer's forward."""
+_narrowed_widths: dict[int, _NarrowedWidth] = {}  # by id of a module's globals
 
-    def __init__(self, names: dict[str, Any]) -> None:
-        """Remember the globals, by name."""
-        self.names = names
+
+class HeadModule:
+    """The module (by its globals) that defines a trainer's forward, and has the width as a constant."""
+
+    def __init__(self, module_globals: dict[str, Any]) -> None:
+        """Store the module's globals, by name."""
+        self.module_globals = module_globals
 
     def narrow(self) -> None:
         """Reduce the width in TRL's module to `MAX_COLUMNS`, and count one more enabled model, until `restore`."""
-        width_and_count = _width_and_count.setdefault(id(self.names), [self.names[WIDTH_NAME], 0])
-        width_and_count[1] += 1
-        self.names[WIDTH_NAME] = min(width_and_count[0], MAX_COLUMNS)
+        width = _narrowed_widths.setdefault(id(self.module_globals), _NarrowedWidth(self.module_globals[WIDTH_NAME]))
+        width.num_models += 1
+        self.module_globals[WIDTH_NAME] = min(width.original, MAX_COLUMNS)
 
     def restore(self) -> None:
-        """Count one enabled model less; if none is left, restore the width in TRL's module."""
-        width_and_count = _width_and_count[id(self.names)]
-        width_and_count[1] -= 1
-        if not width_and_count[1]:
-            self.names[WIDTH_NAME] = _width_and_count.pop(id(self.names))[0]
+        """Count one enabled model less; after the last one, restore the width in TRL's module."""
+        width = _narrowed_widths[id(self.module_globals)]
+        width.num_models -= 1
+        if not width.num_models:
+            self.module_globals[WIDTH_NAME] = _narrowed_widths.pop(id(self.module_globals)).original
 
 
-def find_head(forward: Any) -> Head | None:
-    """Return the globals of the module that defines `forward`, a trainer's own; None if they do not have the width."""
-    names = getattr(forward, "__globals__", {})
-    return Head(names) if isinstance(names.get(WIDTH_NAME), int) else None
+def find_head(forward: Any) -> HeadModule | None:
+    """Return the module that defines `forward`, a trainer's own; None if it does not have the width."""
+    module_globals = getattr(forward, "__globals__", {})
+    return HeadModule(module_globals) if isinstance(module_globals.get(WIDTH_NAME), int) else None

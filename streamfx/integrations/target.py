@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from streamfx.integrations.heads import Head
+from streamfx.integrations.heads import HeadModule
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Target:
     name: str
     module: nn.Module
     why: str
-    head: Head | None = None
+    head: HeadModule | None = None
     is_part: bool = False
     owner: nn.Module | None = None
     is_wrapped: bool = False

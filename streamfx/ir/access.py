@@ -114,35 +114,35 @@ class Layout:
         """Return the sizes of all dimensions of a value, for all rows of the sequence."""
         return tuple(self.axes.table.size_of_dim(self.axes.table.resolve(dim)) for dim in self.axes.shapes[value])
 
-    def span(self, node: fx.Node, requested_span: Span | None = None) -> Span:
-        """Return the key positions that an operator covers, as a span [s + low, e + high) for a chunk [s, e).
+    def span(self, node: fx.Node, consumer_span: Span | None = None) -> Span:
+        """Return which keys an operator works on for a chunk [s, e): the span [s + low, e + high), `Span()` for all keys.
 
-        An operator without a span (one that each consumer recomputes) covers the consumer's keys: `requested_span`, or all
-        keys if that is None.
+        Masks and similar query-by-key values have no span, because every consumer recomputes them for its own keys: they get
+        `consumer_span`, or all keys if that is None.
         """
-        return self.key_spans.spans.get(node, requested_span or Span())
+        return self.key_spans.spans.get(node, consumer_span or Span())
 
     def is_recomputed_per_consumer(self, node: fx.Node) -> bool:
         """Return whether each consumer recomputes a query-by-key value, such as a mask, for its own key positions."""
         return self.access.storage_class(node) is StorageClass.PAIR and node in self.key_spans.recomputed_per_consumer
 
-    def operand_accesses(self, node: fx.Node, requested_span: Span | None = None) -> tuple[OperandAccess, ...]:
+    def operand_accesses(self, node: fx.Node, consumer_span: Span | None = None) -> tuple[OperandAccess, ...]:
         """Return the rows that an operator reads inside a loop, one `OperandAccess` per tensor operand.
 
-        `requested_span` matters only if the operator has no span of keys: then its consumer chooses the keys. Results are
+        `consumer_span` matters only if the operator has no span of keys: then its consumer determines the keys. Results are
         cached.
         """
-        key = (node, requested_span if self._uses_requested_keys(node) else None)
+        key = (node, consumer_span if self._uses_keys_of_consumer(node) else None)
         accesses = self._accesses.get(key)
         if accesses is None:
-            accesses = self._accesses[key] = tuple(self._accesses_of(node, requested_span))
+            accesses = self._accesses[key] = tuple(self._accesses_of(node, consumer_span))
         return accesses
 
-    def _uses_requested_keys(self, node: fx.Node) -> bool:
-        """Return whether an operator reads key positions and has no span: its consumer chooses them."""
+    def _uses_keys_of_consumer(self, node: fx.Node) -> bool:
+        """Return whether an operator reads key positions and has no span: its consumer determines them."""
         return node not in self.key_spans.spans and Role.KEYS in self.access.roles.get(node, {}).values()
 
-    def _accesses_of(self, node: fx.Node, requested_span: Span | None) -> Iterator[OperandAccess]:
+    def _accesses_of(self, node: fx.Node, consumer_span: Span | None) -> Iterator[OperandAccess]:
         """Yield the `OperandAccess` of each tensor operand; `operand_accesses` caches them.
 
         The operator's signature (as `m k, k n -> m n`) has the axis labels of each dimension of each operand. In a sequence
@@ -153,18 +153,18 @@ class Layout:
             sequence_dims: list[SequenceAccess] = []
             for dim_index in self.axes.sequence_dims(self.axes.shapes[operand]):
                 label = next(label for label in labels_of_dims[dim_index] if label in roles)
-                selector = self._selector(node, label, roles[label], requested_span)
+                selector = self._selector(node, label, roles[label], consumer_span)
                 sequence_dims.append(SequenceAccess(self.placement(operand, dim_index), roles[label], selector))
             yield OperandAccess(operand, tuple(sequence_dims))
 
-    def _selector(self, node: fx.Node, label: AxisLabel, role: Role, requested_span: Span | None) -> Selector:
+    def _selector(self, node: fx.Node, label: AxisLabel, role: Role, consumer_span: Span | None) -> Selector:
         """Return which rows of an operand an operator reads along one axis label.
 
         A span for key positions. Shifted rows if a result has a window over the label: its row i reads rows i + start to
         i + start + reach (a slice, a padding, a convolution). Else None: the chunk's own rows, or all rows for role WHOLE.
         """
         if role is Role.KEYS:
-            return self.span(node, requested_span)
+            return self.span(node, consumer_span)
         if role is Role.ROWS:
             signature = self.axes.signatures[node]
             for result_label, window in signature.windows.items():

@@ -1,6 +1,6 @@
 """Axes: the index space of each dimension.
 
-A dimension is a row-major product of axis factors (factors), as in einops' `(b t)`; a dimension of size one has none. Two
+A dimension is a row-major product of axis factors, as in einops' `(b t)`; a dimension of size one has none. Two
 dimensions with the same factors share an index space. Only operators establish this; equal sizes never do.
 
 A *kept* factor, such as the sequence, is indivisible. A view that splits it into *blocks* of rows, `[t] -> [c l]` (outer: c
@@ -156,7 +156,7 @@ class AxisTable:
         """Replace adjacent block axes in a dimension with the kept factor that was split into them: `(c l) -> t`.
 
         The inner axis may be another axis of the same size, because only the index of a row in its block matters; then
-        this pair of axes is recorded as blocks of the factor, too.
+        this pair of axes is also recorded as blocks of the factor.
         """
         for kept_factor, (outer_axis, inner_axis) in list(self._blocks):
             outer, both_axes = self.resolve((outer_axis,)), self.resolve((outer_axis, inner_axis))

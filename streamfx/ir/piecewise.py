@@ -54,9 +54,9 @@ class Pieces:
     def support(self, is_identity: Callable[[Fact], bool]) -> DeltaInterval:
         """Return the smallest interval of delta outside which every fact is an identity, for example minus infinity.
 
-        [0, 0] if all facts are: an interval may not be empty.
+        [0, 0] if all facts are identities, because an interval may not be empty.
         """
-        start, stop = 0, len(self.facts)  # the facts between the first and the last one that is no identity
+        start, stop = 0, len(self.facts)  # from the first to the last fact that is not an identity
         while start < stop and is_identity(self.facts[start]):
             start += 1
         if start == stop:
@@ -92,21 +92,20 @@ def merge_equal_pieces(bounds: Sequence[int], facts: Sequence[Fact]) -> Pieces:
 def combine_pieces(function: Callable[..., Pieces], *operands: Pieces) -> Pieces:
     """Return the `Pieces` of an elementwise function of some values, from the `Pieces` of the operands.
 
-    `function(fact, ...)` takes one fact per operand, and returns `Pieces`, because its result may change inside an interval
-    on which all operands have one fact: `delta <= 3` of a slope.
+    The bounds of all operands cut the line of delta into intervals, on each of which every operand has one fact.
+    `function(fact, ...)` takes these facts, and returns `Pieces`, because its result may change inside the interval:
+    `delta <= 3` of a slope.
     """
     operand_bounds = sorted({bound for operand in operands for bound in operand.bounds})
-    bounds: list[int] = []
-    facts: list[Fact] = []
-    for low, high in zip([None, *operand_bounds], [*operand_bounds, None], strict=True):  # low <= delta < high
-        delta_inside = low if low is not None else (high - 1 if high is not None else 0)
-        result = function(*(operand.at(delta_inside) for operand in operands))
-        inner_bounds = [bound for bound in result.bounds if (low is None or bound > low) and (high is None or bound < high)]
-        if low is not None:
-            bounds.append(low)
-        bounds.extend(inner_bounds)
-        facts.append(result.at(low) if low is not None else result.facts[0])
-        facts.extend(result.at(bound) for bound in inner_bounds)
+    first_delta = operand_bounds[0] - 1 if operand_bounds else 0  # any delta of the first interval, which is unbounded below
+    first_result = function(*(operand.at(first_delta) for operand in operands))
+    bounds = [bound for bound in first_result.bounds if not operand_bounds or bound < operand_bounds[0]]
+    facts = [first_result.facts[0], *(first_result.at(bound) for bound in bounds)]
+    for low, high in zip(operand_bounds, [*operand_bounds[1:], math.inf], strict=True):  # low <= delta < high
+        result = function(*(operand.at(low) for operand in operands))
+        interval_bounds = [low, *(bound for bound in result.bounds if low < bound < high)]
+        bounds.extend(interval_bounds)
+        facts.extend(result.at(bound) for bound in interval_bounds)
     return merge_equal_pieces(bounds, facts)
 
 

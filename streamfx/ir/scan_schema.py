@@ -86,7 +86,7 @@ class StatefulResult:
     """A result that is used, and its row dimension. Without rows, it is a sum over chunks or a final state."""
 
     index: int
-    rows: int | None
+    row_dim: int | None
     dtype: torch.dtype
 
 
@@ -138,7 +138,9 @@ def forward_plan(declared: Stateful, arguments: Mapping[str, Any], used_results:
             raise NotStatefulError(f"another {name} than {value}")
     overrides = {name: value for name, value in declared.always.items() if name in declared.argument_names}
     results = listed(declared.forward(**{**arguments, **overrides}))
-    last_states = {name: _require_tensor(results[i], f"result {i}") for name, i in declared.states.items()}
+    last_states = {
+        name: _require_tensor(results[result_index], f"result {result_index}") for name, result_index in declared.states.items()
+    }
     absent = _absent_states({name: (arguments.get(name), last_state) for name, last_state in last_states.items()})
     slots, carry_size = _slots([(name, declared.states[name], last_state) for name, last_state in last_states.items()])
     call = _StatefulCall(arguments, overrides, absent, declared.rows, results, declared.results, used_results)
@@ -158,28 +160,31 @@ def backward_plan(
     the arguments of the forward call. The carry holds the gradient of each state.
 
     Raises:
-        NotStatefulError: if the gradient of a state is no tensor of the state's shape, or the declaration is violated.
+        NotStatefulError: if the gradient of a state is not a tensor of the state's shape, or the declaration is violated.
     """
     overrides = {name: value for name, value in declared.always.items() if name in declared.backward_argument_names}
     cotangent_of_result = {i: name for name, i in declared.cotangents.items()}
     last_states = {name: forward_results[i] for name, i in declared.states.items()}
-    cotangents = {cotangent_of_result[i]: forward_results[i] for i in declared.states.values()}
+    # Fake stand-ins, of which only shapes and dtypes matter: a chunk's initial states, and the cotangents of its last states,
+    # are like the last states of the forward call. The graph's call may omit either.
+    state_cotangents = {cotangent_of_result[i]: forward_results[i] for i in declared.states.values()}
     saved = {name: forward_results[i] for name, i in declared.saved.items()}
-    call_arguments = {**saved, **arguments, **overrides, **last_states, **cotangents}
+    call_arguments = {**saved, **arguments, **overrides, **last_states, **state_cotangents}
     results = listed(declared.backward(**{name: call_arguments[name] for name in declared.backward_argument_names}))
-    state_gradients: list[tuple[str, int, Tensor]] = []  # cotangent of the last state, index and value of the first one's
+    # (argument that is the cotangent of the last state, index and value of the result that is the initial state's gradient)
+    state_gradients: list[tuple[str, int, Tensor]] = []
     for name, last_state_index in declared.states.items():
         result_index = declared.gradients.index(name)
         gradient = _require_tensor(results[result_index], f"result {result_index}")
         state_gradients.append((cotangent_of_result[last_state_index], result_index, gradient))
         if shape_of(gradient) != shape_of(last_states[name]):
-            raise NotStatefulError(f"a gradient of {name} that has another shape than {name}")
+            raise NotStatefulError(f"a gradient of {name} whose shape differs from that of {name}")
     absent = _absent_states({name: (arguments.get(name), gradient) for name, _, gradient in state_gradients})
     slots, carry_size = _slots(state_gradients)
-    dims: dict[str, int | None] = {**declared.rows}
-    dims |= {name: declared.results[i] for name, i in {**declared.cotangents, **declared.saved}.items()}
-    gradient_dims = [declared.rows.get(name) if name is not None else None for name in declared.gradients]
-    call = _StatefulCall(arguments, overrides, absent, dims, results, gradient_dims, used_results, forward_results)
+    row_dims: dict[str, int | None] = {**declared.rows}
+    row_dims |= {name: declared.results[i] for name, i in {**declared.cotangents, **declared.saved}.items()}
+    gradient_row_dims = [declared.rows.get(name) if name is not None else None for name in declared.gradients]
+    call = _StatefulCall(arguments, overrides, absent, row_dims, results, gradient_row_dims, used_results, forward_results)
     return call.plan(declared, slots, carry_size, forward), results
 
 
@@ -187,16 +192,17 @@ def backward_plan(
 class _StatefulCall:
     """The facts about a call of an operator with a state, or of its backward.
 
-    `dims`, `result_dims`: the declared row dimension of each argument and result, or None. `overrides`: arguments that each
-    chunk passes instead. `absent`: omitted states. `forward_results`: for a backward, the results of the forward call.
+    `row_dims`, `result_row_dims`: the declared row dimension of each argument and result, or None. `overrides`: arguments
+    that each chunk passes instead. `absent`: omitted states. `forward_results`: for a backward, the results of the forward
+    call.
     """
 
     arguments: Mapping[str, Any]
     overrides: Mapping[str, Any]
     absent: frozenset[str]
-    dims: Mapping[str, int | None]
+    row_dims: Mapping[str, int | None]
     results: Sequence[Any]
-    result_dims: Sequence[int | None]
+    result_row_dims: Sequence[int | None]
     used_results: Sequence[int]
     forward_results: Sequence[Any] = ()
 
@@ -209,16 +215,17 @@ class _StatefulCall:
             NotStatefulError: if no operand has rows, or if operands and results have different numbers of rows.
         """
         tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
-        rows = {name: dim for name, value in tensors.items() if (dim := _row_dim(self.dims.get(name), value)) is not None}
-        if not rows:
+        row_dims = {name: dim for name, value in tensors.items() if (dim := _row_dim(self.row_dims.get(name), value)) is not None}
+        if not row_dims:
             raise NotStatefulError("no operand with rows")
         result_schemas = tuple(map(self._result_schema, self.used_results))
-        result_dims = {
-            f"result {result.index}": (self.results[result.index], result.rows)
+        values_with_rows = {name: (tensors[name], dim) for name, dim in row_dims.items()}
+        values_with_rows |= {
+            f"result {result.index}": (self.results[result.index], result.row_dim)
             for result in result_schemas
-            if result.rows is not None
+            if result.row_dim is not None
         }
-        _check_lengths({**{name: (tensors[name], dim) for name, dim in rows.items()}, **result_dims}, self._counts(declared))
+        _check_lengths(values_with_rows, self._counts(declared))
         is_forward = forward is None
         absent = self.absent if forward is None else self.absent | forward.absent
         recomputed_per_chunk = (
@@ -229,7 +236,7 @@ class _StatefulCall:
             function=declared.forward if is_forward else declared.backward,
             argument_names=frozenset(declared.argument_names if is_forward else declared.backward_argument_names),
             operands=tuple(tensors),
-            rows=rows,
+            rows=row_dims,
             orders={name: _memory_order(value) for name, value in tensors.items() if name not in absent},
             constants={key: value for key, value in self.arguments.items() if key not in tensors and key not in declared.counts},
             always=self.overrides,
@@ -239,8 +246,8 @@ class _StatefulCall:
             carry_size=carry_size,
             results=result_schemas,
             axes=separate_axes(
-                [(shape_of(value), rows.get(name)) for name, value in tensors.items()],
-                [(shape_of(self.results[result.index]), result.rows) for result in result_schemas],
+                [(shape_of(value), row_dims.get(name)) for name, value in tensors.items()],
+                [(shape_of(self.results[result.index]), result.row_dim) for result in result_schemas],
             ),
             block=self._block(declared.block),
             forward_plan=forward,
@@ -256,15 +263,15 @@ class _StatefulCall:
 
     def _block(self, block: int | str) -> int:
         """Return the rows per block: `block`, or the argument of this name, which must be a positive integer."""
-        rows = block if isinstance(block, int) else self.arguments.get(block)
-        if not isinstance(rows, int) or rows < 1:
-            raise NotStatefulError(f"blocks of {block}={rows} rows")
-        return rows
+        num_rows = block if isinstance(block, int) else self.arguments.get(block)
+        if not isinstance(num_rows, int) or num_rows < 1:
+            raise NotStatefulError(f"blocks of {block}={num_rows} rows")
+        return num_rows
 
     def _result_schema(self, result_index: int) -> StatefulResult:
         """Return the index, row dimension, and dtype of a result, which must be a tensor."""
         value = _require_tensor(self.results[result_index], f"result {result_index}")
-        return StatefulResult(result_index, _row_dim(self.result_dims[result_index], value), value.dtype)
+        return StatefulResult(result_index, _row_dim(self.result_row_dims[result_index], value), value.dtype)
 
 
 def listed(results: Any) -> list[Any]:

@@ -1,8 +1,9 @@
 """Attention of a chunk's queries over their visible keys.
 
 Sizes: b batch, h query heads, g heads of keys and values, m queries (the chunk's rows of the sequence), n keys, d and e
-head widths. `scale` multiplies the scores; None: 1 / sqrt(d). With a `window` (low, high), query i sees keys i + first +
-low .. i + first + high, where None is unbounded: so `first` is the position of the first query among the keys. A tile
+head widths. `scale` multiplies the scores; None: 1 / sqrt(d). With a `window` (low, high), query i sees keys i + first_query +
+low .. i + first_query + high, where None is unbounded: `first_query` is the position of the first query minus the position of
+the first key, so the index of the first query's own key. A tile
 (`MaskTile`) is a range of queries, with a range of keys.
 
 If a kernel aligns its causal mask, or its window, at the last query and the last key (bottom right), a chunk in the
@@ -52,7 +53,7 @@ def forward(
     key: Tensor,
     value: Tensor,
     mask: Tensor | Mask | None,
-    first: int | None,
+    first_query: int | None,
     window: Window | None,
     *,
     scale: float | None = None,
@@ -60,11 +61,11 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
-    `mask` is added to the scores. With a `window` (low, high), query i sees keys i + first + low .. i + first + high;
-    otherwise all keys. `finite_hides`: scores are small compared with the large negative values of the mask, so that such
-    values hide a key as minus infinity does.
+    `mask` is added to the scores. With a `window` (low, high), query i sees keys i + first_query + low .. i + first_query +
+    high; otherwise all keys. `finite_hides`: scores are small compared with the large negative values of the mask, so that
+    such values hide a key as minus infinity does.
     """
-    tiles, bias, bottom_right, is_estimate = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
+    tiles, bias, bottom_right, is_estimate = _visible_keys(query, key, value, mask, first_query, window, scale, finite_hides)
     if _is_single_call(tiles, query, key):
         full_output = [query.new_empty(*query.shape[:-1], value.shape[-1])] if is_estimate else []  # counted while the tile runs
         result = _forward(tiles[0], query, key, value, bias, bottom_right, scale)
@@ -88,7 +89,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     mask: Tensor | Mask | None,
-    first: int | None,
+    first_query: int | None,
     window: Window | None,
     *,
     scale: float | None = None,
@@ -99,7 +100,7 @@ def backward(
     `gradient`, `out`, `lse`: the output's gradient, and both results of `forward`. The other arguments are those of `forward`:
     `mask` is added to the scores, and large negative values of it hide a key only if `finite_hides`.
     """
-    tiles, bias, bottom_right, is_estimate = _visible_keys(query, key, value, mask, first, window, scale, finite_hides)
+    tiles, bias, bottom_right, is_estimate = _visible_keys(query, key, value, mask, first_query, window, scale, finite_hides)
     if _is_single_call(tiles, query, key):
         # real runs with several tiles also have the gradients of all keys; they are counted while the tile runs
         full_gradients = [torch.empty_like(operand) for operand in (query, key, value)] if is_estimate else []
@@ -229,7 +230,7 @@ def _visible_keys(
     key: Tensor,
     value: Tensor,
     mask: Tensor | Mask | None,
-    first: int | None,
+    first_query: int | None,
     window: Window | None,
     scale: float | None,
     finite_hides: bool,
@@ -238,31 +239,33 @@ def _visible_keys(
 
     A data-dependent mask (`Mask`) without a window is decomposed into tiles; otherwise there is a single tile.
     """
-    batch, rows, keys = query.shape[0], query.shape[2], key.shape[2]
-    has_window = first is not None and window is not None and window != (None, None)
+    batch_size, num_rows, num_keys = query.shape[0], query.shape[2], key.shape[2]
+    has_window = first_query is not None and window is not None and window != (None, None)
     if isinstance(mask, Mask) and not has_window:
         packs_documents = sdpa.supports_documents(query, key, value, scale)
         is_estimate = isinstance(query, FakeTensor) and mask.dense().shape[1] == 1  # one mask for all heads: real runs have tiles
-        return VisibleKeys(mask.tiles(rows, keys, batch, finite_hides, packs_documents), mask.dense, None, is_estimate)
+        tiles = mask.tiles(num_rows, num_keys, batch_size, finite_hides, packs_documents)
+        return VisibleKeys(tiles, mask.dense, None, is_estimate)
     dense = mask.dense() if isinstance(mask, Mask) else mask
-    bottom_right = _bottom_right(rows, keys, first, window) if dense is None else None
+    bottom_right = _bottom_right(num_rows, num_keys, first_query, window) if dense is None else None
     if dense is None and not has_window:
         kind = TileKind.FULL
     else:
         kind = TileKind.CAUSAL if bottom_right == BOTTOM_RIGHT else TileKind.MIXED
-    tile = MaskTile(kind, (0, rows), (0, keys), (0, batch))
-    return VisibleKeys((tile,), lambda: _with_window(query, key, dense, first, window), bottom_right)
+    tile = MaskTile(kind, (0, num_rows), (0, num_keys), (0, batch_size))
+    return VisibleKeys((tile,), lambda: _with_window(query, key, dense, first_query, window), bottom_right)
 
 
-def _bottom_right(rows: int, keys: int, first: int | None, window: Window | None) -> BottomRightCausal | None:
+def _bottom_right(num_rows: int, num_keys: int, first_query: int | None, window: Window | None) -> BottomRightCausal | None:
     """Return the window as the mask that kernels have themselves: each query sees the keys up to its own, the last query all.
 
-    None if it is another mask: if it does not end at each query's own key, or the own key of the last query is not the
-    last key.
+    None if the window does not end at each query's own key, or if the own key of the last query is not the last key.
     """
-    if window is None or first is None or first < 0 or keys - first != rows or window[1] != 0:
+    if window is None or first_query is None or first_query < 0 or first_query + num_rows != num_keys:
         return None
-    low = window[0]
+    low, high = window
+    if high != 0:
+        return None
     if low is None:
         return BOTTOM_RIGHT
     return BottomRightCausal(left=-low) if low <= 0 else None
@@ -300,13 +303,15 @@ def _bias_of(tile: MaskTile, bias: Bias) -> Bias:
     return tile_bias
 
 
-def _with_window(query: Tensor, key: Tensor, mask: Tensor | None, first: int | None, window: Window | None) -> Tensor | None:
-    """Return one additive mask for the mask and the window; None if there are neither."""
-    if first is None or window is None or window == (None, None):
+def _with_window(
+    query: Tensor, key: Tensor, mask: Tensor | None, first_query: int | None, window: Window | None
+) -> Tensor | None:
+    """Return one additive mask [.. m n] for the mask and the window; None if there is neither."""
+    if first_query is None or window is None or window == (None, None):
         return mask
     low, high = window
-    rows = torch.arange(query.shape[2], device=query.device)[:, None] + first
-    delta = torch.arange(key.shape[2], device=query.device)[None, :] - rows
+    own_keys = torch.arange(query.shape[2], device=query.device)[:, None] + first_query  # index of each query's own key
+    delta = torch.arange(key.shape[2], device=query.device)[None, :] - own_keys
     hidden = torch.zeros_like(delta, dtype=torch.bool)
     if low is not None:
         hidden |= delta < low

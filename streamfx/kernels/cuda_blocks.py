@@ -35,8 +35,8 @@ class KernelTile(NamedTuple):
 class TileSizes(NamedTuple):
     """The maximum number of rows and keys of one call."""
 
-    rows: int
-    keys: int
+    num_rows: int
+    num_keys: int
 
 
 def gradients(
@@ -124,9 +124,9 @@ def _tiles(query: Tensor, key: Tensor, causal: Causal, max_tile: TileSizes) -> l
     """
     rows, keys = query.shape[2], key.shape[2]
     past = keys - rows if causal else keys  # keys that all rows see
-    past_slices, row_slices = _slices(past, max_tile.keys), _slices(rows, max_tile.rows)
+    past_slices, row_slices = _slices(past, max_tile.num_keys), _slices(rows, max_tile.num_rows)
     if len(row_slices) == 1:  # the last tile has the bottom-right mask, which may have a past before it
-        past_slices = past_slices if keys > max_tile.keys + rows else past_slices[:1]
+        past_slices = past_slices if keys > max_tile.num_keys + rows else past_slices[:1]
         key_slices = [*past_slices[:-1], slice(past_slices[-1].start if past_slices else 0, keys)]
         return [KernelTile(row_slices[0], key_slice, causal if key_slice.stop == keys else False) for key_slice in key_slices]
     tiles = [KernelTile(row_slice, key_slice, False) for row_slice in row_slices for key_slice in past_slices]

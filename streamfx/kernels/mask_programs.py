@@ -53,15 +53,18 @@ class MaskCache:
         """
         self._intervals[key] = intervals, [value.untyped_storage() for value in inputs if isinstance(value, Tensor)]
 
-    def tiles(self, key: Hashable, batch: int, rows: int, keys: int, packs_documents: bool) -> tuple[MaskTile, ...] | None:
+    def tiles(
+        self, key: Hashable, batch_size: int, num_rows: int, num_keys: int, packs_documents: bool
+    ) -> tuple[MaskTile, ...] | None:
         """Return the tiles for a batch size and numbers of queries and keys, or None if `key` has not been evaluated.
 
         With `packs_documents`, consecutive documents form one tile.
         """
-        sizes = (batch, rows, keys, packs_documents)
-        tiles = self._tiles.get((key, sizes))
+        request = (batch_size, num_rows, num_keys, packs_documents)
+        tiles = self._tiles.get((key, request))
         if tiles is None and key in self._intervals:
-            tiles = self._tiles[key, sizes] = tiles_of_intervals(self._intervals[key][0], *sizes)
+            intervals, _ = self._intervals[key]
+            tiles = self._tiles[key, request] = tiles_of_intervals(intervals, *request)
         return tiles
 
 
@@ -111,7 +114,7 @@ class MaskProgram(nn.Module):
         return self
 
     def tiles(
-        self, mask: Mask, batch: int, rows: int, keys: int, finite_hides: bool, packs_documents: bool
+        self, mask: Mask, batch_size: int, num_rows: int, num_keys: int, finite_hides: bool, packs_documents: bool
     ) -> tuple[MaskTile, ...] | None:
         """Return the tiles of the chunk's queries and keys; None if the mask is fake, or differs between heads.
 
@@ -119,16 +122,17 @@ class MaskProgram(nn.Module):
         large negative values hide a key as minus infinity does. `packs_documents`: consecutive documents form one tile.
         """
         key = self._identity(mask.inputs, finite_hides)
-        cached = None if key is None else mask.cache.tiles(key, batch, rows, keys, packs_documents)
+        cached = None if key is None else mask.cache.tiles(key, batch_size, num_rows, num_keys, packs_documents)
         if cached is not None:
             return cached
         dense = mask.dense()
         if isinstance(dense, FakeTensor) or dense.shape[1] != 1:
             return None
         if key is None:
-            return tiles_of_mask(dense.expand(-1, -1, rows, keys)[:, 0], batch, finite_hides, packs_documents)
+            mask_of_all_heads = dense.expand(-1, -1, num_rows, num_keys)[:, 0]
+            return tiles_of_mask(mask_of_all_heads, batch_size, finite_hides, packs_documents)
         self._evaluate_all(mask, key, finite_hides)
-        return mask.cache.tiles(key, batch, rows, keys, packs_documents)
+        return mask.cache.tiles(key, batch_size, num_rows, num_keys, packs_documents)
 
     def _evaluate_all(self, mask: Mask, key: Hashable, finite_hides: bool) -> None:
         """Evaluate the masks of all chunks of the loop, and cache the results: see NOTE [One evaluation for all chunks].
@@ -136,7 +140,7 @@ class MaskProgram(nn.Module):
         `key` is the cache key of `mask`, the mask of the current chunk.
         """
         upcoming = _upcoming.get() or (lambda _: ())
-        evaluated: dict[Hashable, tuple[Inputs, Tensor, int]] = {}
+        evaluated: dict[Hashable, tuple[Inputs, Tensor, int]] = {}  # (inputs, visible intervals, number of keys) of each mask
         for inputs in (mask.inputs, *upcoming(self)):
             identity = self._identity(inputs, finite_hides)
             if identity is not None and identity not in evaluated and identity not in mask.cache:
@@ -147,8 +151,8 @@ class MaskProgram(nn.Module):
             return
         on_host = torch.cat([intervals.flatten() for _, intervals, _ in evaluated.values()]).cpu()
         values_by_mask = on_host.split([intervals.numel() for _, intervals, _ in evaluated.values()])
-        for (identity, (inputs, intervals, keys)), values in zip(evaluated.items(), values_by_mask, strict=True):
-            mask.cache.keep(identity, VisibleIntervals(values.view(intervals.shape), keys), inputs)
+        for (identity, (inputs, intervals, num_keys)), values in zip(evaluated.items(), values_by_mask, strict=True):
+            mask.cache.keep(identity, VisibleIntervals(values.view(intervals.shape), num_keys), inputs)
 
     def dense(self, inputs: Inputs) -> Tensor:
         """Return the mask [b h m n]; any of the sizes may be 1."""
@@ -180,20 +184,20 @@ class Mask:
             self._dense = self.program.dense(self.inputs)
         return self._dense
 
-    def tiles(self, rows: int, keys: int, batch: int, finite_hides: bool, packs_documents: bool = False) -> tuple[MaskTile, ...]:
-        """Return the tiles of the chunk's queries (`rows`) and keys, for `batch` items.
+    def tiles(
+        self, num_rows: int, num_keys: int, batch_size: int, finite_hides: bool, packs_documents: bool = False
+    ) -> tuple[MaskTile, ...]:
+        """Return the tiles of the chunk's queries (rows) and keys.
 
-        If there are none (see `MaskProgram.tiles`), a single tile has the dense mask.
+        If the mask is not decomposed (see `MaskProgram.tiles`), a single tile has the dense mask.
         `finite_hides`: large negative values hide a key as minus infinity does. `packs_documents`: consecutive documents form
         one tile. If no tile needs the dense mask, it is freed.
         """
-        tiles = (
-            self.program.tiles(self, batch, rows, keys, finite_hides, packs_documents)
-            if batch and rows > 0 and keys > 0
-            else None
-        )
+        tiles = None
+        if batch_size and num_rows > 0 and num_keys > 0:
+            tiles = self.program.tiles(self, batch_size, num_rows, num_keys, finite_hides, packs_documents)
         if tiles is None:
-            return (MaskTile(TileKind.MIXED, (0, rows), (0, keys), (0, batch)),)
+            return (MaskTile(TileKind.MIXED, (0, num_rows), (0, num_keys), (0, batch_size)),)
         if all(tile.kind is not TileKind.MIXED for tile in tiles):
             self._dense = None
         return tiles

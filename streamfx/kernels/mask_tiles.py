@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +24,17 @@ from streamfx.kernels.varlen_intervals import RowInterval, documents_in
 
 MIN_TILE_ROWS = 16  # adjacent tiles with fewer rows become one call with a mask, because a kernel launch takes longer than a tile
 
-# (least visible value, greatest hiding value) of a mask: if only minus infinity hides; for dtypes with the range of float32;
-# for float16. Values between them are added to the scores.
-INFINITE, FINITE, FINITE_HALF = (-INFINITY, -INFINITY), (VISIBLE_SCORE, HIDDEN_SCORE), (MIN_VISIBLE_MASK_HALF, HIDDEN_SCORE_HALF)
+
+class Thresholds(NamedTuple):
+    """Mask values from `min_visible` on surely show a key, values up to `max_hiding` hide it; each is added to a score."""
+
+    min_visible: float
+    max_hiding: float
+
+
+INFINITE = Thresholds(-INFINITY, -INFINITY)  # only minus infinity hides a key
+FINITE = Thresholds(VISIBLE_SCORE, HIDDEN_SCORE)  # for dtypes with the range of float32
+FINITE_HALF = Thresholds(MIN_VISIBLE_MASK_HALF, HIDDEN_SCORE_HALF)  # for float16
 
 
 class TileKind(Enum):
@@ -52,46 +61,46 @@ class MaskTile:
 
 @dataclass(frozen=True)
 class VisibleIntervals:
-    """The visible keys of each row of a mask, as integers [b m 3] on the host.
+    """The visible keys of each row of a mask, as integers [b m 3] on the host: (first, stop, sees all), see `RowInterval`.
 
-    These are the interval [first, stop) outside which the row sees nothing, and whether it sees all keys inside, with
-    nothing added. `keys` is the mask's number of keys. If the mask is broadcast along rows or keys, m or `keys` is 1.
+    `num_keys` is the mask's number of keys. If the mask is broadcast along rows or keys, m or `num_keys` is 1.
     """
 
     values: Tensor
-    keys: int
+    num_keys: int
 
 
-def tiles_of_mask(mask: Tensor, batch: int, finite_hides: bool = True, packs_documents: bool = False) -> tuple[MaskTile, ...]:
-    """Return the tiles of a mask [b m n] that is added to the scores of all heads, for `batch` items; b is `batch` or 1.
+def tiles_of_mask(
+    mask: Tensor, batch_size: int, finite_hides: bool = True, packs_documents: bool = False
+) -> tuple[MaskTile, ...]:
+    """Return the tiles of a mask [b m n] that is added to the scores of all heads; b is `batch_size` or 1.
 
     `finite_hides`: large negative values hide a key as minus infinity does. `packs_documents`: consecutive documents form
     one tile.
     """
-    return tiles_of_intervals(
-        VisibleIntervals(visible_intervals(mask, finite_hides), mask.shape[2]),
-        batch,
-        mask.shape[1],
-        mask.shape[2],
-        packs_documents,
-    )
+    _, num_rows, num_keys = mask.shape
+    intervals = VisibleIntervals(visible_intervals(mask, finite_hides), num_keys)
+    return tiles_of_intervals(intervals, batch_size, num_rows, num_keys, packs_documents)
 
 
-def tiles_of_intervals(seen: VisibleIntervals, batch: int, rows: int, keys: int, packs_documents: bool) -> tuple[MaskTile, ...]:
-    """Return the tiles for a batch size and numbers of rows and keys; adjacent batch items with equal tiles share them.
+def tiles_of_intervals(
+    intervals: VisibleIntervals, batch_size: int, num_rows: int, num_keys: int, packs_documents: bool
+) -> tuple[MaskTile, ...]:
+    """Return the tiles of a mask, given the visible keys of its rows; adjacent batch items with equal tiles share them.
 
-    For example, three items of which the first two have one causal tile each: a tile with `batch` (0, 2), then the tiles of
-    the third. With `packs_documents`, consecutive documents form one tile.
+    For example, if the first two of three items have one causal tile each: a tile with `batch` (0, 2), then the tiles of
+    the third. With `packs_documents`, consecutive documents form one tile. The sizes are those of the attention: the mask
+    may be broadcast.
     """
     tiles_by_item = [
-        tuple(_tiles_of_item(intervals if len(intervals) == rows else intervals * rows, packs_documents))
-        for intervals in _intervals(seen, keys)  # one interval, for all rows, if the mask is broadcast along rows
+        tuple(_tiles_of_item(rows if len(rows) == num_rows else rows * num_rows, packs_documents))
+        for rows in _row_intervals(intervals, num_keys)  # a single row if the mask is broadcast along rows
     ]
     if len(tiles_by_item) == 1:
-        return tuple(replace(tile, batch=(0, batch)) for tile in tiles_by_item[0])
+        return tuple(replace(tile, batch=(0, batch_size)) for tile in tiles_by_item[0])
     tiles: list[MaskTile] = []
-    for item_tiles, group in groupby(range(len(tiles_by_item)), key=tiles_by_item.__getitem__):
-        batch_items = list(group)
+    for item_tiles, equal_items in groupby(range(len(tiles_by_item)), key=tiles_by_item.__getitem__):
+        batch_items = list(equal_items)
         tiles.extend(replace(tile, batch=(batch_items[0], batch_items[-1] + 1)) for tile in item_tiles)
     return tuple(tiles)
 
@@ -99,27 +108,36 @@ def tiles_of_intervals(seen: VisibleIntervals, batch: int, rows: int, keys: int,
 def visible_intervals(mask: Tensor, finite_hides: bool) -> Tensor:
     """Return the integers [b m 3] of `VisibleIntervals` for a mask [b m n], on the mask's device: (first, stop, sees all).
 
-    The interval of a row that sees nothing contains all keys, and the row keeps its mask. Minus infinity always hides a
-    key. Large negative values hide it only if scores are known to be small (`finite_hides`).
+    Minus infinity always hides a key. Large negative values hide it only if scores are known to be small (`finite_hides`).
+    If no key of a row surely has weight (`min_visible`), then hidden keys may have weight, because all scores are very low:
+    the interval contains all keys, and the row keeps its mask.
     """
-    least_visible, most_hiding = INFINITE if not finite_hides else FINITE_HALF if mask.dtype == torch.float16 else FINITE
-    hidden = mask <= most_hiding
-    is_plain = ((mask == 0) | hidden).all(-1)
-    visible = ~hidden
-    num_visible = visible.sum(-1)
-    first = visible.byte().argmax(-1)
-    stop = mask.shape[-1] - visible.flip(-1).byte().argmax(-1)
-    any_visible = (mask >= least_visible).any(-1)  # otherwise hidden keys may have weight: all scores of the row are very low
-    first, stop = first * any_visible, torch.where(any_visible, stop, mask.shape[-1])
-    return torch.stack((first, stop, (is_plain & any_visible & (num_visible == stop - first)).long()), -1).int()
+    thresholds = _thresholds(mask.dtype, finite_hides)
+    num_keys = mask.shape[-1]
+    hidden = mask <= thresholds.max_hiding
+    not_hidden = ~hidden
+    adds_nothing = ((mask == 0) | hidden).all(-1)
+    first = not_hidden.byte().argmax(-1)
+    stop = num_keys - not_hidden.flip(-1).byte().argmax(-1)
+    any_visible = (mask >= thresholds.min_visible).any(-1)
+    first, stop = first * any_visible, torch.where(any_visible, stop, num_keys)
+    sees_all = adds_nothing & any_visible & (not_hidden.sum(-1) == stop - first)
+    return torch.stack((first, stop, sees_all.long()), -1).int()
 
 
-def _intervals(seen: VisibleIntervals, keys: int) -> list[list[RowInterval]]:
-    """Return, for each batch item, the interval of visible keys of each row; `keys` is the number of keys, if not broadcast."""
-    is_broadcast = seen.keys != keys  # the mask is broadcast along keys
+def _thresholds(dtype: torch.dtype, finite_hides: bool) -> Thresholds:
+    """Return which values of a mask of this dtype show and hide a key."""
+    if not finite_hides:
+        return INFINITE
+    return FINITE_HALF if dtype == torch.float16 else FINITE
+
+
+def _row_intervals(intervals: VisibleIntervals, num_keys: int) -> list[list[RowInterval]]:
+    """Return, for each batch item, the interval of visible keys of each row; the mask may be broadcast along the keys."""
+    is_broadcast = intervals.num_keys != num_keys
     return [
-        [RowInterval(first, keys if is_broadcast else stop, bool(sees_all)) for first, stop, sees_all in rows]
-        for rows in seen.values.tolist()
+        [RowInterval(first, num_keys if is_broadcast else stop, bool(sees_all)) for first, stop, sees_all in rows]
+        for rows in intervals.values.tolist()
     ]
 
 
@@ -157,13 +175,15 @@ def _packed(rows: Sequence[RowInterval]) -> Iterator[MaskTile]:
 def _runs(rows: Sequence[RowInterval], start: int, end: int) -> Iterator[MaskTile]:
     """Yield the tiles of rows [start, end): each a longest run of rows that all see one interval, in full or causally.
 
-    Causally: each row sees one key more than the row before it. A row that is not solid (it needs the mask) is a tile alone.
+    Causally: each row sees one key more than the row before it. A row that does not see all keys of its interval needs the
+    mask: it is a tile alone.
     """
     while start < end:
         row, stop = rows[start], start + 1
         is_causal = stop < end and rows[stop].stop == row.stop + 1
-        while row.is_solid and stop < end and rows[stop] == RowInterval(row.first, row.stop + is_causal * (stop - start), True):
+        growth = 1 if is_causal else 0  # keys per row
+        while row.sees_all and stop < end and rows[stop] == RowInterval(row.first, row.stop + growth * (stop - start), True):
             stop += 1
         kind = TileKind.CAUSAL if is_causal and stop > start + 1 else TileKind.FULL
-        yield MaskTile(kind if row.is_solid else TileKind.MIXED, (start, stop), (row.first, rows[stop - 1].stop))
+        yield MaskTile(kind if row.sees_all else TileKind.MIXED, (start, stop), (row.first, rows[stop - 1].stop))
         start = stop

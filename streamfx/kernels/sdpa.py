@@ -198,10 +198,10 @@ def _attention(
     value: Tensor,
     *,
     attn_mask: Tensor | None = None,
-    is_causal: Causal = False,
+    is_causal: bool = False,
     scale: float | None = None,
 ) -> Result:
-    """Implement `streamfx::attention`; return the output and the log-sum-exp."""
+    """Implement `streamfx::attention`; return the output and the log-sum-exp. The arguments are those of its schema."""
     return forward(query, key, value, attn_mask, is_causal, scale)
 
 
@@ -214,10 +214,10 @@ def _attention_backward(
     logsumexp: Tensor,
     *,
     attn_mask: Tensor | None = None,
-    is_causal: Causal = False,
+    is_causal: bool = False,
     scale: float | None = None,
 ) -> Gradients:
-    """Implement `streamfx::attention_backward`; return (dq, dk, dv)."""
+    """Implement `streamfx::attention_backward`; return (dq, dk, dv). The arguments are those of its schema."""
     return backward(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)
 
 

@@ -13,11 +13,11 @@ from streamfx.kernels.plain_attention import Varlen
 
 
 class RowInterval(NamedTuple):
-    """The keys [first, stop) outside which a row sees nothing; `is_solid` if it sees all keys inside, with nothing added."""
+    """The keys [first, stop) outside which a row sees nothing; `sees_all`: it sees all keys inside, with nothing added."""
 
     first: int
     stop: int
-    is_solid: bool
+    sees_all: bool
 
 
 class DocumentInterval(NamedTuple):
@@ -35,10 +35,11 @@ def documents_in(rows: Sequence[RowInterval], min_rows: int) -> Iterator[Documen
     """
     start = 0
     while start < len(rows):
-        longest = max((_longest(rows, start, causal) for causal in (True, False)), key=lambda interval: interval.rows[1])
+        causal, full = _longest(rows, start, causal=True), _longest(rows, start, causal=False)
+        longest = causal if causal.rows[1] >= full.rows[1] else full
         stop, documents = longest.rows[1], longest.documents
         is_long = stop - start >= min_rows or stop - start == len(rows)
-        if rows[start].is_solid and is_long and (len(documents.rows) > 2 or documents.left is not None):
+        if rows[start].sees_all and is_long and (len(documents.rows) > 2 or documents.left is not None):
             yield longest
         start = stop
 
@@ -52,7 +53,7 @@ def _longest(rows: Sequence[RowInterval], start: int, causal: bool) -> DocumentI
     """
     starts, width, index = [start], None, start + 1
     max_length = rows[start].stop - rows[start].first
-    while index < len(rows) and rows[index - 1].is_solid and rows[index].is_solid:
+    while index < len(rows) and rows[index - 1].sees_all and rows[index].sees_all:
         previous, current = rows[index - 1], rows[index]
         length, is_next = current.stop - current.first, current.first == previous.stop
         slides = causal and not is_next and (current.first, current.stop) == (previous.first + 1, previous.stop + 1)

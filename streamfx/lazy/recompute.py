@@ -43,7 +43,7 @@ class Modes:
         return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(autocasts), rounding)
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Context manager: activate these modes (grad, inference, autocast, rounding); restore the current ones at its end."""
         with ExitStack() as stack:
             if self.inference != torch.is_inference_mode_enabled():
@@ -157,10 +157,10 @@ class _Tape:
 
 @dataclass(frozen=True)
 class RowChunks:
-    """How a use of lazy outputs is chunked: the rows per chunk, and pairs (index of an input, its dimension of rows)."""
+    """How a use of lazy outputs is chunked: the rows per chunk, and pairs (index of an input, its row dimension)."""
 
-    rows: int
-    along: tuple[tuple[int, int], ...] = ()
+    num_rows: int
+    row_dims: tuple[tuple[int, int], ...] = ()
 
 
 class UseCompiler(Protocol):
@@ -351,7 +351,7 @@ class RecomputeSource:
         leaves: list[Tensor | None] = [None] * len(values)
         for index in self.leaves():
             values[index] = leaves[index] = values[index].detach().requires_grad_()
-        with self.modes.restored(), no_saved_tensor_hooks():  # hooks active at the place of use must not apply
+        with self.modes.activate(), no_saved_tensor_hooks():  # hooks active at the place of use must not apply
             output: Tensor = run_program(self.recipe.program, values)
         if not output.requires_grad:
             return output, None

@@ -130,7 +130,7 @@ class _GraphBuilder:
         self._cells: dict[Cell, fx.Node] = {}
         self._steps: dict[DeferredOperator, fx.Node] = {}
         self.sources: dict[RecomputeSource, tuple[fx.Node, list[fx.Node | None]]] = {}  # output, and the leaf of each input
-        self.along: list[tuple[int, int]] = []  # index of each input with rows, and its dimension of rows
+        self.row_dims: list[tuple[int, int]] = []  # index of each input with rows, and its row dimension
         self._last: fx.Node | None = None  # the last placeholder
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -252,7 +252,7 @@ class _GraphBuilder:
         for i, value in enumerate(values):
             has_rows = rows is not None and i == rows.source
             if has_rows:
-                self.along.append((len(self.inputs), dim))
+                self.row_dims.append((len(self.inputs), dim))
                 value = value[(slice(None),) * dim + (slice(start, stop),)].contiguous()  # some operators require this layout
             nodes.append(self.add_input(value, rows is not None and not has_rows))
         leaves: list[fx.Node | None] = [None] * len(nodes)
@@ -325,7 +325,7 @@ def _code_for(builder: _GraphBuilder, results: Sequence[fx.Node]) -> FamilyCode 
     source = next(iter(builder.sources))
     assert source.chunking.compiler is not None
     builder.graph.output(tuple(results))
-    row_chunks = RowChunks(rows_per_chunk_of(source), tuple(builder.along))
+    row_chunks = RowChunks(rows_per_chunk_of(source), tuple(builder.row_dims))
     kinds, numbers = layout_of(builder.inputs)
     key = (structure(builder.graph), kinds, tuple(sorted(builder.shared)), source.chunking.compiler, row_chunks)
     if key not in _versions and len(_versions) == MAX_GRAPHS:
@@ -345,7 +345,7 @@ def _plain_modes(builder: _GraphBuilder) -> Iterator[None]:
     device_types = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     autocasts = tuple((name, torch.get_autocast_dtype(name), False) for name in device_types)
     rounding = next(iter(builder.sources)).modes.rounding
-    with Modes(grad=False, inference=torch.is_inference_mode_enabled(), autocasts=autocasts, rounding=rounding).restored():
+    with Modes(grad=False, inference=torch.is_inference_mode_enabled(), autocasts=autocasts, rounding=rounding).activate():
         yield
 
 
@@ -360,7 +360,7 @@ def _compiled(builder: _GraphBuilder, family: Family, numbers: Numbers, row_chun
     tensors = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
     compiled_index = {i: tensor_index + (family.at is not None) for tensor_index, i in enumerate(tensors)}
     shared = [compiled_index[i] for i in tensors if i in builder.shared]
-    tensor_row_chunks = RowChunks(row_chunks.rows, tuple((compiled_index[i], dim) for i, dim in row_chunks.along))
+    tensor_row_chunks = RowChunks(row_chunks.num_rows, tuple((compiled_index[i], dim) for i, dim in row_chunks.row_dims))
 
     def compile_graph(graph: fx.GraphModule, values: list[Any]) -> Callable[..., Any]:
         """Return the compiled graph, or `_not_streamed` if the compiler refuses it."""

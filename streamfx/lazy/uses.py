@@ -48,7 +48,7 @@ class Uses:
         chunks would differ, or if a value outside loops, other than a result, has `widest / 2` elements or more.
         """
         options = replace(self.options, outputs="dense", strict=False, memory_budget=None, bodies="eager")
-        options = replace(options, gradients="at once", chunk_size=row_chunks.rows, loss_chunk_size=row_chunks.rows)
+        options = replace(options, gradients="at once", chunk_size=row_chunks.num_rows, loss_chunk_size=row_chunks.num_rows)
         run, facts = self.compiled(graph, inputs, options, weights)
         program = None if facts is None else facts.program
         if program is None or any(2 * numel_of(node) >= widest for node in computed_outside_loops(program.forward.graph)):
@@ -71,17 +71,17 @@ class Uses:
 def has_row_chunks(facts: Facts, row_chunks: RowChunks) -> bool:
     """Return whether all loops run over chunks of the requested number of rows, along the requested dimensions.
 
-    `row_chunks.along` has the dimension of rows of some inputs; each must be exactly the axis that the loops cut into chunks.
+    `row_chunks.row_dims` has the dimension of rows of some inputs; each must be exactly the axis that the loops cut into chunks.
     """
     axes, inputs = facts.found_axes, facts.joint.graph.find_nodes(op="placeholder")
     if axes is None or axes.sequence is None or not known(facts.program).loops:
         return False
-    for input_index, dim in row_chunks.along:
+    for input_index, dim in row_chunks.row_dims:
         factors = axes.table.resolve(axes.shapes[inputs[input_index]][dim])
         if factors != axes.table.resolve((axes.sequence.main,)):
             return False
     specs = [loop.spec for loop in known(facts.program).loops]
-    return all(spec.chunk_size == row_chunks.rows and spec.length == axes.sequence.length for spec in specs)
+    return all(spec.chunk_size == row_chunks.num_rows and spec.length == axes.sequence.length for spec in specs)
 
 
 def computed_outside_loops(graph: fx.Graph) -> list[fx.Node]:

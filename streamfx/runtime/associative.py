@@ -81,7 +81,7 @@ def _scan(rows: Sequence[Tensor], shared: Sequence[Tensor], combine_id: int) -> 
     """Implement `streamfx::associative_scan`: combine all rows of the sequence, from the first one, without a carry."""
     # `vmap` needs dispatch keys that are disabled inside an operator's implementation
     with autograd_inside_operators(), torch.no_grad():
-        results = scan_rows(combine_id, rows, shared, blocks={}, first=0)[0]
+        results, _ = scan_rows(combine_id, rows, shared, blocks={}, first=0)
     # a single row is combined with nothing: the clone ensures that no result shares memory with an operand
     return [result.clone() for result in results] if len(rows[0]) == 1 else results
 
@@ -93,7 +93,10 @@ def _scan_backward(
 
     `gradients`: the gradient of each leaf of the combined rows, or None.
     """
-    return scan_gradients(combine_id, rows, shared, {}, 0, gradients, {})[0]
+    value_gradients, _ = scan_gradients(
+        combine_id, rows, shared, blocks={}, first=0, gradients=gradients, final_block_gradients={}
+    )
+    return value_gradients
 
 
 implement(TREE_SCAN, _scan)
@@ -102,15 +105,16 @@ implement(SCAN_BACKWARD, _scan_backward)
 # -- in chunks
 
 
-def bytes_of_blocks(rows: Sequence[Sequence[Size]], types: Sequence[torch.dtype], length: int) -> Size:
+def bytes_of_blocks(row_shapes: Sequence[Sequence[Size]], types: Sequence[torch.dtype], length: int) -> Size:
     """Return the size in bytes of a carry: one block per level, each with every leaf in elements of the widest dtype.
 
-    `rows`: the sizes of a row of each leaf. `types`: the dtype of each leaf. `length`: the number of rows of the sequence.
+    `row_shapes`: the shape of a row of each leaf. `types`: the dtype of each leaf. `length`: the number of rows of the
+    sequence.
     """
-    return product((sum(map(product, rows)), length.bit_length(), _width(types)))
+    return product((sum(map(product, row_shapes)), length.bit_length(), _max_itemsize(types)))
 
 
-def _width(types: Sequence[torch.dtype]) -> int:
+def _max_itemsize(types: Sequence[torch.dtype]) -> int:
     """Return the bytes of the widest dtype."""
     return max(dtype.itemsize for dtype in types)
 
@@ -130,13 +134,13 @@ class _Tree(Recurrence):
         self.__name__ = self.__qualname__ = plan.name
         self.__module__ = __name__
 
-    def _read(self, carry: Tensor, rows: int, like: Sequence[Tensor]) -> Blocks:
-        """Return copies, by level, of the blocks in the carry that represent the first `rows` rows of the sequence.
+    def _read(self, carry: Tensor, num_rows: int, like: Sequence[Tensor]) -> Blocks:
+        """Return copies, by level, of the blocks in the carry that represent the first `num_rows` rows of the sequence.
 
         They are copies because the carry will be overwritten. `like` begins with a tensor of each leaf.
         """
         leaf_views = self._leaf_views(carry, like)
-        return {level: [leaf_view[level : level + 1].clone() for leaf_view in leaf_views] for level in block_levels(rows)}
+        return {level: [leaf_view[level : level + 1].clone() for leaf_view in leaf_views] for level in block_levels(num_rows)}
 
     def _write(self, carry: Tensor, blocks: Blocks, like: Sequence[Tensor]) -> None:
         """Copy blocks into the bytes of the carry, each at its level. `like` begins with a tensor of each leaf."""
@@ -150,12 +154,14 @@ class _Tree(Recurrence):
 
         `like` begins with a tensor [rows, ...] of each leaf, which has the shape of a row and the dtype.
         """
-        levels, width, start, views = self.plan.length.bit_length(), _width(self.plan.dtypes), 0, []
+        num_levels, max_itemsize = self.plan.length.bit_length(), _max_itemsize(self.plan.dtypes)
+        views: list[Tensor] = []
+        start = 0  # byte at which the blocks of a leaf begin
         for value in like[: len(self.plan.dtypes)]:
-            shape = (levels, *value.shape[1:])
+            shape = (num_levels, *value.shape[1:])
             buffer = carry[start : start + prod(shape) * value.element_size()].view(value.dtype)
             views.append(buffer.view(shape))
-            start += prod(shape) * width
+            start += prod(shape) * max_itemsize
         return views
 
 
@@ -165,7 +171,8 @@ class Associative(_Tree):
     reverse = False
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        return self._scanned(operands, {}, 0)[0]
+        results, _ = self._scan_chunk(operands, blocks={}, first=0)
+        return results
 
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
@@ -176,20 +183,21 @@ class Associative(_Tree):
         """
         if states is not None:
             states[chunk].copy_(carry)
-        results, later_blocks = self._scanned(operands, self._read(carry, before, operands), before)
+        results, later_blocks = self._scan_chunk(operands, self._read(carry, before, operands), before)
         self._write(carry, later_blocks, operands)
         return results
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
         """Return the chunk's combined rows again, from the blocks with which the chunk began, after `before` rows."""
-        return self._scanned(operands, self._read(states[chunk], before, operands), before)[0]
+        results, _ = self._scan_chunk(operands, self._read(states[chunk], before, operands), before)
+        return results
 
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
         raise NotImplementedError("its rows go from the first to the last")
 
-    def _scanned(self, operands: Sequence[Tensor], blocks: Blocks, first: int) -> tuple[tuple[Tensor, ...], Blocks]:
+    def _scan_chunk(self, operands: Sequence[Tensor], blocks: Blocks, first: int) -> tuple[tuple[Tensor, ...], Blocks]:
         """Combine rows with the blocks before them; return the results that the graph uses, and the blocks after the rows.
 
         `operands`: the rows of each leaf, then the shared tensors. `first`: the index in the sequence of the first of these
@@ -208,7 +216,8 @@ class AssociativeBackward(_Tree):
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of all rows."""
-        return self._gradients(operands, {}, 0, {})[0]
+        results, _ = self._chunk_gradients(operands, blocks={}, first=0, final_block_gradients={})
+        return results
 
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
@@ -222,7 +231,7 @@ class AssociativeBackward(_Tree):
         rows = operands[len(self.plan.dtypes) - len(self.plan.absent_gradients) :]
         final_block_gradients = self._read(carry, self.plan.length - before, rows) if before else {}
         blocks = self._read(states[chunk], after, rows)
-        results, block_gradients = self._gradients(operands, blocks, after, final_block_gradients)
+        results, block_gradients = self._chunk_gradients(operands, blocks, after, final_block_gradients)
         self._write(carry, block_gradients, rows)
         return results
 
@@ -234,7 +243,7 @@ class AssociativeBackward(_Tree):
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
         raise NotImplementedError("its rows go from the last to the first")
 
-    def _gradients(
+    def _chunk_gradients(
         self, operands: Sequence[Tensor], blocks: Blocks, first: int, final_block_gradients: Blocks
     ) -> tuple[tuple[Tensor, ...], Blocks]:
         """Return the gradients that the graph uses, and the gradients of the blocks before row `first` of the sequence.

@@ -35,7 +35,7 @@ class Chunks(Sequence[tuple[int, int]]):
             yield start, min(start + step, length)
 
     @property
-    def lengths(self) -> int:
+    def num_lengths(self) -> int:
         """The number of distinct chunk lengths: 2 if the last chunk of the sequence is shorter than the others, else 1."""
         return 1 if len(self) == 1 or self.length % self.step == 0 else 2
 

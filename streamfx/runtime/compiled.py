@@ -38,8 +38,11 @@ def _for_several_lengths(call: CodeCall) -> CodeCall:
     return replace(call, run=partial(call.run, has_several_lengths=True)) if isinstance(call.run, Segment) else call
 
 
-def report_progress(bodies: Sequence[CompiledBody], progress: ProgressOption) -> None:
-    """Report to `progress` how many of the distinct subgraphs of a program's loop bodies are compiled."""
+def attach_compile_tally(bodies: Sequence[CompiledBody], progress: ProgressOption) -> None:
+    """Let the segments of a program's loop bodies count, in one tally, how many distinct ones are compiled.
+
+    The tally shows the count on a terminal, if the option `progress` allows it.
+    """
     segments = [segment for body in bodies for segment in body.segments]
     tally = Tally("compiling", len({segment.structure for segment in segments}), progress)
     for segment in segments:
@@ -63,19 +66,19 @@ class CompiledBody:
     def segments(self) -> list[Segment]:
         return [call.run for call in self._calls if isinstance(call.run, Segment)]
 
-    def for_chunks(self, lengths: int) -> Callable[..., Sequence[Any]]:
-        """Return the body as a function for a loop whose chunks have one length, or (`lengths` 2) several.
+    def for_chunks(self, num_lengths: int) -> Callable[..., Sequence[Any]]:
+        """Return the body as a function for a loop whose chunks have one length, or (if `num_lengths` is 2) several.
 
         The function is generated on first use.
         """
-        return self._code_for_one if lengths == 1 else self._code_for_several
+        return self._code_for_one_length if num_lengths == 1 else self._code_for_several_lengths
 
     @cached_property
-    def _code_for_one(self) -> Callable[..., Sequence[Any]]:
+    def _code_for_one_length(self) -> Callable[..., Sequence[Any]]:
         return self._generate(self._calls)
 
     @cached_property
-    def _code_for_several(self) -> Callable[..., Sequence[Any]]:
+    def _code_for_several_lengths(self) -> Callable[..., Sequence[Any]]:
         return self._generate([_for_several_lengths(call) for call in self._calls])
 
     def _generate(self, calls: Sequence[CodeCall]) -> Callable[..., Sequence[Any]]:

@@ -215,8 +215,8 @@ def results_of_no_rows(plan: StatefulPlan, values: Mapping[str, Any]) -> dict[in
     outputs, empty = meta_results_of_block(plan, values), {}
     for result in plan.results:
         shape = list(outputs[result.index].shape)
-        if result.rows is not None:
-            shape[result.rows] = 0
+        if result.row_dim is not None:
+            shape[result.row_dim] = 0
         empty[result.index] = example.new_zeros(shape, dtype=result.dtype)
     return empty
 

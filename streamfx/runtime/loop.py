@@ -106,7 +106,7 @@ class Loop(nn.Module):
         if self.compiled is None:
             return self.body.forward  # type: ignore[no-any-return]
         assert isinstance(bounds, Chunks)
-        return self.compiled.for_chunks(bounds.lengths)
+        return self.compiled.for_chunks(bounds.num_lengths)
 
     def rows_per_chunk(self, length: int, env: Env) -> int:
         """Return the chunk size in rows: fixed, or computed for `length` rows from a memory budget and the bytes per row."""

@@ -47,9 +47,10 @@ class HostProgram:
         self._function = generate_function("outer", inputs, calls, result, boxed=True)
 
     def run(self, arguments: list[Any]) -> Any:
-        """Run the program on these inputs and return the results.
+        """Run the program on these inputs and return the results, in AOTAutograd's boxed calling convention.
 
-        The list `arguments` is emptied, so that nothing holds a value after its last use.
+        The program takes the inputs out of the list `arguments`, which is empty afterwards: so neither the caller nor the list
+        holds an input after its last use.
         """
         return self._function(arguments)
 

@@ -111,18 +111,18 @@ def requires_gradient(node: fx.Node) -> bool:
 
 
 def can_be_input(node: fx.Node) -> bool:
-    """Return whether a value of a Dynamo graph can be the input of another graph.
+    """Return whether a value of a Dynamo graph may cross a split: computed by the first part, and an input of the second.
 
     True for dense tensors (no subclasses) and integers, if their sizes do not depend on data.
     """
     value = node.meta.get(EXAMPLE_VALUE)
     if isinstance(value, Tensor):
         is_plain = value.layout is torch.strided and not torch.utils._python_dispatch.is_traceable_wrapper_subclass(value)
-        return is_plain and all(map(_is_known, value.shape))
-    return isinstance(value, (int, torch.SymInt)) and _is_known(value)
+        return is_plain and all(map(_is_known_at_trace_time, value.shape))
+    return isinstance(value, (int, torch.SymInt)) and _is_known_at_trace_time(value)
 
 
-def _is_known(size: Any) -> bool:
+def _is_known_at_trace_time(size: Any) -> bool:
     """Return whether a size has a value at trace time: it does not depend on data."""
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
 

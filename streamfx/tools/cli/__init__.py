@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from streamfx.errors import StreamFXError, describe_error
-from streamfx.frontend.gc_pause import uncollected
+from streamfx.frontend.gc_pause import pause_gc
 from streamfx.tools.cli import doctor, explain, plan, verify
 from streamfx.tools.cli.arguments import INTERRUPTED, REFUSED, CommandResult
 
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
 
 def command() -> int:
     """Run `main` as the only work of this process, and return its exit code."""
-    with uncollected():
+    with pause_gc():
         code = main()
         gc.freeze()  # the process is about to end, so do not search the traced objects for cycles
     return code

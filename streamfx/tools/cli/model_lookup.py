@@ -124,7 +124,11 @@ def _from_factory(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tu
 def _model_and_arguments(
     arguments: argparse.Namespace, result: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a factory's model with its arguments; if the factory gives none, draw random ids."""
+    """Return (model, arguments, keyword arguments) for the result of a user's factory.
+
+    The result is a pair (model, its arguments as a dictionary, tuple, or list), or a model: then `arguments_of` supplies
+    random ids. Raises `ModelError` for other results.
+    """
     if isinstance(result, tuple) and len(result) == 2 and callable(result[0]) and isinstance(result[1], (Mapping, tuple, list)):
         model, model_arguments = result
         return (model, (), dict(model_arguments)) if isinstance(model_arguments, Mapping) else (model, tuple(model_arguments), {})

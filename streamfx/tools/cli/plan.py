@@ -112,35 +112,43 @@ def _add_search_and_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> str:
     """Return the text to print."""
     config_file(arguments.model)  # refuse a wrong name before torch is imported
-    from streamfx.frontend.gc_pause import collected, uncollected
+    from streamfx.frontend.gc_pause import pause_gc, resume_gc
     from streamfx.tools.planner.search import MAX_TRACES
 
     searched = arguments.max_length or arguments.max_batch
-    with written_as_html(arguments) as reports, traces(MAX_TRACES if searched else 1) as noted:
-        with collected() if searched else uncollected():
-            report = _plan_for(arguments, noted)
+    with written_as_html(arguments) as reports, trace_progress(MAX_TRACES if searched else 1) as show_prediction:
+        with resume_gc() if searched else pause_gc():
+            report = _plan_for(arguments, show_prediction)
         reports.append(report)
     return json.dumps(report.summary(), indent=2) if arguments.json else str(report)
 
 
 @contextmanager
-def traces(trace_count: int) -> Iterator[Callable[[Prediction], None]]:
-    """Show progress on a terminal: the index of the current trace, of at most `trace_count`, and the result of the last one."""
-    done = 1
-    with show_activity(f"planning {done} of {trace_count}" if trace_count > 1 else "planning") as set_text:
+def trace_progress(max_traces: int) -> Iterator[Callable[[Prediction], None]]:
+    """Context manager: show the progress of a plan on a terminal, as `planning 2 of 9 (1 x 4,096 tokens take 5.0 GiB)`.
 
-        def noted(prediction: Prediction) -> None:
-            """Show the last prediction and the index of the next trace."""
-            nonlocal done
-            done = min(done + 1, trace_count)
+    Yield a function to call with the prediction of each trace: it shows this prediction, and the number of the next trace.
+    """
+    trace_number = 1
+
+    def activity() -> str:
+        """Return the text before the result: without numbers if there is only one trace."""
+        return f"planning {trace_number} of {max_traces}" if max_traces > 1 else "planning"
+
+    with show_activity(activity()) as set_text:
+
+        def show_prediction(prediction: Prediction) -> None:
+            """Show the last prediction and the number of the next trace."""
+            nonlocal trace_number
+            trace_number = min(trace_number + 1, max_traces)
             last_result = f"{prediction.batch:,} x {prediction.length:,} tokens take {format_bytes(prediction.peak_bytes)}"
-            set_text(f"planning {done} of {trace_count} ({last_result})" if trace_count > 1 else f"planning ({last_result})")
+            set_text(f"{activity()} ({last_result})")
 
-        yield noted
+        yield show_prediction
 
 
-def _plan_for(arguments: argparse.Namespace, noted: Callable[[Prediction], None]) -> PlanReport:
-    """Call `streamfx.plan` with the parsed arguments."""
+def _plan_for(arguments: argparse.Namespace, show_prediction: Callable[[Prediction], None]) -> PlanReport:
+    """Call `streamfx.plan` with the parsed arguments; `show_prediction` is called after each trace."""
     from streamfx.tools.planner.plan import plan
 
     option_values = {name: getattr(arguments, name) for name in BACKEND_OPTIONS}
@@ -149,5 +157,5 @@ def _plan_for(arguments: argparse.Namespace, noted: Callable[[Prediction], None]
         **{name: getattr(arguments, name) for name in PLAN_ARGUMENTS},
         baselines=not arguments.no_baselines,
         options={name: value for name, value in option_values.items() if value is not None},
-        noted=noted,
+        noted=show_prediction,
     )

@@ -26,12 +26,12 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> CommandResult:
     """Return the text to print and the exit code."""
     check_model(arguments)
-    from streamfx.frontend.gc_pause import collected
+    from streamfx.frontend.gc_pause import resume_gc
     from streamfx.tools.cli.model_lookup import model_and_inputs
     from streamfx.tools.inspect.verify import verify
 
     model, args, kwargs = model_and_inputs(arguments, "cpu")
-    with collected():  # this runs real steps, so garbage must be collected
+    with resume_gc():  # this runs real steps, so garbage must be collected
         report = verify(model, *args, options=options_of(arguments), **kwargs)
     return CommandResult(json.dumps(summary(report), indent=2) if arguments.json else str(report), 0 if report.ok else NOT_SO)
 

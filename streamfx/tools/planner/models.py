@@ -98,7 +98,7 @@ def language_model(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
 
 
 def _check_sizes(config: Any) -> None:
-    """Refuse sizes for which transformers would build a model that computes nothing, or would take forever."""
+    """Raise `PlanError` for a size below one (transformers would build a model that computes nothing) or too many layers."""
     for name in SIZES:
         size = getattr(config, name, None)
         if isinstance(size, int) and size < 1:

@@ -13,7 +13,7 @@ from torch import nn
 from streamfx.argument_checks import as_python_number, check_call, choices_hint, describe_value, did_you_mean, require
 from streamfx.budget import FORMS, budget_bytes, is_budget, parse_amount
 from streamfx.errors import OptionError, PlanError
-from streamfx.frontend.gc_pause import uncollected
+from streamfx.frontend.gc_pause import pause_gc
 from streamfx.options import NAMES, Options, merge_options, resolve_options
 from streamfx.tools.inspect.lock import serialized
 from streamfx.tools.planner.context import check_heads, check_plan
@@ -143,7 +143,7 @@ def _run_request(request: PlanRequest) -> PlanReport:
     objective = objective_by_name(request.objective, request.group)
     ranks = checked_sharding(request.world, request.shard, request.tensor, request.context)
     _check_ranks(request, ranks)
-    with uncollected():
+    with pause_gc():
         model = objective.step(build_model(request.model, request.dtype, request.lora_rank, request.quantize))
     name = Path(request.model).name if isinstance(request.model, str) else type(model).__name__
     _check_takes_ids(request)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from streamfx.budget import format_bytes
 from streamfx.cost.repeats import Repeat
 from streamfx.errors import OverBudgetError, StreamFXError, describe_error
-from streamfx.frontend.gc_pause import uncollected
+from streamfx.frontend.gc_pause import pause_gc
 from streamfx.kernels.device_kinds import pretend_device
 from streamfx.log import log
 from streamfx.tools.inspect.eager import find_layer_repetition
@@ -78,7 +78,7 @@ class TrainingStep:
     ) -> Prediction:
         """Predict a step. `chunked` adds the baseline of checkpointing with a chunked loss, which is slow to trace."""
         inputs = self._inputs(batch, length)
-        with pretend_device(self.device.kind), uncollected(), self.ranks.divided(self.model) as model:
+        with pretend_device(self.device.kind), pause_gc(), self.ranks.divided(self.model) as model:
             in_chunks = baselines_of(model).get(IN_CHUNKS) if self._has_baselines and chunked else None
             extra_baselines = {} if in_chunks is None else {CHUNKED: in_chunks}
             prediction = predict(
@@ -166,7 +166,7 @@ class TrainingStep:
     def _peak_of(self, baseline: Baseline, repeat: Repeat | None, batch: int, length: int) -> int | None:
         """Return the peak of a baseline, or None if it cannot be traced. `repeat` is the layer repetition, if known."""
         inputs = self._inputs(batch, length)
-        with pretend_device(self.device.kind), uncollected():
+        with pretend_device(self.device.kind), pause_gc():
             peak = peak_of(baseline, inputs, repeat)
         return None if peak is None else peak + self._constant_bytes(inputs)
 
@@ -177,7 +177,7 @@ class TrainingStep:
     def _layer_repetition(self, inputs: Mapping[str, Tensor]) -> Repeat | None:
         """Return the layer repetition of the model, or None if there is none."""
         try:
-            with pretend_device(self.device.kind), uncollected():
+            with pretend_device(self.device.kind), pause_gc():
                 return find_layer_repetition(loss_of(self.model), inputs)
         except Exception:  # a baseline may be traceable even if the plain model is not
             return None

@@ -147,14 +147,16 @@ def comparison_chart(timeline: Timeline, height: int = 240) -> Chart:
 def _chart(scale: Scale, shapes: Sequence[Shape], marked: Sequence[MemoryTimeline]) -> Chart:
     """Return a chart with these shapes, with axes for `scale`, and with a mark at the peak of each course in `marked`.
 
-    The first of them is the streamed step, whose backward pass is marked, too.
+    The first course is the streamed step, whose backward pass is also marked.
     """
-    ours = marked[0]
-    backward_start = scale.x(ours.backward_start) if ours.backward_start < ours.end else None
+    streamed = marked[0]
+    backward_start = scale.x(streamed.backward_start) if streamed.backward_start < streamed.end else None
     xs = tuple(Tick(scale.x(at), in_seconds(at) if at else "0 s") for at in _tick_seconds(scale.seconds))
     ys = tuple(Tick(scale.y(size), _tick_text(size)) for size in range(0, scale.max_bytes + 1, _tick_distance(scale.max_bytes)))
     marks = tuple(_peak_mark(course, scale) for course in marked if course.seconds)
-    return Chart(scale.height, scale.y(0), tuple(shapes), xs, ys, backward_start, marks)
+    return Chart(
+        height=scale.height, floor=scale.y(0), shapes=tuple(shapes), xs=xs, ys=ys, backward_start=backward_start, marks=marks
+    )
 
 
 def _peak_mark(course: MemoryTimeline, scale: Scale) -> ChartMark:
