@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind, of_kind
 from streamfx.ir.ranges import Range, is_exact_in
 from streamfx.ir.sizes import Size
 from streamfx.node_meta import VALUE
@@ -110,14 +111,7 @@ def _arange(node: fx.Node, positions: Positions) -> Affine | None:
     return None if start is None or step is None else _affine_or_constant(step, start, 0)
 
 
-COEFFICIENTS: dict[Any, Callable[[int], tuple[int, int]]] = {  # of `self` and `other`, given alpha
-    aten.add.Tensor: lambda alpha: (1, alpha),
-    aten.add.Scalar: lambda alpha: (1, alpha),
-    aten.sub.Tensor: lambda alpha: (1, -alpha),
-    aten.sub.Scalar: lambda alpha: (1, -alpha),
-    aten.rsub.Tensor: lambda alpha: (-alpha, 1),
-    aten.rsub.Scalar: lambda alpha: (-alpha, 1),
-}
+LINEAR_COMBINATIONS = of_kind(Kind.ADD, Kind.SUBTRACT, Kind.SUBTRACT_FROM)
 
 
 def linear_combination(node: fx.Node) -> tuple[tuple[int, Any], tuple[int, Any]] | None:
@@ -125,12 +119,15 @@ def linear_combination(node: fx.Node) -> tuple[tuple[int, Any], tuple[int, Any]]
 
     For x - 2 * y: ((1, x), (-2, y)). x and y are nodes or numbers.
     """
-    coefficients = COEFFICIENTS.get(node.target)
-    arguments = named_arguments(node, frozenset({"self", "other", "alpha"})) if coefficients is not None else None
-    if coefficients is None or arguments is None or type(arguments["alpha"]) is not int:
+    if node.target not in LINEAR_COMBINATIONS:
         return None
-    a, b = coefficients(arguments["alpha"])
-    return (a, arguments["self"]), (b, arguments["other"])
+    arguments = named_arguments(node, frozenset({"self", "other", "alpha"}))
+    if arguments is None or type(arguments["alpha"]) is not int:
+        return None
+    self, other, alpha = arguments["self"], arguments["other"], arguments["alpha"]
+    if is_kind(node, Kind.SUBTRACT_FROM):
+        return (-alpha, self), (1, other)
+    return (1, self), (-alpha if is_kind(node, Kind.SUBTRACT) else alpha, other)
 
 
 def _sum(node: fx.Node, positions: Positions) -> Affine | None:
@@ -317,37 +314,18 @@ def _index(node: fx.Node, positions: Positions) -> Affine | None:
 
 
 _RULES: dict[Any, Callable[[fx.Node, Positions], Affine | None]] = {
-    aten.arange.default: _arange,
-    aten.arange.start: _arange,
-    aten.arange.start_step: _arange,
-    aten.add.Tensor: _sum,
-    aten.add.Scalar: _sum,
-    aten.sub.Tensor: _sum,
-    aten.sub.Scalar: _sum,
-    aten.rsub.Tensor: _sum,
-    aten.rsub.Scalar: _sum,
+    **dict.fromkeys(of_kind(Kind.ARANGE), _arange),
+    **dict.fromkeys(LINEAR_COMBINATIONS, _sum),
+    **dict.fromkeys(of_kind(Kind.MULTIPLY), _product),
+    **dict.fromkeys(of_kind(Kind.CAST, Kind.COPY, Kind.ALIAS), _same_as_operand),
+    **dict.fromkeys(of_kind(Kind.UNSQUEEZE), _unsqueeze),
+    **dict.fromkeys(of_kind(Kind.EXPAND), _expand),
+    **dict.fromkeys(of_kind(Kind.RESHAPE, Kind.SQUEEZE), _view),
+    **dict.fromkeys(of_kind(Kind.PERMUTE), _permute),
+    **dict.fromkeys(of_kind(Kind.SLICE), _slice),
+    **dict.fromkeys(of_kind(Kind.SELECT), _select),
+    **dict.fromkeys(of_kind(Kind.CONCAT), _cat),
     aten.neg.default: _neg,
-    aten.mul.Tensor: _product,
-    aten.mul.Scalar: _product,
-    aten._to_copy.default: _same_as_operand,
-    aten.clone.default: _same_as_operand,
-    aten.alias.default: _same_as_operand,
-    aten.detach.default: _same_as_operand,
-    aten.lift_fresh_copy.default: _same_as_operand,
-    aten.unsqueeze.default: _unsqueeze,
-    aten.expand.default: _expand,
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.reshape.default: _view,
-    aten.squeeze.dim: _view,
-    aten.squeeze.dims: _view,
-    aten.squeeze.default: _view,
-    aten.permute.default: _permute,
-    aten.transpose.int: _permute,
-    aten.t.default: _permute,
-    aten.slice.Tensor: _slice,
-    aten.select.int: _select,
-    aten.cat.default: _cat,
     aten.cumsum.default: _cumsum,
     aten.index.Tensor: _index,
 }

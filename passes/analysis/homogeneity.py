@@ -14,23 +14,20 @@ proves nothing. A scalar has no axes to keep, so sums over all rows, such as a w
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import fx
 
 from streamfx.ir.axis_table import AxisFactor, Dim
 from streamfx.ir.facts import AxisFacts, Facts, StorageClass
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_operands, trained_values
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.signature import AxisLabel, LabelShape
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.alignment import align
 from streamfx.passes.ops.linearity import all_preserve_scale, is_linear
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -277,10 +274,8 @@ class _LinearPath:
         """
         if not is_linear(node, self.scaled):
             return False
-        if node.target in ROW_MASKS:
-            condition, when = ROW_MASKS[node.target](bound_arguments(node), self.scaled)
-            return when is None or self._record_row_mask(node, RowMask(condition, when))
-        return True
+        row_mask = _find_row_mask(node, self.scaled)
+        return row_mask is None or self._record_row_mask(node, row_mask)
 
     def _record_row_mask(self, node: fx.Node, row_mask: RowMask) -> bool:
         """Record that `node` selects rows of the scale by a mask. Return False if that is not supported.
@@ -309,18 +304,12 @@ def _count(label: AxisLabel, shape: LabelShape) -> int:
     return sum(item == label for dim in shape for item in dim)
 
 
-def _row_mask_of_where(arguments: dict[str, Any], scaled: Collection[fx.Node]) -> tuple[fx.Node, bool | None]:
-    """Return (condition, its value for which a `where` selects the scaled operand); None for the value if both are scaled."""
+def _find_row_mask(node: fx.Node, scaled: Collection[fx.Node]) -> RowMask | None:
+    """Return the mask by which a `where` or `masked_fill` selects its scaled operand; None if it has none, or both are scaled."""
+    if not is_kind(node, Kind.WHERE):
+        return None
+    arguments = bound_arguments(node)
+    if "mask" in arguments:  # of `masked_fill`
+        return RowMask(arguments["mask"], when=False)
     is_self_scaled, is_other_scaled = arguments["self"] in scaled, arguments["other"] in scaled
-    return arguments["condition"], None if is_self_scaled and is_other_scaled else is_self_scaled
-
-
-def _row_mask_of_fill(arguments: dict[str, Any], scaled: Collection[fx.Node]) -> tuple[fx.Node, bool | None]:
-    """Return (mask, False) of a `masked_fill`: the scaled operand is selected if the mask is False."""
-    return arguments["mask"], False
-
-
-ROW_MASKS: dict[Any, Callable[[dict[str, Any], Collection[fx.Node]], tuple[fx.Node, bool | None]]] = {
-    aten.where.self: _row_mask_of_where,
-    aten.masked_fill.Scalar: _row_mask_of_fill,
-}
+    return None if is_self_scaled and is_other_scaled else RowMask(arguments["condition"], when=is_self_scaled)

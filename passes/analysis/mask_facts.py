@@ -40,7 +40,7 @@ from streamfx.ir.ranges import (
     is_exact_in,
 )
 from streamfx.node_meta import PATTERN, VALUE
-from streamfx.passes.analysis.affine import COEFFICIENTS, Positions, linear_combination
+from streamfx.passes.analysis.affine import LINEAR_COMBINATIONS, Positions, linear_combination
 from streamfx.passes.analysis.fused_scores import scores_of
 from streamfx.passes.analysis.mask_eval import COMPARISONS, Intervals, keeps_last_two_dims, reach_of
 from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
@@ -343,7 +343,7 @@ class Masks:
         if relation is not None:
             terms: Any = ((1, node.args[0]), (-1, node.args[1]))
             dtype = computation_dtype(node, bound_arguments(node))
-        elif node.target in COEFFICIENTS:
+        elif node.target in LINEAR_COMBINATIONS:
             terms, dtype = linear_combination(node), node.meta[VALUE].dtype
             if terms is not None and not all(is_exact_in(dtype, a, a) for a, _ in terms):
                 return None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -23,8 +24,26 @@ if TYPE_CHECKING:
     from streamfx.passes.lowering.bodies import BodyBuilder
 
 aten = torch.ops.aten
-# returns a function that adds to an accumulator, and its arguments after the accumulator
-AccumulatingLowering: TypeAlias = "Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]"
+
+
+@dataclass(frozen=True)
+class AccumulatingLowering:
+    """How an operator adds its part of a sum over chunks to an accumulator.
+
+    `emit`: returns a function that adds, and its arguments after the accumulator.
+    `writes_all`: it writes all elements of the accumulator; otherwise, they must be zeroed before the first chunk.
+    `rounds_once`: a chunk's product is rounded once, before it is added, so with a single chunk the accumulator may have the
+    result's dtype. (Rows of an embedding's gradient are rounded with each addition.)
+    """
+
+    emit: Callable[[BodyBuilder, fx.Node], tuple[Any, tuple[Any, ...]]]
+    writes_all: bool = True
+    rounds_once: bool = False
+
+
+def _add_value(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the call that adds a value to an accumulator; in the first chunk it overwrites."""
+    return accumulate.add_part, (builder.value(node), builder.is_first_chunk())
 
 
 def _add_product(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -64,18 +83,14 @@ def sort_by_group(builder: BodyBuilder, group: fx.Node, groups: Any) -> tuple[fx
     return builder.lowered[key]  # type: ignore[no-any-return]
 
 
+ADD_VALUE = AccumulatingLowering(_add_value)  # of all other operators
 ACCUMULATING_LOWERINGS: dict[Any, AccumulatingLowering] = {
-    GROUPED_OUTER: _add_outer,
-    aten.mm.default: _add_product,
-    aten.bmm.default: _add_product,
-    aten.embedding_dense_backward.default: _add_embedding_rows,
-    aten.scatter.src: _put_rows,
+    GROUPED_OUTER: AccumulatingLowering(_add_outer, writes_all=False, rounds_once=True),
+    aten.mm.default: AccumulatingLowering(_add_product, rounds_once=True),
+    aten.bmm.default: AccumulatingLowering(_add_product, rounds_once=True),
+    aten.embedding_dense_backward.default: AccumulatingLowering(_add_embedding_rows, writes_all=False),
+    aten.scatter.src: AccumulatingLowering(_put_rows, writes_all=False),
 }
-# These operators write only some elements of the accumulator, so it must be zeroed before the first chunk.
-PARTIAL_WRITERS = (GROUPED_OUTER, aten.embedding_dense_backward.default, aten.scatter.src)
-# A chunk's product is rounded once, before it is added, so with a single chunk the accumulator may have the result's dtype.
-# Rows of an embedding's gradient are rounded with each addition.
-ROUNDED_ONCE = (GROUPED_OUTER, aten.mm.default, aten.bmm.default)
 
 
 def mean_divisor(node: fx.Node, layout: Layout) -> Size:

@@ -42,9 +42,8 @@ from streamfx.ir.program import (
 from streamfx.ir.sizes import Size, free_symbols, product
 from streamfx.ir.span import Span
 from streamfx.ir.stage_plan import ChunkSize, StagePlan
-from streamfx.kernels import accumulate
 from streamfx.node_meta import HAS_KEYS, JOINT, VALUE
-from streamfx.passes.lowering.accumulating_lowerings import ACCUMULATING_LOWERINGS, PARTIAL_WRITERS, ROUNDED_ONCE, mean_divisor
+from streamfx.passes.lowering.accumulating_lowerings import ACCUMULATING_LOWERINGS, ADD_VALUE, mean_divisor
 from streamfx.passes.lowering.async_waits import delay_waits
 from streamfx.passes.lowering.body_inputs import BodyInputs
 from streamfx.passes.lowering.lowering_table import find_lowering
@@ -269,12 +268,12 @@ class BodyBuilder(BodyInputs):
         """
         dtype = node.meta[VALUE].dtype
         divisor = mean_divisor(producer_of(node), self.layout)
-        index = self._new_accumulator(node, self.accumulation_dtype(node), zeroed=node.target in PARTIAL_WRITERS)
-        if node.target in ROUNDED_ONCE and divisor == 1:
+        lowering = ACCUMULATING_LOWERINGS.get(node.target, ADD_VALUE)
+        index = self._new_accumulator(node, self.accumulation_dtype(node), zeroed=not lowering.writes_all)
+        if lowering.rounds_once and divisor == 1:
             self.buffers[index] = replace(self.buffers[index], single_chunk_dtype=dtype)
         total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)
-        lowering = ACCUMULATING_LOWERINGS.get(node.target)
-        add, arguments = lowering(self, node) if lowering else (accumulate.add_part, (self.value(node), self.is_first_chunk()))
+        add, arguments = lowering.emit(self, node)
         self.graph.call_function(add, (total, *arguments))
         self.symbols |= free_symbols([divisor])
         return BufferOutput(index, dtype, divisor)

@@ -25,9 +25,9 @@ from torch import fx
 from streamfx.dialect.products import GROUPED_MM, GROUPED_OUTER
 from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from streamfx.ir.joint import bound_arguments, results_of
-from streamfx.ir.operator_table import MOVES_ELEMENTS, Kind, of_kind
+from streamfx.ir.operator_table import SELECTS_ELEMENTS, Kind, of_kind
 from streamfx.passes.ops.constants import is_zero
-from streamfx.torch_private import GRADIENT_OF_CDIST
+from streamfx.torch_private import GRADIENT_OF_CDIST, OpOverload
 
 aten = torch.ops.aten
 Condition: TypeAlias = "Callable[[Any], bool]"
@@ -164,12 +164,17 @@ def _any_value_of(*names: str) -> dict[str, Condition]:
     return dict.fromkeys(names, any_value)
 
 
+def _linear_in_first(target: OpOverload) -> Linear:
+    """Return the row of an operator that is linear in its first argument, for any value of the others, which select elements."""
+    first, *others = (argument.name for argument in target._schema.arguments)
+    return Linear((first,), _any_value_of(*others))
+
+
 _SUM = _linear_in("self", dim=any_value, keepdim=any_value, dtype=is_float)
 _LOSS = _linear_in("grad_output", **_any_value_of("self", "target", "weight", "reduction", "ignore_index", "total_weight"))
 _SHARES = _linear_in("grad_output", output=any_value, dim=any_value, input_dtype=is_float)
 _ADDED = _linear_in("self", "values", indices=any_value, accumulate=is_true)
 _CONVOLVED = _any_value_of("weight", "bias_sizes", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
-_MOVED = _linear_in("self", **_any_value_of("size", "shape", "dim", "dims", "dim0", "dim1", "implicit", "memory_format"))
 _POINTWISE = _any_value_of(
     "self", "output", "threshold", "min_val", "max_val", "alpha", "scale", "input_scale", "is_result", "mask"
 )
@@ -178,7 +183,7 @@ _SLOPE = _linear_in(
 )
 
 LINEAR: Mapping[Any, tuple[Linear, ...]] = {
-    **dict.fromkeys(MOVES_ELEMENTS, (_MOVED,)),
+    **{target: (_linear_in_first(target),) for target in SELECTS_ELEMENTS | of_kind(Kind.EMBED)},
     aten.neg.default: (_linear_in("self"),),
     aten.add.Tensor: (_linear_in("self", "other", alpha=any_value),),
     aten.sub.Tensor: (_linear_in("self", "other", alpha=any_value),),
@@ -199,27 +204,19 @@ LINEAR: Mapping[Any, tuple[Linear, ...]] = {
     aten.mul.Scalar: (_linear_in("self", other=any_value),),
     aten.div.Tensor: (_linear_in("self", other=any_value),),
     aten.div.Scalar: (_linear_in("self", other=any_value),),
-    aten.slice.Tensor: (_linear_in("self", **_any_value_of("dim", "start", "end", "step")),),
-    aten.slice_backward.default: (_linear_in("grad_output", **_any_value_of("input_sizes", "dim", "start", "end", "step")),),
-    aten.select.int: (_linear_in("self", dim=any_value, index=any_value),),
     RELATIVE_SHIFT: (_linear_in("x", **_any_value_of("dim", "first", "columns")),),
     RELATIVE_SHIFT_BACKWARD: (_linear_in("gradient", **_any_value_of("dim", "first", "width")),),
-    aten.select_backward.default: (_linear_in("grad_output", **_any_value_of("input_sizes", "dim", "index")),),
     aten.constant_pad_nd.default: (_linear_in("self", "value", pad=any_value),),
-    aten.split.Tensor: (_linear_in("self", split_size=any_value, dim=any_value),),
-    aten.split_with_sizes.default: (_linear_in("self", split_sizes=any_value, dim=any_value),),
     aten.where.self: (_linear_in("self", "other", condition=any_value),),
     aten.masked_fill.Scalar: (_linear_in("self", "value", mask=any_value),),
     aten.scatter.src: (_linear_in("self", "src", dim=any_value, index=any_value),),
     aten.scatter_add.default: (_linear_in("self", "src", dim=any_value, index=any_value),),
     aten.index_add.default: (_linear_in("self", "source", **_any_value_of("dim", "index", "alpha")),),
     **dict.fromkeys(of_kind(Kind.PUT), (_ADDED,)),
-    aten.gather.default: (_linear_in("self", **_any_value_of("dim", "index", "sparse_grad")),),
     aten._to_copy.default: (
         _linear_in("self", dtype=is_float, **_any_value_of("layout", "device", "pin_memory", "non_blocking", "memory_format")),
     ),
-    aten.nll_loss_backward.default: (_LOSS,),
-    aten.nll_loss2d_backward.default: (_LOSS,),
+    **dict.fromkeys(of_kind(Kind.LABEL_LOSS_BACKWARD), (_LOSS,)),
     aten._log_softmax_backward_data.default: (_SHARES,),
     aten._softmax_backward_data.default: (_SHARES,),
     aten.embedding_dense_backward.default: (

@@ -26,7 +26,7 @@ from streamfx.torch_private import AUTO_FUNCTIONALIZED, HigherOrderOperator, OpO
 
 aten = torch.ops.aten
 UNPAIRED_BACKWARD = "{operator}: its operands do not identify the call of {forward} whose states it needs"
-READS_MEMORY: dict[Any, Any] = {strided: aten.as_strided.default, strided_scatter: aten.as_strided_scatter.default}
+TRACED_NAMES: dict[Any, str] = {strided: "aten.as_strided.default", strided_scatter: "aten.as_strided_scatter.default"}
 MERGEABLE_NAMESPACES = ("aten", "prims", "streamfx")  # namespaces
 POOLED = (
     f"{{target}} falls back: adjacent windows stream, and windows of at most {WIDEST} with stride 1, both without the padding "
@@ -52,8 +52,8 @@ def is_opaque(node: fx.Node) -> bool:
 
 def describe_opaque(node: fx.Node) -> str:
     """Return the reason why an operator without an axis rule falls back (is not chunked), as text for the user."""
-    if node.target in READS_MEMORY or is_kind(node, Kind.STRIDED):
-        return f"{READS_MEMORY.get(node.target, node.target)} reads memory by strides, and loops store values in another layout"
+    if node.target in TRACED_NAMES or is_kind(node, Kind.STRIDED):
+        return f"{TRACED_NAMES.get(node.target, node.target)} reads memory by strides, and loops store values in another layout"
     if is_triton(node):
         return f"{node.target} runs a Triton kernel, and no rule says how it maps rows"
     if isinstance(node.target, HigherOrderOperator):

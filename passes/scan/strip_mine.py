@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import JointGraph, bound_arguments, int_argument, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.axes import widths
@@ -30,7 +31,6 @@ from streamfx.passes.scan.row_access import MIN_ROWS, is_summand
 from streamfx.passes.scan.trim import is_same_type_addition
 
 aten = torch.ops.aten
-SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _sliced_row_ranges(graph: fx.Graph) -> dict[fx.Node, dict[RowSlice, list[fx.
         source = node_argument(node)
         if is_static_shape(shape_of_node(source)) and (rows := sliced_rows(node, source)) is not None:
             ranges[source][rows].append(node)
-    for target in SPLITS:
+    for target in sorted(of_kind(Kind.SPLIT), key=str):
         for node in graph.find_nodes(op="call_function", target=target):
             for rows, part in _split_outputs(node):
                 ranges[node_argument(node)][rows].append(part)

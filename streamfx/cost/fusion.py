@@ -19,17 +19,12 @@ from torch import Tensor
 
 from streamfx.cost.flops import has_flops
 from streamfx.cost.nested_tensors import tensors_in
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
-NOT_FUSED = {  # separate kernels, although they compute no products
-    aten.sort.stable,
-    aten.sort.default,
-    aten.topk.default,
-    aten.index_put.default,
-    aten.scatter_add.default,
-    aten.embedding_dense_backward.default,
-}
+# separate kernels, although they compute no products
+NOT_FUSED = of_kind(Kind.SORT, Kind.TOPK, Kind.PUT) | {aten.scatter_add.default, aten.embedding_dense_backward.default}
 
 
 @dataclass(eq=False)

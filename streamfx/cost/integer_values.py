@@ -16,8 +16,7 @@ from streamfx.cost.nested_tensors import tensors_in
 from streamfx.torch_private import FakeTensor, TorchDispatchMode, real_values
 
 MAX_ELEMENTS = 1 << 22  # elements of a value that is computed
-# operators with the same result, which fake tensors cache
-EQUIVALENT_OPERATORS = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
+aten = torch.ops.aten
 DATA_DEPENDENT_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -34,7 +33,8 @@ class RealIntegers(TorchDispatchMode):
         kwargs = kwargs or {}
         operands = list(tensors_in((args, kwargs)))
         if not all(map(_is_known, operands)):
-            return EQUIVALENT_OPERATORS.get(func, func)(*args, **kwargs)
+            cached = aten.view.default if func is aten._unsafe_view.default else func  # fake tensors cache the same result
+            return cached(*args, **kwargs)
         tags = set(getattr(func, "tags", ()))
         if torch.Tag.nondeterministic_seeded in tags:
             return func(*args, **kwargs)

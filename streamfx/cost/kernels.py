@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from streamfx.dialect.products import ADD_ARRANGED_OUTER, ADD_PRODUCT
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.kernels import cuda_attention, cuda_cudnn, grouped_mm
 from streamfx.kernels.device_kinds import device_kind
 
@@ -40,7 +40,7 @@ def kernel_of(name: str, arguments: Mapping[str, Any]) -> str:
     return FLASH if cuda_attention.flash_supports(query, value, scale) else ""
 
 
-ACCUMULATING_OPERATORS = (torch.ops.aten.addmm.out, torch.ops.aten.baddbmm.out, ADD_PRODUCT, ADD_ARRANGED_OUTER)
+ACCUMULATING_OPERATORS = {*(item.overloadpacket.out for item in of_kind(Kind.ADDMM)), ADD_PRODUCT, ADD_ARRANGED_OUTER}
 
 
 def find_total(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from streamfx.cost.nested_tensors import tensors_in
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.torch_private import FakeTensor
 
 aten = torch.ops.aten
@@ -49,19 +50,12 @@ def _indexing(func: Any) -> Callable[..., Any]:
     return lambda value, indices, *others, **more: func(value, _as_indices(indices), *others, **more)
 
 
-INDEXING = (
-    aten.index.Tensor,
-    aten._unsafe_index.Tensor,
-    aten.index_put.default,
-    aten._unsafe_index_put.default,
-    aten.index_put_.default,
-)
 STAND_INS: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _selected,
     aten._unique2.default: _unique,
     aten.unique_consecutive.default: _unique,
-    **{func: _indexing(func) for func in INDEXING},
+    **{func: _indexing(func) for func in of_kind(Kind.LOOKUP, Kind.PUT) | {aten.index_put_.default}},
 }
 
 

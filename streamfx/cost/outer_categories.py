@@ -10,25 +10,17 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
 from streamfx.cost.categories import ATTENTION, EXCHANGED, GRADIENTS, WEIGHTS
 from streamfx.cost.comm import GATHERS, traffic_of_node
 from streamfx.cost.flops import is_fused_attention
+from streamfx.ir.operator_table import MOVES_ELEMENTS
 from streamfx.runtime.outer import COPYING_VIEWS
 from streamfx.runtime.restride import RESTRIDE_FUNCTIONS
 from streamfx.torch_private import OpOverload
 
-aten = torch.ops.aten
-LAYOUT_OPERATORS = (
-    aten.clone.default,
-    aten.reshape.default,
-    aten.view.default,
-    aten.permute.default,
-    aten.transpose.int,
-    *RESTRIDE_FUNCTIONS,
-)
+LAYOUT_OPERATORS = MOVES_ELEMENTS | set(RESTRIDE_FUNCTIONS)
 WAIT_NAMES = ("_c10d_functional::wait_tensor", "_c10d_functional_autograd::wait_tensor")
 
 

@@ -16,12 +16,13 @@ import sympy
 import torch
 from torch import fx
 
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.sizes import Size, free_symbols, shape_of, size_of
 from streamfx.node_meta import KEPT_WITHOUT_USERS, STATIC_ADDRESS, VALUE
 from streamfx.torch_private import inputs_of_gradients, is_token
 
-ASSERTIONS = (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default, torch.ops.aten._assert_scalar.default)
-_ASSERTION_IDS = frozenset(map(id, ASSERTIONS))  # faster to compare than operators, and each pass tests each operator
+# numbers are faster to compare than operators, and each pass tests each operator
+_ASSERTION_IDS = frozenset(map(id, of_kind(Kind.ASSERTION)))
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,11 @@ class Kind(Enum):
     STRIDED = auto()  # elements of the operand's memory, by strides
 
     # arithmetic
-    ARITHMETIC = auto()  # sum, difference, product or quotient of two values
+    ADD = auto()
+    SUBTRACT = auto()  # self - other
+    SUBTRACT_FROM = auto()  # other - self
+    MULTIPLY = auto()
+    DIVIDE = auto()
     FLOOR_DIVIDE = auto()  # quotient rounded down, or its remainder
     SUM = auto()  # sum or mean along dimensions
     CUMULATIVE = auto()  # scan along a dimension
@@ -69,6 +73,8 @@ class Kind(Enum):
     MATMUL = auto()
     ADDMM = auto()  # a value plus a matrix product
     CONVOLUTION = auto()  # convolution, or its gradients
+    LABEL_LOSS = auto()  # negative log-likelihood of labels
+    LABEL_LOSS_BACKWARD = auto()
     ASSERTION = auto()  # raises, and returns nothing
 
 
@@ -163,10 +169,16 @@ OPERATORS: dict[Any, Operator] = {
     aten.arange.start_step: Operator(Kind.ARANGE),
     aten.as_strided.default: Operator(Kind.STRIDED),
     aten.as_strided_scatter.default: Operator(Kind.STRIDED),
-    aten.add.Tensor: Operator(Kind.ARITHMETIC),
-    aten.sub.Tensor: Operator(Kind.ARITHMETIC),
-    aten.mul.Tensor: Operator(Kind.ARITHMETIC),
-    aten.div.Tensor: Operator(Kind.ARITHMETIC),
+    aten.add.Tensor: Operator(Kind.ADD),
+    aten.add.Scalar: Operator(Kind.ADD),
+    aten.sub.Tensor: Operator(Kind.SUBTRACT),
+    aten.sub.Scalar: Operator(Kind.SUBTRACT),
+    aten.rsub.Tensor: Operator(Kind.SUBTRACT_FROM),
+    aten.rsub.Scalar: Operator(Kind.SUBTRACT_FROM),
+    aten.mul.Tensor: Operator(Kind.MULTIPLY),
+    aten.mul.Scalar: Operator(Kind.MULTIPLY),
+    aten.div.Tensor: Operator(Kind.DIVIDE),
+    aten.div.Scalar: Operator(Kind.DIVIDE),
     aten.floor_divide.default: Operator(Kind.FLOOR_DIVIDE),
     aten.floor_divide.Scalar: Operator(Kind.FLOOR_DIVIDE),
     aten.remainder.Tensor: Operator(Kind.FLOOR_DIVIDE),
@@ -188,6 +200,10 @@ OPERATORS: dict[Any, Operator] = {
     aten.baddbmm.default: Operator(Kind.ADDMM),
     aten.convolution.default: Operator(Kind.CONVOLUTION),
     aten.convolution_backward.default: Operator(Kind.CONVOLUTION),
+    aten.nll_loss_forward.default: Operator(Kind.LABEL_LOSS),
+    aten.nll_loss2d_forward.default: Operator(Kind.LABEL_LOSS),
+    aten.nll_loss_backward.default: Operator(Kind.LABEL_LOSS_BACKWARD),
+    aten.nll_loss2d_backward.default: Operator(Kind.LABEL_LOSS_BACKWARD),
     aten._assert_async.msg: Operator(Kind.ASSERTION),
     aten._assert_async.default: Operator(Kind.ASSERTION),
     aten._assert_scalar.default: Operator(Kind.ASSERTION),
@@ -206,7 +222,12 @@ def of_kind(*kinds: Kind) -> frozenset[OpOverload]:
 
 
 COPIES = of_kind(Kind.ALIAS, Kind.COPY)  # the result equals the operand
+ARITHMETIC = of_kind(Kind.ADD, Kind.SUBTRACT, Kind.SUBTRACT_FROM, Kind.MULTIPLY, Kind.DIVIDE)
 MOVES_ELEMENTS = COPIES | of_kind(Kind.RESHAPE, Kind.UNSQUEEZE, Kind.SQUEEZE, Kind.EXPAND, Kind.PERMUTE)
+# all elements of all results are elements of the first operand
+SELECTS_ELEMENTS = MOVES_ELEMENTS | of_kind(
+    *(Kind.REPEAT, Kind.SLICE, Kind.SELECT, Kind.SPLIT, Kind.UNBIND, Kind.WINDOW, Kind.REORDER, Kind.LOOKUP, Kind.GATHER)
+)
 SHAPE_NAMES = frozenset({"size", "shape", "input_sizes"})  # schemas' names of an argument that is the shape of the result
 
 

@@ -28,26 +28,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from streamfx.ir.operator_table import MOVES_ELEMENTS, Kind, of_kind
 from streamfx.lazy.recompute import RecomputeSource
 
 aten = torch.ops.aten
 _publishing = threading.RLock()  # held for a few assignments only: see NOTE [Cells that several threads read]
 
 # Views that are also correct on a copy of the values with other strides.
-ON_COPIES = frozenset(
-    {
-        aten.alias.default,
-        aten.detach.default,
-        aten.expand.default,
-        aten.permute.default,
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.squeeze.dim,
-        aten.t.default,
-        aten.transpose.int,
-        aten.unsqueeze.default,
-    }
-)
+ON_COPIES = MOVES_ELEMENTS - of_kind(Kind.RESHAPE) | of_kind(Kind.SLICE, Kind.SELECT)
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ def _abs(self: Range) -> Range:
     return Range(0 if self.has_zero else min(abs(self.low), abs(self.high)), self.magnitude, self.nan)
 
 
-@elementwise(aten._to_copy.default, aten.conj_physical.default, aten.lift_fresh_copy.default)
+@elementwise(aten._to_copy.default, aten.conj_physical.default)
 def _copy(self: Range, dtype: Any = None) -> Range:
     return self
 

@@ -75,16 +75,18 @@ def elementwise(*operators: Any, exact: bool = True) -> Callable[[F], F]:
     return register
 
 
-def structural(*operators: Any, arguments: str) -> Callable[[F], F]:
+def structural(*operators: Any, arguments: str | None = None) -> Callable[[F], F]:
     """Decorator: register the transfer function, of a `RangeCall`, of operators that are not elementwise.
 
     `arguments`: the names of the arguments that it knows, as in "self dim keepdim"; other arguments must have their default.
+    By default, it knows all.
     """
 
     def register(function: F) -> F:
         """Put the function into the table for each operator; return it unchanged."""
         for operator in operators:
-            TRANSFERS[operator] = TransferFunction(function, frozenset(arguments.split()), elementwise=False)
+            names = [item.name for item in operator._schema.arguments] if arguments is None else arguments.split()
+            TRANSFERS[operator] = TransferFunction(function, frozenset(names), elementwise=False)
         return function
 
     return register

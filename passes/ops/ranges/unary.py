@@ -86,23 +86,20 @@ def _sinh(x: float) -> float:
     return math.copysign(_call_or_infinity(math.sinh, abs(x)), x)
 
 
-INCREASING: dict[Any, Callable[..., Range]] = {
-    aten.exp.default: _increasing(_exp),
-    aten.exp2.default: _increasing(lambda x: 0.0 if x < -1150 else max(2.0**x, MIN_POSITIVE)),
-    aten.expm1.default: _increasing(math.expm1),
-    aten.log.default: _increasing(_log, 0),
-    aten.log2.default: _increasing(lambda x: _log(x) / math.log(2), 0),
-    aten.log10.default: _increasing(lambda x: _log(x) / math.log(10), 0),
-    aten.log1p.default: _increasing(_log1p, -1),
-    aten.sqrt.default: _increasing(math.sqrt, 0),
-    aten.tanh.default: _increasing(math.tanh),
-    aten.sigmoid.default: _increasing(_sigmoid),
-    aten.atan.default: _increasing(math.atan),
-    aten.asinh.default: _increasing(math.asinh),
-    aten.sinh.default: _increasing(_sinh),
-}
-for _operator, _transfer in INCREASING.items():
-    elementwise(_operator, exact=False)(_transfer)
+_sqrt = _increasing(math.sqrt, 0)
+elementwise(aten.exp.default, exact=False)(_increasing(_exp))
+elementwise(aten.exp2.default, exact=False)(_increasing(lambda x: 0.0 if x < -1150 else max(2.0**x, MIN_POSITIVE)))
+elementwise(aten.expm1.default, exact=False)(_increasing(math.expm1))
+elementwise(aten.log.default, exact=False)(_increasing(_log, 0))
+elementwise(aten.log2.default, exact=False)(_increasing(lambda x: _log(x) / math.log(2), 0))
+elementwise(aten.log10.default, exact=False)(_increasing(lambda x: _log(x) / math.log(10), 0))
+elementwise(aten.log1p.default, exact=False)(_increasing(_log1p, -1))
+elementwise(aten.sqrt.default, exact=False)(_sqrt)
+elementwise(aten.tanh.default, exact=False)(_increasing(math.tanh))
+elementwise(aten.sigmoid.default, exact=False)(_increasing(_sigmoid))
+elementwise(aten.atan.default, exact=False)(_increasing(math.atan))
+elementwise(aten.asinh.default, exact=False)(_increasing(math.asinh))
+elementwise(aten.sinh.default, exact=False)(_increasing(_sinh))
 
 
 @elementwise(aten.erf.default, exact=False)
@@ -122,14 +119,10 @@ def _rounding(function: Callable[[Any], Number]) -> Callable[..., Range]:
     return transfer
 
 
-ROUNDINGS: dict[Any, Callable[[Any], Number]] = {
-    aten.floor.default: math.floor,
-    aten.ceil.default: math.ceil,
-    aten.trunc.default: math.trunc,
-    aten.round.default: round,
-}
-for _operator, _step in ROUNDINGS.items():
-    elementwise(_operator)(_rounding(_step))
+elementwise(aten.floor.default)(_rounding(math.floor))
+elementwise(aten.ceil.default)(_rounding(math.ceil))
+elementwise(aten.trunc.default)(_rounding(math.trunc))
+elementwise(aten.round.default)(_rounding(round))
 
 
 @elementwise(aten.relu.default)
@@ -203,7 +196,7 @@ def _pow(self: Range, exponent: Range) -> Range:
     """
     power = exponent.constant
     if power == 0.5 and self.low >= 0:
-        return INCREASING[aten.sqrt.default](self)
+        return _sqrt(self)
     if self.low > 0:
         corners = [_power_or_infinity(x, y) for x in (self.low, self.high) for y in (exponent.low, exponent.high)]
         return _rounded_range(min(corners), max(corners), self.nan or exponent.nan) if all(c == c for c in corners) else ANYTHING

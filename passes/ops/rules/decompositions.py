@@ -20,26 +20,6 @@ aten = torch.ops.aten
 Sizes: TypeAlias = "Sequence[int]"
 WIDEST = 16  # widest window for which one operator per tap pays off
 
-WHOLE_OPERATORS = (
-    aten.mse_loss,
-    aten.mse_loss_backward,
-    aten.smooth_l1_loss,
-    aten.smooth_l1_loss_backward,
-    aten.huber_loss,
-    aten.huber_loss_backward,
-    aten.soft_margin_loss,
-    aten.soft_margin_loss_backward,
-    aten.binary_cross_entropy_backward,
-    aten.binary_cross_entropy_with_logits,
-    aten.glu,
-    aten.glu_backward,
-    aten._prelu_kernel,
-    aten._prelu_kernel_backward,
-    aten.native_group_norm,
-    aten.native_group_norm_backward,
-    aten.diag_embed,
-)
-
 
 def _binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> Tensor:
     """Decompose the loss as torch does, after the assertions of torch's kernels: input and target are between 0 and 1."""
@@ -104,7 +84,28 @@ def _are_windows(
     return is_narrow and tuple(stride) == (1, 1) and not any(padding) and not ceil and divisor is None and x.shape[-1] >= size[1]
 
 
-_OF_TORCH: dict[Any, Callable[..., Any]] = get_decompositions([*WHOLE_OPERATORS, aten.binary_cross_entropy])
+_OF_TORCH: dict[Any, Callable[..., Any]] = get_decompositions(
+    [
+        aten.mse_loss,
+        aten.mse_loss_backward,
+        aten.smooth_l1_loss,
+        aten.smooth_l1_loss_backward,
+        aten.huber_loss,
+        aten.huber_loss_backward,
+        aten.soft_margin_loss,
+        aten.soft_margin_loss_backward,
+        aten.binary_cross_entropy_backward,
+        aten.binary_cross_entropy_with_logits,
+        aten.glu,
+        aten.glu_backward,
+        aten._prelu_kernel,
+        aten._prelu_kernel_backward,
+        aten.native_group_norm,
+        aten.native_group_norm_backward,
+        aten.diag_embed,
+        aten.binary_cross_entropy,
+    ]
+)
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **_OF_TORCH,
     aten.binary_cross_entropy.default: _binary_cross_entropy,

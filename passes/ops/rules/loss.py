@@ -6,17 +6,14 @@ is summed; one in `full_axes(...)` is needed in full: the operator cannot run on
 
 from __future__ import annotations
 
-import torch
-
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.signature import LabelDim, LabelShape, Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, rule
-
-aten = torch.ops.aten
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers of the argument `reduction`
 
 
-@rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+@rule(*of_kind(Kind.LABEL_LOSS))
 def nll_loss_forward(call: RuleCall) -> Signature | None:
     """Axis rule of (log-probabilities [n, v, ...], targets [n, ...], weight [v]?) -> (loss, total weight).
 
@@ -31,7 +28,7 @@ def nll_loss_forward(call: RuleCall) -> Signature | None:
     return Signature((scores, targets, *weight), (targets if reduction == NONE else (), ()), full_axes(*v, *rows))
 
 
-@rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+@rule(*of_kind(Kind.LABEL_LOSS_BACKWARD))
 def nll_loss_backward(call: RuleCall) -> Signature | None:
     """Axis rule of (gradient, log-probabilities [n, v, ...], targets [n, ...], weight [v]?, total weight) -> [n, v, ...].
 

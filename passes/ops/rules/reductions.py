@@ -17,17 +17,16 @@ from streamfx.ir.signature import Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, broadcast, rule
 
 aten = torch.ops.aten
-EMPTY_DIM_KEEPS_ALL = (aten.any.dims, aten.all.dims)  # an empty `dim` reduces no dimension: each element becomes a boolean
 
 
 def reduced_dims(call: RuleCall) -> set[int]:
     """Return the dimensions that a reduction reduces, as nonnegative indices. A missing or empty `dim` means all.
 
-    For the operators in `EMPTY_DIM_KEEPS_ALL`, an empty `dim` means none.
+    Only for `any` and `all`, an empty list means none: each element becomes a boolean.
     """
     rank = len(call.shapes[0])
     dims: Any = call.arguments().get("dim")
-    if dims is None or (isinstance(dims, (list, tuple)) and not dims and call.node.target not in EMPTY_DIM_KEEPS_ALL):
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims and call.node.target not in (aten.any.dims, aten.all.dims)):
         return set(range(rank))
     return {dim % rank for dim in (dims if isinstance(dims, Iterable) else (dims,))} if rank else set()
 

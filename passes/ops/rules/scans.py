@@ -16,11 +16,7 @@ from streamfx.passes.ops.rules.registry import RuleCall, broadcast, rule
 
 aten = torch.ops.aten
 
-SCAN_NAMES: dict[Any, str] = {
-    aten.cumsum.default: "cumsum",
-    aten.cumprod.default: "cumprod",
-    aten.logcumsumexp.default: "logcumsumexp",
-}
+SCAN_NAMES: dict[Any, str] = {getattr(aten, name).default: name for name in REVERSE_SCANS}
 REVERSE_SCAN_NAMES: dict[Any, str] = {operator: kind for kind, operator in REVERSE_SCANS.items()}
 
 

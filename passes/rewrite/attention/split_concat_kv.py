@@ -29,20 +29,19 @@ from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.ir.axis_table import AxisFactor, Dim
 from streamfx.ir.facts import AxisFacts, Facts
 from streamfx.ir.joint import JointGraph, bound_arguments, erase_unused, joint_graph, tensor_operands, trained_sources
-from streamfx.ir.operator_table import Kind, of_kind
+from streamfx.ir.operator_table import MOVES_ELEMENTS, Kind, of_kind
 from streamfx.ir.ranges import MAX_NEXT_TO_COUNT
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.rules.attention import M, N
-from streamfx.passes.ops.traits import only_moves_elements
 from streamfx.passes.rewrite.attention.softmax_sink import cast_to
 from streamfx.passes.rewrite.views.concat_propagation import ConcatSlices
 
 aten = torch.ops.aten
 OwnKeyTest: TypeAlias = "Callable[[Facts], Callable[[fx.Node], bool]]"
-SELECTIONS = of_kind(Kind.WHERE, Kind.CONCAT, Kind.CAST) | {aten.scatter.value, aten.add.Tensor}
+SELECTIONS = MOVES_ELEMENTS | of_kind(Kind.WHERE, Kind.CONCAT, Kind.CAST) | {aten.scatter.value}
 
 
 @dataclass(frozen=True)
@@ -151,9 +150,10 @@ class _VisibleSlices:
         operands = [item for item in tensor_operands(mask) if item.meta[VALUE].is_floating_point()]
         arguments = [*mask.args, *mask.kwargs.values()]
         scalar_magnitudes = [abs(item) for item in arguments if isinstance(item, (int, float)) and item != -math.inf]
-        if not operands or not (mask.target in SELECTIONS or only_moves_elements(mask)):
+        is_sum = mask.target is aten.add.Tensor
+        if not operands or not (is_sum or mask.target in SELECTIONS):
             return math.inf
-        if mask.target is aten.add.Tensor:
+        if is_sum:
             if len(arguments) != 2 or mask.kwargs:  # an operand is multiplied by `alpha`
                 return math.inf
             operand_bounds = (self._bound(item) for item in arguments if isinstance(item, fx.Node))  # both, even if equal

@@ -14,16 +14,16 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, node_argument
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.rules.loss import MEAN, SUM
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
-BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 
-@rewrite_rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+@rewrite_rule(*of_kind(Kind.LABEL_LOSS))
 def mean_loss_to_sum(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """mean loss, total weight -> summed loss / label weight, label weight
 
@@ -42,7 +42,7 @@ def mean_loss_to_sum(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Nod
     return {item: writer.call(aten._to_copy.default, results[item.args[1]], dtype=_dtype(item)) for item in used_getitems}  # type: ignore[index]
 
 
-@rewrite_rule(*BACKWARD)
+@rewrite_rule(*of_kind(Kind.LABEL_LOSS_BACKWARD))
 def mean_loss_backward_to_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """gradient of a mean loss -> gradient of the summed loss, with an incoming gradient that is divided by the total weight"""
     arguments = bound_arguments(node)
@@ -56,7 +56,7 @@ def mean_loss_backward_to_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | N
     return writer.call(node.target, *{**arguments, "grad_output": scaled, "reduction": SUM}.values())
 
 
-@rewrite_rule(*BACKWARD)
+@rewrite_rule(*of_kind(Kind.LABEL_LOSS_BACKWARD))
 def remove_total_weight_of_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """gradient of a summed loss with a total weight -> the same gradient with the constant 1 as total weight
 

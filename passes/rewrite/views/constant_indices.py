@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
-from streamfx.ir.operator_table import MOVES_ELEMENTS, Kind, is_kind, of_kind
+from streamfx.ir.operator_table import ARITHMETIC, MOVES_ELEMENTS, Kind, is_kind, of_kind
 from streamfx.ir.ranges import is_exact_in
 from streamfx.ir.sizes import Size, product
 from streamfx.node_meta import CONSTANT, VALUE
@@ -28,9 +28,12 @@ from streamfx.torch_private import unset_fake_temporarily
 aten = torch.ops.aten
 MAX_EVALUATED = 2**22  # largest number of elements of an index that is evaluated
 IGNORED_ARGUMENTS = ("device", "layout", "pin_memory", "memory_format")  # arguments that do not change the elements
-EVALUATED = MOVES_ELEMENTS | of_kind(
-    *(Kind.CAST, Kind.REPEAT, Kind.SLICE, Kind.SELECT, Kind.CONCAT, Kind.STACK, Kind.ARANGE, Kind.FILL),
-    *(Kind.ARITHMETIC, Kind.FLOOR_DIVIDE),
+EVALUATED = (
+    ARITHMETIC
+    | MOVES_ELEMENTS
+    | of_kind(
+        *(Kind.CAST, Kind.REPEAT, Kind.SLICE, Kind.SELECT, Kind.CONCAT, Kind.STACK, Kind.ARANGE, Kind.FILL, Kind.FLOOR_DIVIDE)
+    )
 )
 
 

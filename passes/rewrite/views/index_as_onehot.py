@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
-from streamfx.ir.operator_table import Kind, is_kind
+from streamfx.ir.operator_table import ARITHMETIC, Kind, is_kind
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
@@ -140,7 +140,7 @@ def _is_written_back(values: fx.Node, index: _OneHotIndex) -> bool:
 
 def _is_computed_from_lookup(values: fx.Node, index: _OneHotIndex) -> bool:
     """Return whether values are x[index] + number (or -, *, /), where x[index] are the elements that `index` selects."""
-    if not is_kind(values, Kind.ARITHMETIC) or not is_tensor(values.args[0]) or not isinstance(values.args[1], (int, float)):
+    if values.target not in ARITHMETIC or not is_tensor(values.args[0]) or not isinstance(values.args[1], (int, float)):
         return False
     look_up = node_argument(values)
     return look_up.target is aten.index.Tensor and _match_index(look_up) == index
