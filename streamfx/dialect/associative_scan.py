@@ -92,7 +92,7 @@ def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """The operator's autograd formula: return the gradients of (rows, shared tensors, combine).
 
-    `gradients`: those of the results, or None. A gradient is None if no result that has a gradient depends on the
+    `gradients`: the gradient of each result, or None. A gradient is None if no result that has a gradient depends on the
     operand, or if the operand has integers.
     """
     values, num_rows = ctx.saved_tensors, ctx.num_rows

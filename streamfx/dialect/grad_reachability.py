@@ -55,7 +55,7 @@ class Reach:
         return tuple(frozenset[int]().union(*dependencies) for dependencies in zip(*row_kinds, strict=True))
 
     def _pair_dependencies(self, left: Pattern, right: Pattern) -> Pattern:
-        """Return the operands on which the combination of two rows depends, given those of the left and of the right row."""
+        """Return the operands on which the combination of two rows depends, given the operands of either row."""
         leaves = len(self.left)
         return tuple(
             frozenset[int]().union(

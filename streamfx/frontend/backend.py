@@ -305,7 +305,7 @@ class Compilation(ChunkableCompilation):
         """Run all passes, agree with other ranks, choose loops or an unchunked graph, and record and return the facts.
 
         `capture` returns the initial facts; `unchunked_builders` build the unchunked forward and backward graphs. If the returned
-        facts have no program, the graph is not chunked. An internal error has this result, too, unless `strict` is set or other
+        facts have no program, the graph is not chunked. An internal error also has this result, unless `strict` is set or other
         ranks take part: then it is raised.
         """
         self.unchunked_builders = unchunked_builders

@@ -131,7 +131,7 @@ class _ChunkComparison:
             self.check_chunks()
 
     def check_chunks(self) -> None:
-        """Compare chunks of `self.size` rows with all rows: first the results of the operator, then those of its backward.
+        """Compare chunks of `self.size` rows with all rows: first the results of the operator, then the results of its backward.
 
         The forward stores the state before each chunk in `states`, from which the backward recomputes the chunk.
         """
@@ -209,7 +209,8 @@ class _ChunkComparison:
         """Return the operands of the chunk that begins at row `start`: its rows of values that have rows, other values whole."""
         num_rows = self._stop(start) - start
         return [
-            values[name].narrow(plan.rows[name], start, num_rows) if name in plan.rows else values[name] for name in plan.operands
+            values[name].narrow(plan.row_dims[name], start, num_rows) if name in plan.row_dims else values[name]
+            for name in plan.operands
         ]
 
     def _compare(self, plan: StatefulPlan, truth: Mapping[int, Any], chunks: Sequence[tuple[Tensor, ...]], kind: str) -> None:

@@ -49,7 +49,7 @@ def pattern_of(tensor: Tensor) -> Pieces | None:
 
 
 def _mask_pattern(values: Tensor) -> Pieces | None:
-    """Return the pattern of square matrices [k, n, n], as a function of delta = column - row; None if there is none.
+    """Return the pattern of square matrices [k, n, n], as a function of delta = column - row; None if they have no pattern.
 
     Either all matrices are equal and constant along each diagonal, or all elements above (or below) the diagonal have one value;
     the other elements then have the range of all values.

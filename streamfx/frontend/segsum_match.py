@@ -8,10 +8,10 @@ A chain starts from its *source* x, a tensor with rows c, and adds columns z:
     masked_fill(.., ~tril(0), -inf)   hidden      the same, and -inf above the diagonal
     exp                               weights     exp of it, and 0 above the diagonal
 
-or, for the totals, `cumsum(x)[c] - cumsum(x)[z]`. A mask with another diagonal is not matched. A `Fact` is the formula of one
+or, for the totals, `cumsum(x)[c] - cumsum(x)[z]`. A mask with another diagonal is not matched. A `Formula` describes one
 value: the kind (middle column), the source, and for each dimension of the value the dimension of the source that it is,
-`COLUMN` for z, or None for size one. Each `_match_...` function returns the `Fact` of a call's result, or None if the call does
-not match; it reads the facts of the operands by `reader.fact`.
+`COLUMN` for z, or None for size one. Each `_match_...` function returns the `Formula` of a call's result, or None if the call
+does not match; it reads the formulas of the operands by `reader.formula`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLUMN = -1  # the column dimension z, which the source does not have
 SourceDim: TypeAlias = "int | None"  # a dimension of the source, or COLUMN; None for a dimension of size one
 
 
-class FactKind(Enum):
+class FormulaKind(Enum):
     SOURCE = "the source itself"
     RUNNING_SUM = "its running sum"
     REPEATED = "the same for each column"
@@ -47,21 +47,21 @@ class FactKind(Enum):
 
 
 @dataclass(frozen=True)
-class Fact:
-    """The formula of a value in terms of its `source`; `rows` is the row dimension of the source.
+class Formula:
+    """The formula of a value in terms of its `source`; `row_dim` is the row dimension of the source.
 
     `dims` has the `SourceDim` of each dimension of the value.
     """
 
-    kind: FactKind
+    kind: FormulaKind
     source: fx.Node
     dims: tuple[SourceDim, ...]
-    rows: int | None = None
+    row_dim: int | None = None
 
     @property
     def has_last_square(self) -> bool:
         """Return whether the last two dimensions are rows and columns, to which masks and triangles apply."""
-        return len(self.dims) > 1 and self.dims[-2] == self.rows and self.dims[-1] == COLUMN
+        return len(self.dims) > 1 and self.dims[-2] == self.row_dim and self.dims[-1] == COLUMN
 
 
 @dataclass(frozen=True)
@@ -73,25 +73,25 @@ class Triangle:
 
 
 @dataclass
-class Reader:
+class FormulaReader:
     """Matches values of a Dynamo graph; `matched` collects the matched operators."""
 
     matched: set[fx.Node] = field(default_factory=set)
 
-    def fact(self, node: fx.Node) -> Fact:
+    def formula(self, node: fx.Node) -> Formula:
         """Return the formula of a node's value; if no rule matches the node, its value is the source of a new chain.
 
         Operators of the chain are added to `self.matched`.
         """
         rule = _RULES.get(call_name(node))
-        matched_fact = rule(self, node) if rule is not None and all(map(_is_tensor_or_size, node.all_input_nodes)) else None
-        if matched_fact is not None:
+        matched_formula = rule(self, node) if rule is not None and all(map(_is_tensor_or_size, node.all_input_nodes)) else None
+        if matched_formula is not None:
             self.matched.add(node)
-            return matched_fact
-        return Fact(FactKind.SOURCE, node, tuple(range(node.meta[EXAMPLE_VALUE].dim())))
+            return matched_formula
+        return Formula(FormulaKind.SOURCE, node, tuple(range(node.meta[EXAMPLE_VALUE].dim())))
 
     def triangle(self, node: Any) -> Triangle | None:
-        """Return the triangle of (c, z) in which a boolean mask is True, such as c - z >= 0; None if it is no triangle.
+        """Return the triangle of (c, z) in which a boolean mask is True, such as c - z >= 0; None if the mask is not a triangle.
 
         Matches `tril` and `triu` of ones, their casts to bool, and complements; their operators are added to `self.matched`.
         """
@@ -185,92 +185,94 @@ def _dim(value: Any, rank: int) -> int | None:
 # Each function returns the formula of the call's result; None if the call does not match.
 
 
-def _match_permute(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match `permute`: the dimensions of the operand's fact in another order."""
-    fact = reader.fact(node.args[0])  # type: ignore[arg-type]
+def _match_permute(reader: FormulaReader, node: fx.Node) -> Formula | None:
+    """Match `permute`: the dimensions of the operand's formula in another order."""
+    formula = reader.formula(node.args[0])  # type: ignore[arg-type]
     dims = node.args[1:] if len(node.args) > 2 or isinstance(node.args[-1], int) else node.args[1]
-    order = [_dim(dim, len(fact.dims)) for dim in dims]  # type: ignore[union-attr]
+    order = [_dim(dim, len(formula.dims)) for dim in dims]  # type: ignore[union-attr]
     if node.kwargs or None in order:
         return None
-    return replace(fact, dims=tuple(fact.dims[dim] for dim in order))  # type: ignore[index]
+    return replace(formula, dims=tuple(formula.dims[dim] for dim in order))  # type: ignore[index]
 
 
-def _match_transpose(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match `transpose`: the operand's fact with two dimensions exchanged."""
+def _match_transpose(reader: FormulaReader, node: fx.Node) -> Formula | None:
+    """Match `transpose`: the operand's formula with two dimensions exchanged."""
     arguments = arguments_of(node, "input", "dim0", "dim1")
     if arguments is None:
         return None
-    fact = reader.fact(arguments["input"])
-    dim0, dim1 = (_dim(arguments.get(name), len(fact.dims)) for name in ("dim0", "dim1"))
+    formula = reader.formula(arguments["input"])
+    dim0, dim1 = (_dim(arguments.get(name), len(formula.dims)) for name in ("dim0", "dim1"))
     if dim0 is None or dim1 is None:
         return None
-    dims = list(fact.dims)
+    dims = list(formula.dims)
     dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
-    return replace(fact, dims=tuple(dims))
+    return replace(formula, dims=tuple(dims))
 
 
-def _match_unsqueeze(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match `unsqueeze`: the operand's fact with a new dimension of size one (None)."""
+def _match_unsqueeze(reader: FormulaReader, node: fx.Node) -> Formula | None:
+    """Match `unsqueeze`: the operand's formula with a new dimension of size one (None)."""
     arguments = arguments_of(node, "input", "dim")
     if arguments is None:
         return None
-    fact = reader.fact(arguments["input"])
-    dim = _dim(arguments.get("dim"), len(fact.dims) + 1)
-    return None if dim is None else replace(fact, dims=(*fact.dims[:dim], None, *fact.dims[dim:]))
+    formula = reader.formula(arguments["input"])
+    dim = _dim(arguments.get("dim"), len(formula.dims) + 1)
+    return None if dim is None else replace(formula, dims=(*formula.dims[:dim], None, *formula.dims[dim:]))
 
 
-def _match_index(reader: Reader, node: fx.Node) -> Fact | None:
-    """Match indexing that only adds dimensions of size one (None in the fact): x[..., None], x[:, None, :]."""
+def _match_index(reader: FormulaReader, node: fx.Node) -> Formula | None:
+    """Match indexing that only adds dimensions of size one (None in the formula): x[..., None], x[:, None, :]."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    fact = reader.fact(node.args[0])  # type: ignore[arg-type]
+    formula = reader.formula(node.args[0])  # type: ignore[arg-type]
     num_slices = sum(entry == slice(None) for entry in index if isinstance(entry, slice))
     if index.count(...) > 1 or not all(entry is None or entry is ... or entry == slice(None) for entry in index):
         return None
-    remaining, dims = list(fact.dims), list[SourceDim]()
+    remaining, dims = list(formula.dims), list[SourceDim]()
     for entry in index:
         if entry is None:
             dims.append(None)
             continue
-        num_dims = len(fact.dims) - num_slices if entry is ... else 1
+        num_dims = len(formula.dims) - num_slices if entry is ... else 1
         dims += remaining[:num_dims]
         del remaining[:num_dims]
-    return replace(fact, dims=(*dims, *remaining))
+    return replace(formula, dims=(*dims, *remaining))
 
 
-def _match_expand(reader: Reader, node: fx.Node) -> Fact | None:
+def _match_expand(reader: FormulaReader, node: fx.Node) -> Formula | None:
     """Match `expand`: a repetition along a new dimension of size one, which becomes the column z."""
-    return _with_column(reader.fact(node.args[0]), node)  # type: ignore[arg-type]
+    return _with_column(reader.formula(node.args[0]), node)  # type: ignore[arg-type]
 
 
-def _with_column(fact: Fact, node: fx.Node) -> Fact | None:
-    """Return the fact of an operand after it is broadcast to the shape of `node`; None if that is not a matched repetition.
+def _with_column(formula: Formula, node: fx.Node) -> Formula | None:
+    """Return the formula of an operand after it is broadcast to the shape of `node`; None if that is not a matched repetition.
 
     Only a source may be repeated, along one dimension of size one, which becomes the column z: x[c] -> repeated x[c]. If nothing
-    is repeated, the fact is unchanged.
+    is repeated, the formula is unchanged.
     """
-    shape, source_shape = shape_of(node.meta[EXAMPLE_VALUE]), shape_of(fact.source.meta[EXAMPLE_VALUE])
-    if len(shape) != len(fact.dims) or any(source_shape[dim] != size for dim, size in _source_dims(fact.dims, shape)):
+    shape, source_shape = shape_of(node.meta[EXAMPLE_VALUE]), shape_of(formula.source.meta[EXAMPLE_VALUE])
+    if len(shape) != len(formula.dims) or any(source_shape[dim] != size for dim, size in _source_dims(formula.dims, shape)):
         return None
-    repeated = [i for i, (dim, size) in enumerate(zip(fact.dims, shape, strict=True)) if dim is None and size != 1]
+    repeated = [i for i, (dim, size) in enumerate(zip(formula.dims, shape, strict=True)) if dim is None and size != 1]
     if not repeated:
-        return fact
-    if fact.kind is not FactKind.SOURCE or len(repeated) > 1:
+        return formula
+    if formula.kind is not FormulaKind.SOURCE or len(repeated) > 1:
         return None
-    return replace(fact, kind=FactKind.REPEATED, dims=tuple(COLUMN if i in repeated else dim for i, dim in enumerate(fact.dims)))
+    return replace(
+        formula, kind=FormulaKind.REPEATED, dims=tuple(COLUMN if i in repeated else dim for i, dim in enumerate(formula.dims))
+    )
 
 
 def _source_dims(dims: tuple[SourceDim, ...], shape: tuple[Size, ...]) -> Iterator[tuple[int, Size]]:
     """Return pairs (dimension of the source, its size in the value) for each dimension of a value that the source has.
 
-    `dims` are the dimensions of the value's `Fact`, `shape` is its shape.
+    `dims` are the dimensions of the value's `Formula`, `shape` is its shape.
     """
     return ((dim, size) for dim, size in zip(dims, shape, strict=True) if dim is not None and dim != COLUMN)
 
 
-# -- operators that change the kind of a fact
+# -- operators that change the kind of a formula
 
 
-def _match_masked_fill(reader: Reader, node: fx.Node) -> Fact | None:
+def _match_masked_fill(reader: FormulaReader, node: fx.Node) -> Formula | None:
     """Match masked_fill(x, mask, number) whose mask is True where c - z < an offset, the complement of a triangle."""
     arguments = arguments_of(node, "input", "mask", "value")
     triangle = None if arguments is None else reader.triangle(arguments["mask"])
@@ -279,7 +281,7 @@ def _match_masked_fill(reader: Reader, node: fx.Node) -> Fact | None:
     return _match_fill_above(reader, node, arguments["input"], triangle.min_offset, arguments["value"], arguments["mask"])
 
 
-def _match_where(reader: Reader, node: fx.Node) -> Fact | None:
+def _match_where(reader: FormulaReader, node: fx.Node) -> Formula | None:
     """Match where(triangle c - z >= offset, x, number)."""
     arguments = arguments_of(node, "condition", "input", "other")
     triangle = None if arguments is None or len(arguments) != 3 else reader.triangle(arguments["condition"])
@@ -288,7 +290,7 @@ def _match_where(reader: Reader, node: fx.Node) -> Fact | None:
     return _match_fill_above(reader, node, arguments["input"], triangle.min_offset, arguments["other"], arguments["condition"])
 
 
-def _match_tril(reader: Reader, node: fx.Node) -> Fact | None:
+def _match_tril(reader: FormulaReader, node: fx.Node) -> Formula | None:
     """Match `tril(x, diagonal)`, which replaces the elements above a diagonal by zero."""
     arguments = arguments_of(node, "input", "diagonal")
     triangle = None if arguments is None else _triangle_of(node, arguments)
@@ -301,71 +303,77 @@ def _match_tril(reader: Reader, node: fx.Node) -> Fact | None:
 
 EXP_UNDERFLOW = -1000.0  # its exp is zero in every dtype
 _KINDS_AFTER_FILL = {  # by kind, the smallest c - z that is kept, and the fill value elsewhere
-    (FactKind.REPEATED, 1, 0.0): FactKind.STRICT,
-    (FactKind.TOTALS, 0, -inf): FactKind.HIDDEN,
-    (FactKind.EXP_TOTALS, 0, 0.0): FactKind.WEIGHTS,
+    (FormulaKind.REPEATED, 1, 0.0): FormulaKind.STRICT,
+    (FormulaKind.TOTALS, 0, -inf): FormulaKind.HIDDEN,
+    (FormulaKind.EXP_TOTALS, 0, 0.0): FormulaKind.WEIGHTS,
 }
 
 
-def _match_fill_above(reader: Reader, node: fx.Node, filled: fx.Node, min_offset: int, value: Any, mask: fx.Node) -> Fact | None:
+def _match_fill_above(
+    reader: FormulaReader, node: fx.Node, filled: fx.Node, min_offset: int, value: Any, mask: fx.Node
+) -> Formula | None:
     """Match the replacement of all elements with c - z < `min_offset` by the number `value`.
 
     `node` is the call, `filled` its operand, which is broadcast to the result's shape, and `mask` its mask (for `tril`, the
     call). The last two dimensions must be rows c and columns z, equally many. `_KINDS_AFTER_FILL` says which fills match, for
     example totals, filled with minus infinity above the diagonal -> hidden.
     """
-    fact = _with_column(reader.fact(filled), node)
-    if fact is None or not isinstance(value, (int, float)) or len(fact.dims) < 2:
+    formula = _with_column(reader.formula(filled), node)
+    if formula is None or not isinstance(value, (int, float)) or len(formula.dims) < 2:
         return None
-    if fact.kind is FactKind.REPEATED:
-        fact = replace(fact, rows=fact.dims[-2])
+    if formula.kind is FormulaKind.REPEATED:
+        formula = replace(formula, row_dim=formula.dims[-2])
     square_sizes, mask_sizes = shape_of(node.meta[EXAMPLE_VALUE])[-2:], shape_of(mask.meta[EXAMPLE_VALUE])
     fill_value = -inf if value <= EXP_UNDERFLOW else float(value)  # such a number has the exp of minus infinity: zero
-    kind = _KINDS_AFTER_FILL.get((fact.kind, min_offset, fill_value))
-    if kind is None or not fact.has_last_square or square_sizes[0] != square_sizes[1] or mask_sizes[-2:] != square_sizes:
+    kind = _KINDS_AFTER_FILL.get((formula.kind, min_offset, fill_value))
+    if kind is None or not formula.has_last_square or square_sizes[0] != square_sizes[1] or mask_sizes[-2:] != square_sizes:
         return None
-    return replace(fact, kind=kind) if mask is node or all(size == 1 for size in mask_sizes[:-2]) else None
+    return replace(formula, kind=kind) if mask is node or all(size == 1 for size in mask_sizes[:-2]) else None
 
 
-def _match_cumsum(reader: Reader, node: fx.Node) -> Fact | None:
+def _match_cumsum(reader: FormulaReader, node: fx.Node) -> Formula | None:
     """Match `cumsum` over rows c: a source x becomes its running sum, strict values become totals."""
     arguments = arguments_of(node, "input", "dim")
-    fact = None if arguments is None else reader.fact(arguments["input"])
-    dim = None if arguments is None or fact is None else _dim(arguments.get("dim"), len(fact.dims))
-    if fact is None or dim is None or fact.dims[dim] in (None, COLUMN):
+    formula = None if arguments is None else reader.formula(arguments["input"])
+    dim = None if arguments is None or formula is None else _dim(arguments.get("dim"), len(formula.dims))
+    if formula is None or dim is None or formula.dims[dim] in (None, COLUMN):
         return None
-    if fact.kind is FactKind.SOURCE:
-        return replace(fact, kind=FactKind.RUNNING_SUM, rows=fact.dims[dim])
-    is_total = fact.kind is FactKind.STRICT and fact.dims[dim] == fact.rows
-    return replace(fact, kind=FactKind.TOTALS) if is_total else None
+    if formula.kind is FormulaKind.SOURCE:
+        return replace(formula, kind=FormulaKind.RUNNING_SUM, row_dim=formula.dims[dim])
+    is_total = formula.kind is FormulaKind.STRICT and formula.dims[dim] == formula.row_dim
+    return replace(formula, kind=FormulaKind.TOTALS) if is_total else None
 
 
-def _match_difference(reader: Reader, node: fx.Node) -> Fact | None:
+def _match_difference(reader: FormulaReader, node: fx.Node) -> Formula | None:
     """Match cumsum(x)[c] - cumsum(x)[z] -> totals, where each operand has size one in the other's dimension of rows."""
     arguments = arguments_of(node, "input", "other")
     if arguments is None or not isinstance(arguments.get("other"), fx.Node) or not is_plain_tensor(arguments["other"]):
         return None
-    left, right = reader.fact(arguments["input"]), reader.fact(arguments["other"])
-    if {left.kind, right.kind} != {FactKind.RUNNING_SUM} or (left.source, left.rows) != (right.source, right.rows):
+    left, right = reader.formula(arguments["input"]), reader.formula(arguments["other"])
+    if {left.kind, right.kind} != {FormulaKind.RUNNING_SUM} or (left.source, left.row_dim) != (right.source, right.row_dim):
         return None
     if len(left.dims) != len(right.dims):
         return None
     pairs = [*zip(left.dims, right.dims, strict=True)]
-    if pairs.count((left.rows, None)) != 1 or pairs.count((None, left.rows)) != 1:
+    if pairs.count((left.row_dim, None)) != 1 or pairs.count((None, left.row_dim)) != 1:
         return None
-    if any(a != b for a, b in pairs if (a, b) not in ((left.rows, None), (None, left.rows))):
+    if any(a != b for a, b in pairs if (a, b) not in ((left.row_dim, None), (None, left.row_dim))):
         return None
-    return replace(left, kind=FactKind.TOTALS, dims=tuple(COLUMN if a is None and b is not None else a for a, b in pairs))
+    return replace(left, kind=FormulaKind.TOTALS, dims=tuple(COLUMN if a is None and b is not None else a for a, b in pairs))
 
 
-def _match_exp(reader: Reader, node: fx.Node) -> Fact | None:
+def _match_exp(reader: FormulaReader, node: fx.Node) -> Formula | None:
     """Match `exp`: hidden -> weights, totals -> exp of totals."""
-    fact = reader.fact(node.args[0])  # type: ignore[arg-type]
-    exp_of = {FactKind.HIDDEN: FactKind.WEIGHTS, FactKind.TOTALS: FactKind.EXP_TOTALS}
-    return replace(fact, kind=exp_of[fact.kind]) if fact.kind in exp_of and len(node.args) == 1 and not node.kwargs else None
+    formula = reader.formula(node.args[0])  # type: ignore[arg-type]
+    exp_of = {FormulaKind.HIDDEN: FormulaKind.WEIGHTS, FormulaKind.TOTALS: FormulaKind.EXP_TOTALS}
+    return (
+        replace(formula, kind=exp_of[formula.kind])
+        if formula.kind in exp_of and len(node.args) == 1 and not node.kwargs
+        else None
+    )
 
 
-_RULES: dict[str, Callable[[Reader, fx.Node], Fact | None]] = {
+_RULES: dict[str, Callable[[FormulaReader, fx.Node], Formula | None]] = {
     "permute": _match_permute,
     "transpose": _match_transpose,
     "swapaxes": _match_transpose,

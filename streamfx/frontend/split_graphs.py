@@ -188,7 +188,7 @@ class SplittableCompilation(ABC):
         return split.joined_callable(compiled_parts)
 
     def replace_by(self, parts: Sequence[SplittableCompilation]) -> None:
-        """Record the facts and costs of two parts as those of this graph, because the parts run in its place."""
+        """Record the facts and costs of two parts as this graph's facts and costs, because the parts run in its place."""
         self.costs = [cost for part in parts for cost in part.costs]
         for facts in (facts for part in parts for facts in part.facts):
             self.register_facts(facts)

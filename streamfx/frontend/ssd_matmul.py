@@ -29,7 +29,7 @@ from torch import fx
 
 from streamfx.dialect.decayed_sums import DECAYED_SUMS, SUMS_AFTER
 from streamfx.frontend.combine_fn import is_plain_tensor
-from streamfx.frontend.segsum_match import COLUMN, FactKind, Reader, arguments_of, call_name
+from streamfx.frontend.segsum_match import COLUMN, FormulaKind, FormulaReader, arguments_of, call_name
 from streamfx.ir.sizes import Size, shape_of, size_of
 from streamfx.ir.sizes import product as product_of
 from streamfx.node_meta import EXAMPLE_VALUE
@@ -137,7 +137,7 @@ def _match_labels(node: fx.Node) -> tuple[LabeledValue, LabeledValue, Labels] | 
     """Return the two operands of an einsum, matmul or bmm with their labels, and the labels of the result; else None.
 
     einsum("bcz,bzf->bcf", x, y) -> (x, b c z), (y, b z f), b c f. A matmul gets the labels a, b, ... (batch), I, J and
-    K. None if an operand is no plain tensor, is broadcast, or has a label twice.
+    K. None if an operand is not a plain tensor, is broadcast, or has a label twice.
     """
     if node.kwargs:
         return None
@@ -169,27 +169,27 @@ def _match_weights_times_rows(node: fx.Node, weights: LabeledValue, rows: Labele
     That is, labels (..., c, z) times (..., z, f) -> (..., c, f), in any order. Else None. The operands of the product are then
     the source of the weights (the decays) and the rows, both without views, and without a leading row.
     """
-    reader = Reader()
-    fact = reader.fact(weights.value)
+    reader = FormulaReader()
+    formula = reader.formula(weights.value)
     if (
-        fact.kind is not FactKind.WEIGHTS
-        or fact.rows not in fact.dims
-        or fact.source.meta[EXAMPLE_VALUE].dtype != node.meta[EXAMPLE_VALUE].dtype
+        formula.kind is not FormulaKind.WEIGHTS
+        or formula.row_dim not in formula.dims
+        or formula.source.meta[EXAMPLE_VALUE].dtype != node.meta[EXAMPLE_VALUE].dtype
     ):
         return None
-    label_of = dict(zip(fact.dims, weights.labels, strict=True))
-    row_label, column_label = label_of[fact.rows], label_of[COLUMN]
+    label_of = dict(zip(formula.dims, weights.labels, strict=True))
+    row_label, column_label = label_of[formula.row_dim], label_of[COLUMN]
     batch = set(weights.labels) - {row_label, column_label}
     features = set(rows.labels) - batch - {column_label}
-    if None in fact.dims or row_label in rows.labels or not batch | {column_label} <= set(rows.labels):
+    if None in formula.dims or row_label in rows.labels or not batch | {column_label} <= set(rows.labels):
         return None
     if set(out) != batch | features | {row_label} or not _have_equal_sizes(node, weights, rows, out):
         return None
-    decays = LabeledValue(fact.source, tuple(label_of[dim] for dim in range(fact.source.meta[EXAMPLE_VALUE].dim())))
-    rows_fact = reader.fact(rows.value)
-    if rows_fact.kind is FactKind.SOURCE and None not in rows_fact.dims:
-        labels = tuple(label for _, label in sorted(zip(rows_fact.dims, rows.labels, strict=True)))  # type: ignore[type-var]
-        rows = LabeledValue(rows_fact.source, labels)
+    decays = LabeledValue(formula.source, tuple(label_of[dim] for dim in range(formula.source.meta[EXAMPLE_VALUE].dim())))
+    rows_formula = reader.formula(rows.value)
+    if rows_formula.kind is FormulaKind.SOURCE and None not in rows_formula.dims:
+        labels = tuple(label for _, label in sorted(zip(rows_formula.dims, rows.labels, strict=True)))  # type: ignore[type-var]
+        rows = LabeledValue(rows_formula.source, labels)
     product = _separate_first_row(Product(node, row_label, column_label, out, decays, rows, None, False, frozenset()), reader)
     return product if _has_row_order(product) else None
 
@@ -203,7 +203,7 @@ def _have_equal_sizes(node: fx.Node, weights: LabeledValue, rows: LabeledValue, 
     return all(size_of_label[label] == size for label, size in sizes)
 
 
-def _separate_first_row(product: Product, reader: Reader) -> Product:
+def _separate_first_row(product: Product, reader: FormulaReader) -> Product:
     """Return the product with the leading row separated from decays and rows, if both are concatenations or paddings.
 
     Rows cat([initial, rows]) become `rows` and `initial` (None if it is zero). Decays cat([any, decays]) become `decays`: no

@@ -22,7 +22,7 @@ class StreamCallback(TrainerCallback):
     The model is enabled after the trainer and its engines have wrapped it. After the first step one line reports how it is
     chunked; at the end the model runs as before. A model that `streamfx.enable` has enabled with the same options stays enabled.
     If training fails, no callback runs: the model stays enabled, and the next training continues with it. The callback does not
-    see a reference or teacher model of the trainer; `streamfx.enable(trainer)` compiles these, too.
+    see a reference or teacher model of the trainer; `streamfx.enable(trainer)` also compiles these.
 
     Args:
         dynamic: as in `torch.compile`, and in `streamfx.enable`.

@@ -1,6 +1,6 @@
 """Dispatch one call of an enabled module: to the compiled call, through the backend, or to the original forward ("plain" calls).
 
-Training runs through the backend, and so does evaluation: a chunked forward pass saves memory, too. Generation does not: with a
+Training runs through the backend, and so does evaluation: a chunked forward pass also saves memory. Generation does not: with a
 key-value cache and one token per step there is nothing to save, and every length would need another shape. With packed
 sequences, a call gets its document boundaries as another argument (`packing.py`).
 """

@@ -44,7 +44,7 @@ FABRIC = "_forward_module"  # the submodule name of the model in Lightning Fabri
 def unwrap_engine(model: nn.Module) -> tuple[nn.Module, str] | None:
     """Return the module inside of a data-parallel, DeepSpeed or Fabric wrapper, and a description of the wrapper.
 
-    The wrapper is not compiled. None if the model is no such wrapper.
+    The wrapper is not compiled. None if the model is not such a wrapper.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model.module, DATA_PARALLEL
@@ -77,7 +77,7 @@ def _first_or_all(model: nn.Module, wants_all: bool) -> Iterator[nn.Parameter]:
 
 
 def engine_of(model: nn.Module) -> str:
-    """Return a text about the engine that shards a model's weights, for the summary; empty if there is none."""
+    """Describe the engine that shards a model's weights, for the summary; "" if no engine does."""
     wrapped = sum(map(is_fully_sharded, model.modules()))
     if wrapped:
         return (

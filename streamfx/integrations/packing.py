@@ -131,7 +131,7 @@ def _boundaries_by_count(args: Sequence[Any]) -> Boundaries:
 def _boundaries_by_positions(positions: Any) -> Boundaries:
     """Return the boundaries at which `position_ids` restart: [[0, 1, 2, 0, 1]] -> [0, 3, 5].
 
-    ONE_DOCUMENT if they do not restart within a row, None (unknown) if they are no matrix of positions.
+    ONE_DOCUMENT if they do not restart within a row, None (unknown) if they are not a matrix of positions.
     """
     if not isinstance(positions, Tensor) or positions.dim() != 2 or not _originals:
         return None

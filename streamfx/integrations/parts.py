@@ -61,7 +61,7 @@ class SharedFunctions:
     def compiled_function(
         self, key: tuple[Any, ...], module_call: Callable[..., Any], with_cache: bool, dense: bool
     ) -> Callable[..., Any]:
-        """Return the compiled function of a key; `module_call` is compiled if there is none.
+        """Return the compiled function of a key; `module_call` is compiled at the first call with this key.
 
         `with_cache` keeps the key-value cache in its output; `dense` forbids deferred outputs.
         """

@@ -105,7 +105,7 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _describe_object(model_or_trainer: Any) -> str:
-    """Return a text about an object that is neither a module nor a trainer with one, for an error."""
+    """Describe an object that is neither a module nor a trainer with a module, for an error."""
     if isinstance(model_or_trainer, type):
         return f"a class ({model_or_trainer.__name__}), not an instance"
     name = with_article(type(model_or_trainer).__name__)

@@ -82,7 +82,7 @@ def _names(joint: JointGraph, axes: AxisFacts) -> dict[AxisFactor, str]:
 
 
 def _batch(joint: JointGraph, axes: AxisFacts, sequence_factors: set[AxisFactor]) -> AxisFactor | None:
-    """Return the batch: among the axes that no weight has, the one that most values with rows of the sequence have.
+    """Return the batch axis: among the axes that no weight has, the axis that most values with rows of the sequence have.
 
     An input without a sequence axis counts as a weight. None if there is no such axis.
     """

@@ -4,7 +4,7 @@ A dimension is a row-major product of axis factors, as in einops' `(b t)`; a dim
 dimensions with the same factors share an index space. Only operators establish this; equal sizes never do.
 
 A *kept* factor, such as the sequence, is indivisible. A view that splits it into *blocks* of rows, `[t] -> [c l]` (outer: c
-blocks; inner: l rows per block), gets two new factors, which are recorded but are no factors of it.
+blocks; inner: l rows per block), gets two new factors. They are recorded, but the kept factor is not replaced by them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class AxisTable:
         """Return dimensions of sizes `shape` over the same row-major elements as `factors`, as for a view.
 
         `(b t)` with b=2, t=12 and shape (2, 3, 4) -> `[b t1 t2]`: t is refined into factors, or split into blocks if it is
-        kept. None if the sizes are no products of factors and their factors.
+        kept. None if a size is not a product of consecutive factors, or of divisors of them.
         """
         todo = list(reversed(self.resolve(factors)))  # outermost last
         dims: list[Dim] = []

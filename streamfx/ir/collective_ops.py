@@ -19,7 +19,7 @@ GROUPS = ("group", "group_name")  # argument names of the process group
 
 
 def find_group(arguments: Mapping[str, Any]) -> Any:
-    """Return the process group among a collective's named arguments; None if there is none (a wait)."""
+    """Return the process group among a collective's named arguments; None if it has no group (a wait)."""
     return next((arguments[name] for name in GROUPS if arguments.get(name) is not None), None)
 
 

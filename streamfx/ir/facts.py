@@ -61,7 +61,7 @@ class SequenceAxis:
 
     @property
     def chunk_alignment(self) -> int:
-        """The number of rows of which each chunk has a multiple: the least common multiple of all blocks and groups."""
+        """Each chunk has a multiple of this number of rows: the least common multiple of all block and group sizes."""
         return lcm(*self.blocks.values(), *self.group_sizes)
 
 
@@ -85,7 +85,7 @@ class AxisFacts:
     sequence: SequenceAxis | None = None
 
     def sequence_factor(self, dim: Dim) -> AxisFactor | None:
-        """Return the axis factor of a dimension that is the sequence, or is derived from it; None if there is none."""
+        """Return the axis factor of a dimension that is the sequence or derived from it; None if no factor is."""
         if self.sequence is not None:
             for factor in self.table.resolve(dim):
                 if factor in self.sequence.members:
@@ -101,7 +101,7 @@ class AxisFacts:
         return any(self.sequence_factor(self.labels[node].get(label, ())) is not None for label in running)
 
     def row_axis(self, dim: Dim) -> AxisFactor | None:
-        """Return the one axis factor of a dimension whose indices are rows of the sequence; else None.
+        """Return the axis factor of a dimension whose indices are rows of the sequence; None for other dimensions.
 
         None for a product such as `(b t)`, for axes that are not the sequence, and for blocks of rows.
         """

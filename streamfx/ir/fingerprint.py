@@ -2,7 +2,7 @@
 
 A version counter misses writes through `.data`, `.numpy()`, `untyped_storage()`, a fused optimizer, another process, or a
 custom kernel. So the bytes are summed, each 32-bit word times a random 64-bit number. Two different contents have equal
-sums with a probability of 2^-33 or less, and reordered or negated contents have different sums, too. Reading a weight
+sums with a probability of 2^-33 or less, and reordered or negated contents also have different sums. Reading a weight
 costs as much as multiplying it by a few dozen rows.
 """
 
@@ -45,7 +45,7 @@ class Fingerprint:
         return self.visible_change(tensor, name) or self.hidden_change(tensor, name)
 
     def visible_change(self, tensor: Tensor, name: str = "it") -> str | None:
-        """Describe a change of version, layout, or memory, which shows without reading the values; None if there is none."""
+        """Describe a change of version, layout, or memory, which shows without reading the values; None if nothing changed."""
         if self.is_written(tensor):
             times = abs((_version(tensor) or 0) - (self.version or 0))
             return f"{name} was changed in place since the call ({times} time{'s' if times > 1 else ''})"

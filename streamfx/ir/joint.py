@@ -157,7 +157,7 @@ def graph_copy(graph: fx.Graph) -> fx.Graph:
 
 
 def erase_unused(graph: fx.Graph, keep: Callable[[fx.Node], bool] = lambda node: False) -> list[fx.Node]:
-    """Erase operators without users, and then those that only they used; return the erased nodes.
+    """Erase operators without users, then operators that lose their last user by this, and so on; return the erased nodes.
 
     Assertions, and nodes for which `keep` returns True, stay.
     """
@@ -194,7 +194,7 @@ def is_size(node: Any) -> bool:
 def input_symbols(joint: JointGraph) -> set[sympy.Symbol]:
     """Return the symbols (dynamic sizes) in the shapes of primals, and in primals that are sizes themselves.
 
-    Their numbers are known before the graph runs; those of sizes that depend on data are not.
+    Their numbers are known before the graph runs. (The numbers of sizes that depend on data are not known.)
     """
     tensor_sizes = (size for node in joint.primals if is_tensor(node) for size in shape_of_node(node))
     return free_symbols([*tensor_sizes, *(size_of(node.meta[VALUE]) for node in joint.primals if is_size(node))])

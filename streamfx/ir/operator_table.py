@@ -238,7 +238,7 @@ def returns_view(target: OpOverload) -> bool:
 
 @cache
 def shape_argument(target: Any) -> int | None:
-    """Return the position of the argument that is the shape of the result: 1 for `view(self, size)`; None if there is none.
+    """Return the position of the argument that is the shape of the result: 1 for `view(self, size)`; None if no argument is.
 
     Also None for an operator without a row, or with strides: there, an argument of that name may be another shape.
     """

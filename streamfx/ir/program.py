@@ -52,7 +52,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class ShiftedRows:
-    """The rows of an operand that an operator reads for a chunk of another axis, `rows` (that of its result).
+    """The rows of an operand that an operator reads for a chunk of another axis: `rows`, the axis of its result.
 
     For row i of that axis, it reads rows i + `by` to i + `by` + `reach` of the operand, as far as they exist: one row for a
     slice or a padding, several for a convolution.

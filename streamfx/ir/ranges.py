@@ -57,7 +57,7 @@ class Range:
 
     @property
     def constant(self) -> Number | None:
-        """The number that all elements equal; None if there is none, or if elements may be NaN."""
+        """The number that all elements equal; None if elements may differ, or may be NaN."""
         return self.low if self.low == self.high and not self.nan else None
 
     @property
@@ -122,7 +122,7 @@ def activation(dtype: torch.dtype) -> Range:
 
 
 def hull(*ranges: Range) -> Range:
-    """Return the smallest range that contains all ranges: that of a concatenation, a maximum, a selection."""
+    """Return the smallest range that contains all ranges: the range of a concatenation, a maximum, a selection."""
     low, high = min(r.low for r in ranges), max(r.high for r in ranges)
     return Range(low, high, any(r.nan for r in ranges), assumed_growth(ranges))
 

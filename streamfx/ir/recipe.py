@@ -62,7 +62,7 @@ class Context:
 
 @dataclass(frozen=True)
 class RecipeProgram:
-    """A graph of torch functions. `inputs` has the values of its last placeholders; the caller passes those of the first.
+    """A graph of torch functions. `inputs` has the values of its last placeholders; the caller passes the values of the others.
 
     An operator that is not in `contexts` runs under the modes of the call.
     """

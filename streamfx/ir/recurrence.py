@@ -101,7 +101,7 @@ class Steps:
     `steps[t]`: the operators of step t.
     `crossing[b]`: the values that the steps before b pass to step b and later steps; if `reverse`, the values that step b
     and later steps pass to the steps before b.
-    `concat_results`, `single_step_results`: the results of the loop. `dtype`: that of the carry.
+    `concat_results`, `single_step_results`: the results of the loop. `dtype`: the dtype of the carry.
     `dead_after[t]`: the values that no operator uses after step t, which may be freed.
     """
 
@@ -129,7 +129,7 @@ class RecurrenceAxes:
 
 
 def separate_axes(operands: Iterable[Shaped], results: Iterable[Shaped]) -> RecurrenceAxes:
-    """Return axis labels in which the only axis that tensors share is that of the rows.
+    """Return axis labels in which tensors share no axis except the rows.
 
     Nothing is known about operations along other dimensions, so each gets a separate label. `operands` and `results` have
     (sizes, dimension of rows) of each tensor: ([2, 40, 16], 1) -> labels (1), (ROWS), (2).
@@ -148,13 +148,13 @@ CarryIntervals: TypeAlias = "Sequence[tuple[int, int | None]]"  # (start, stop) 
 
 @dataclass(frozen=True)
 class Truncation:
-    """The truncation of the gradients of states, which reach back `rows` rows, rounded up to chunks.
+    """The truncation of the gradients of states, which reach back `num_rows` rows, rounded up to chunks.
 
     `adjoints[n]` has the intervals of the carry after n rows that hold gradients of states; a single entry applies to all
     n. Other carried values are not truncated: sums of gradients over rows, and forward values.
     """
 
-    rows: int
+    num_rows: int
     adjoints: Sequence[CarryIntervals]
 
 
@@ -165,7 +165,7 @@ class RecurrencePlan:
     `steps`: the operators that the loop runs.
     `recomputed`: the forward steps that a backward loop recomputes before its own; None for a forward loop.
     `operands`: identifies each operand, in order.
-    `rows`: the step dimension of each operand that has rows.
+    `row_dims`: the step dimension of each operand that has rows.
     `shared`: the value of the steps that each operand without rows holds.
     """
 
@@ -174,7 +174,7 @@ class RecurrencePlan:
     steps: Steps
     recomputed: Steps | None
     operands: tuple[ValueId, ...]
-    rows: Mapping[ValueId, int]
+    row_dims: Mapping[ValueId, int]
     shared: Mapping[ValueId, ValueId]
     axes: RecurrenceAxes
 
@@ -187,14 +187,14 @@ class ScanPlan:
     results are the final values of the carry components `final_carries`, then rows (along dimension 0).
 
     `carry`, `row_results`: shape and dtype of each carry component, and of a row of each result.
-    `rows`: the number of operands with rows.
+    `num_row_operands`: the number of operands with rows.
     """
 
     name: str
     combine: Callable[..., Sequence[Tensor]]
     carry: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     final_carries: tuple[int, ...]
-    rows: int
+    num_row_operands: int
     row_results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     reverse: bool
     axes: RecurrenceAxes

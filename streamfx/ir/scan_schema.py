@@ -95,7 +95,7 @@ class StatefulPlan:
     """A call of the operator or of its backward.
 
     `operands`: the arguments that are tensors, in order; `constants`: the other arguments.
-    `rows`: the row dimension of each operand that has rows.
+    `row_dims`: the row dimension of each operand that has rows.
     `orders`: the dimensions of each operand in memory order, outermost first.
     `always`: arguments that a chunk's calls pass with this value.
     `absent`: states that the call omits; they start as zeros.
@@ -109,7 +109,7 @@ class StatefulPlan:
     function: Callable[..., Any]
     argument_names: frozenset[str]
     operands: tuple[str, ...]
-    rows: Mapping[str, int]
+    row_dims: Mapping[str, int]
     orders: Mapping[str, tuple[int, ...]]
     constants: Mapping[str, Any]
     always: Mapping[str, Any]
@@ -236,7 +236,7 @@ class _StatefulCall:
             function=declared.forward if is_forward else declared.backward,
             argument_names=frozenset(declared.argument_names if is_forward else declared.backward_argument_names),
             operands=tuple(tensors),
-            rows=row_dims,
+            row_dims=row_dims,
             orders={name: _memory_order(value) for name, value in tensors.items() if name not in absent},
             constants={key: value for key, value in self.arguments.items() if key not in tensors and key not in declared.counts},
             always=self.overrides,

@@ -114,7 +114,7 @@ class Signature:
 
     @property
     def concat(self) -> tuple[AxisLabel, ConcatAxes] | None:
-        """The label whose rows concatenate the rows of other labels, with those; None if the operator is no concatenation."""
+        """The label whose rows concatenate the rows of other labels, with these; None if the operator is no concatenation."""
         return next(((label, index) for label, index in self.index.items() if isinstance(index, ConcatAxes)), None)
 
     def labels(self) -> set[AxisLabel]:

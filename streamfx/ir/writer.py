@@ -101,7 +101,7 @@ def _read_size(size: Any, node: fx.Node, dim: int, writer: GraphWriter) -> fx.No
 
 
 def find_size_input(size: Any, graph: fx.Graph) -> fx.Node | None:
-    """Return the graph input that is this dynamic size; None if there is none.
+    """Return the graph input that is this dynamic size; None if no input is.
 
     Operators should use it rather than a node that reads the size: then they depend on no other value of the graph.
     """

@@ -94,7 +94,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, causal: Causal, scale: fl
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: Causal, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv): the gradients of queries, keys and values; `gradient` is that of the output `out`."""
+    """Return (dq, dk, dv): the gradients of queries, keys and values; `gradient` is the gradient of the output `out`."""
     gradient, out, lse = _packed(gradient), _packed(out), lse.contiguous().unsqueeze(-1)
     seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
     ends = (None, None, query.shape[2], key.shape[2])

@@ -95,7 +95,7 @@ def matches_reference(forward: Forward, backward: Backward, causal: Causal, size
 
 
 def _reference(causal: Causal, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-    """Return the expected (output, log-sum-exp, dq, dk, dv), by plain operators; `gradient` is that of the output."""
+    """Return the expected (output, log-sum-exp, dq, dk, dv), by plain operators; `gradient` is the output's gradient."""
     results = plain_attention.forward(query, key, value, None, causal, None)
     return (*results, *plain_attention.backward(gradient, query, key, value, *results, None, causal, None))
 
@@ -170,7 +170,7 @@ def _decode(item: Any) -> Any:
 
 
 def _run_test(question: Question, device: torch.device) -> Outcome:
-    """Run a test in this process, and return its outcome; an exception of the test is an outcome, too.
+    """Run a test in this process, and return its outcome; an exception of the test is also an outcome.
 
     Raises:
         torch.AcceleratorError: if the device's context is lost, so that the process must end.

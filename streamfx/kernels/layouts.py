@@ -17,7 +17,7 @@ def dense_last(tensor: Tensor) -> Tensor:
 
 
 def align(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a contiguous copy if its layout is not the one that `is_aligned` describes."""
+    """Return the tensor, or a contiguous copy if its layout is not as `is_aligned` requires."""
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -164,7 +164,7 @@ def _cpu_backward(
 def _for_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
     """Return (query, key, value, scale) with heads padded by zeros to one width, and with a dense last dimension.
 
-    Padding would change the default scale, so that of the original width is returned.
+    Padding would change the default scale, so the default for the original width is returned.
     aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: cpu_flash_attention takes no stride of the last dimension; all
     operands have one width (attention.cpp: _scaled_dot_product_flash_attention_cpu).
     """

@@ -45,11 +45,11 @@ def documents_in(rows: Sequence[RowInterval], min_rows: int) -> Iterator[Documen
 
 
 def _longest(rows: Sequence[RowInterval], start: int, causal: bool) -> DocumentInterval:
-    """Return the longest range of documents that starts at row `start`: all causal, or (not `causal`) none.
+    """Return the longest range of documents that starts at row `start`: all documents are causal, or (not `causal`) none is.
 
-    A row begins a document (`is_next`) if its keys begin where those of the row before it end. It continues one if it sees the
-    same keys, or, causally, one more. It slides if both ends move by one key: then causal documents have a window, whose
-    `width` in keys is that of a sliding row, and no row may see more.
+    A row begins a document (`is_next`) if its keys begin where the keys of the row before it end. It continues a document if
+    it sees the same keys, or, causally, one more. It slides if both ends move by one key: then causal documents have a window
+    of `width` keys, as many as a sliding row sees, and no row may see more.
     """
     starts, width, index = [start], None, start + 1
     max_length = rows[start].stop - rows[start].first

@@ -52,7 +52,7 @@ from streamfx.torch_private.autograd import nodes_to_execute
 # NOTE [Gradients that spread]
 # Autograd's formulas for `gather`, `max`, `topk`, an index or a slice allocate zeros of the operand's shape from the result's
 # gradient, without reading the operand. So the gradient of a small part of a large deferred tensor becomes a deferred tensor
-# just before the formula runs, and the results of the formula are then deferred, too.
+# just before the formula runs, and the results of the formula are then also deferred.
 
 aten = torch.ops.aten
 FREED = (
@@ -194,7 +194,7 @@ def _gradients(source: RecomputeSource, gradient: Tensor) -> Sequence[Tensor | N
         streamed = compute_gradients_in_chunks(source, gradient._cell)
         if streamed is not None:
             return with_distinct_memory(streamed, gradient)
-    # The consumers expect plain tensors. The gradient of the hidden states may be deferred, too, if that of the logits is.
+    # The consumers expect plain tensors. If the gradient of the logits is deferred, so may be that of the hidden states.
     dense = [item._cell.read() if isinstance(item, DeferredTensor) else item for item in source.gradients(gradient)]
     return with_distinct_memory(dense, gradient)
 

@@ -40,7 +40,7 @@ class Frontier:
 def find_frontier(target: fx.Node, values: DynamoValues) -> Frontier | None:
     """Return the values with the fewest bytes from which the node `target` can be recomputed, and the nodes to run for that.
 
-    None if it cannot be recomputed: it is no cheap pure function, or a value that it needs cannot be saved.
+    None if it cannot be recomputed: it is not a cheap pure function, or a value that it needs cannot be saved.
     """
     if not _is_recomputable(target, values):
         return None

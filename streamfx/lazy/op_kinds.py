@@ -83,7 +83,7 @@ SUMMING_FUNCTIONS = set(
 def sums_elements(node: fx.Node) -> bool:
     """Return whether a node calls a function that sums products or elements, so that the result shows no single one of them.
 
-    Of norms, only those of order 1 and 2 are sums.
+    Only norms of order 1 and 2 are sums.
     """
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.op not in ("call_function", "call_method") or name not in SUMMING_FUNCTIONS:

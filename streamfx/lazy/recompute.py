@@ -137,7 +137,7 @@ class _SavedInput:
         return _SavedInput(name, alias, tensor.requires_grad, Fingerprint.of(alias, reads=waits))
 
     def change(self, with_counter: bool) -> str | None:
-        """Return a text that says how the tensor has changed since the call; None if it has not.
+        """Describe how the tensor has changed since the call; None if it has not changed.
 
         Without `with_counter`, report only changes that the version counter misses.
         """
@@ -222,9 +222,9 @@ class ChunkingDecision:
 
 
 def with_distinct_memory(gradients: Iterable[Tensor | None], kept: Tensor) -> list[Tensor | None]:
-    """Return gradients of which none shares memory with another or with `kept`, except `kept` itself.
+    """Return the gradients, cloned where necessary: no two share memory, and none shares it with `kept`, except `kept` itself.
 
-    Those that do are cloned, because autograd may accumulate into gradients in place.
+    The reason: autograd may accumulate into gradients in place.
     """
     addresses, results = {_storage_address(kept)}, list[Tensor | None]()
     for gradient in gradients:
@@ -328,7 +328,7 @@ class RecomputeSource:
         return rows[index].clone(memory_format=torch.contiguous_format)
 
     def gradients(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of each of the recipe's inputs (None if it needs none), given that of its output.
+        """Return the gradient of each of the recipe's inputs (None if it needs none), given the gradient of its output.
 
         It uses up the recorded run of `recompute`, if there is one; otherwise the recipe runs again. Raise `StaleOutputError` if
         an input has changed since the call.

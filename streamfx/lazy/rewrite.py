@@ -197,7 +197,7 @@ def _has_known_shape(node: fx.Node, values: DynamoValues) -> bool:
 def _view_nodes(base: fx.Node, output: fx.Node, values: DynamoValues) -> tuple[fx.Node, ...] | None:
     """Return the chain of views from `base` to `output`, two nodes with the same memory, in order; empty if they are equal.
 
-    None if a node between is no plain view: it has several operands in this memory, reads other values than sizes, or runs
+    None if a node between is not a plain view: it has several operands in this memory, reads values that are not sizes, or runs
     under modes that the graph sets.
     """
     path: list[fx.Node] = []
@@ -310,7 +310,7 @@ class _OutputRewriter:
     def _row_axes(self, frontier: Frontier) -> RowAxes | None:
         """Return which dimensions of a deferred output are rows: row i needs only row i of one saved value, the largest.
 
-        Parameters are no candidates. None if there is no such dimension, so that the output cannot be computed in chunks.
+        Parameters are not candidates. None if there is no such dimension, so that the output cannot be computed in chunks.
         """
         with_rows = [node for node in frontier.saved if not is_parameter(node)]
         if not with_rows:

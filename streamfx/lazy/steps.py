@@ -34,7 +34,7 @@ def is_wide(cell: Cell) -> bool:
 
 
 def widest_below(cell: Cell) -> int:
-    """Return the number of elements of the largest wide value that reading a cell would compute; 0 if there is none.
+    """Return the number of elements of the largest wide value that reading a cell would compute; 0 if it computes no wide value.
 
     A wide value is large and not computed yet. Operands are visited, and their operands, until values that exist.
     """
@@ -222,7 +222,7 @@ def _is_dense(item: Any) -> bool:
 def _small_copy(tensor: Tensor, max_numel: int) -> Tensor | None:
     """Return a copy of an operand, whose expanded dimensions (stride 0) take no memory, so that later writes do not affect it.
 
-    None if it has more than `max_numel` elements without these dimensions, or is no plain tensor.
+    None if it has more than `max_numel` elements without these dimensions, or is not a plain tensor.
     """
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return None

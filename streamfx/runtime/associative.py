@@ -49,12 +49,12 @@ def scan_gradients(
     gradients: Sequence[Tensor | None],
     final_block_gradients: Mapping[int, Sequence[Tensor]],
 ) -> tuple[list[Tensor], Blocks]:
-    """Return the gradients of the rows and the shared tensors in one list, and those of the blocks before the rows.
+    """Return the gradients of the rows and the shared tensors in one list, and the gradients of the blocks before the rows.
 
     `blocks` represent the rows of the sequence before `rows`, `first` is the number of these rows. `gradients`: the
     gradient of each leaf of the combined rows, or None. `final_block_gradients`: the gradients of the blocks after the rows,
-    by level. Absent gradients in the list are zeros. No two results share memory: those of a single row could, so each is
-    cloned.
+    by level. Absent gradients in the list are zeros. No two results share memory: the gradients of a single row could, so each
+    is cloned.
     """
     with autograd_inside_operators():
         gradients_or_none, block_gradients = vjp_of_scan(

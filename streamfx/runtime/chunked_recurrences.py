@@ -198,11 +198,11 @@ class UnrolledRecurrence(Recurrence):
         """Return (env, rows): the operands without rows, by the value that they are, and those with rows, by operand."""
         operand_of = dict(zip(self.plan.operands, operands, strict=True))
         env = {value: operand_of[index] for index, value in self.plan.shared.items()}
-        return env, {index: operand_of[index] for index in self.plan.rows}
+        return env, {index: operand_of[index] for index in self.plan.row_dims}
 
     def _num_rows(self, rows: Mapping[ValueId, Tensor]) -> int:
         """Return the number of rows of the chunk, given its operands with rows."""
-        operand_index, dim = next(iter(self.plan.rows.items()))
+        operand_index, dim = next(iter(self.plan.row_dims.items()))
         return rows[operand_index].shape[dim]
 
 

@@ -231,7 +231,7 @@ def meta_results_of_block(plan: StatefulPlan, values: Mapping[str, Any]) -> Sequ
         """Return a meta tensor like the argument `name`, with one block (`plan.block` rows) in place of its rows."""
         if not isinstance(value, Tensor):
             return value
-        shape = [plan.block if dim == plan.rows.get(name) else size for dim, size in enumerate(value.shape)]
+        shape = [plan.block if dim == plan.row_dims.get(name) else size for dim, size in enumerate(value.shape)]
         return value.new_empty(shape, device="meta")
 
     meta_values = {name: meta_like(name, value) for name, value in values.items()}
@@ -243,7 +243,7 @@ def meta_results_of_block(plan: StatefulPlan, values: Mapping[str, Any]) -> Sequ
 
 def num_rows(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
     """Return the number of rows of the operands, by the first operand that has rows."""
-    name, dim = next(iter(plan.rows.items()))
+    name, dim = next(iter(plan.row_dims.items()))
     count: int = operands[name].shape[dim]
     return count
 

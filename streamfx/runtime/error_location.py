@@ -39,7 +39,7 @@ def _in_graphs(error: BaseException) -> Iterator[list[fx.Node]]:
     """Yield, for each graph module in the traceback, a list of the node that was running; from the outermost to the innermost.
 
     The traceback's line in the module's generated code, for example `mm = torch.ops...`, names the node. If this node has no
-    source line, a neighbor that has one takes its place; [] if there is none.
+    source line, a neighbor that has one takes its place; [] if no operator has one.
     """
     for frame, line_number in traceback.walk_tb(error.__traceback__):
         module, file = frame.f_locals.get("self"), frame.f_code.co_filename

@@ -42,7 +42,7 @@ NOT_REGISTERED = (
 
 
 def bytes_pinned(size: int) -> int:
-    """Return the host bytes that a value of this size occupies: full pages. Plans use this function, too."""
+    """Return the host bytes that a value of this size occupies: full pages. Plans also use this function."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

@@ -52,9 +52,9 @@ def replay(name: str, seed: Tensor, key: int, start: int, *args: Any, **kwargs: 
 
 @cache
 def find_seeded_variant(function: Any) -> Callable[..., Any] | None:
-    """Return a function that draws as a random operator does, from the keyword argument `generator`; None if there is none.
+    """Return a function that draws as a random operator does, but from the generator in its keyword argument `generator`.
 
-    It is an implementation of this module, the operator itself, or an overload of it.
+    It is an implementation of this module, the operator itself, or an overload of it; None if none of these exists.
     """
     if function in _WITH_GENERATOR:
         return _WITH_GENERATOR[function]

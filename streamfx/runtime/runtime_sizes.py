@@ -1,6 +1,6 @@
 """Sizes at run time: expressions over the graph's symbols (dynamic sizes) and the bounds of the current chunk.
 
-A chunk is rows [start, stop) of a sequence of `length` rows. A derived axis has `rows` rows: row i is row i * block +
+A chunk is rows [start, stop) of a sequence of `length` rows. A derived axis has `num_rows` rows: row i is row i * block +
 offset of the sequence. A shifted axis is read by an operator that computes a derived axis: for row i, rows i + shift .. i
 + shift + reach. A span is the rows [start + low, stop + high): the keys that a chunk sees.
 
@@ -24,7 +24,7 @@ from streamfx.torch_private import PythonPrinter
 
 
 class member_count(sympy.Function):
-    """member_count(start, stop, length, offset, rows, block=1): the number of rows of a derived axis that belong to a chunk."""
+    """member_count(start, stop, length, offset, num_rows, block=1): the number of rows of a derived axis in a chunk."""
 
 
 class member_start(sympy.Function):
@@ -32,7 +32,7 @@ class member_start(sympy.Function):
 
 
 class span_count(sympy.Function):
-    """span_count(start, stop, length, low, high, offset, rows): the number of rows of a span; infinite bounds are unbounded."""
+    """span_count(start, stop, length, low, high, offset, num_rows): the number of rows of a span; its bounds may be infinite."""
 
 
 class span_start(sympy.Function):
@@ -40,9 +40,10 @@ class span_start(sympy.Function):
 
 
 class shifted_count(sympy.Function):
-    """shifted_count(start, stop, length, offset, rows, shift, num_rows, reach=0, block=1): rows of a shifted axis for a chunk.
+    """The number of rows of a shifted axis, with `num_read_rows` rows in all, that an operator reads for a chunk.
 
-    It has `num_rows` rows; (offset, rows, block) is the derived axis that is computed from it.
+    shifted_count(start, stop, length, offset, num_rows, shift, num_read_rows, reach=0, block=1), where (offset, num_rows, block)
+    is the derived axis that the operator computes from the shifted axis.
     """
 
 
@@ -51,77 +52,79 @@ class shifted_start(sympy.Function):
 
 
 class chunks_holding(sympy.Function):
-    """chunks_holding(rows, step): the number of chunks of `step` rows that are needed for `rows` rows, rounded up."""
+    """chunks_holding(num_rows, step): the number of chunks of `step` rows that are needed for `num_rows` rows, rounded up."""
 
 
 class shifted_before(sympy.Function):
     """The number of rows that a chunk would read before row 0 of a shifted axis; same arguments as `shifted_count`."""
 
 
-def member_bounds(start: int, stop: int, length: int, offset: int, rows: int, block: int = 1) -> tuple[int, int]:
+def member_bounds(start: int, stop: int, length: int, offset: int, num_rows: int, block: int = 1) -> tuple[int, int]:
     """Return the first row and the number of rows of a derived axis in chunk [start, stop).
 
     The first chunk also has the rows before the sequence, and the last chunk the rows after it, so each row is in exactly
     one chunk. Chunk [4, 8) of 8, with 10 rows from offset -1 on (two more than the sequence): (5, 5).
     """
     assert block == 1 or start == 0 or (start - offset) % block == 0, "a chunk begins inside a block"
-    first = 0 if start == 0 else min(max((start - offset) // block, 0), rows)
-    last = rows if stop == length else min(max((stop - offset) // block, 0), rows)
+    first = 0 if start == 0 else min(max((start - offset) // block, 0), num_rows)
+    last = num_rows if stop == length else min(max((stop - offset) // block, 0), num_rows)
     return first, max(last - first, 0)
 
 
-def span_bounds(start: int, stop: int, length: int, low: int | None, high: int | None, offset: int, rows: int) -> tuple[int, int]:
+def span_bounds(
+    start: int, stop: int, length: int, low: int | None, high: int | None, offset: int, num_rows: int
+) -> tuple[int, int]:
     """Return the first row and the number of rows of the span [start + low, stop + high) in a derived axis; None: unbounded.
 
     The first chunk also has the rows before the sequence, and the last chunk the rows after it, so their spans extend
     to the end of the axis.
     """
-    first = 0 if low is None or start == 0 else min(max(start + low - offset, 0), rows)
-    last = rows if high is None or stop == length else min(max(stop + high - offset, 0), rows)
+    first = 0 if low is None or start == 0 else min(max(start + low - offset, 0), num_rows)
+    last = num_rows if high is None or stop == length else min(max(stop + high - offset, 0), num_rows)
     return first, max(last - first, 0)
 
 
 def shifted_bounds(
-    start: int, stop: int, length: int, offset: int, rows: int, shift: int, num_rows: int, reach: int = 0, block: int = 1
+    start: int, stop: int, length: int, offset: int, num_rows: int, shift: int, num_read_rows: int, reach: int = 0, block: int = 1
 ) -> tuple[int, int]:
-    """Return the first row and the number of rows, of an axis with `num_rows` rows, that a chunk of another axis reads.
+    """Return the first row and the number of rows, of an axis with `num_read_rows` rows, that a chunk of another axis reads.
 
-    The chunk's rows are those of the derived axis (offset, rows, block). Its row i reads rows i + shift .. i + shift + reach, as
+    The chunk has rows of the derived axis (offset, num_rows, block). Its row i reads rows i + shift .. i + shift + reach, as
     far as they exist.
     """
-    first, count = member_bounds(start, stop, length, offset, rows, block)
-    low, high = min(max(first + shift, 0), num_rows), min(max(first + count + shift + reach, 0), num_rows)
+    first, count = member_bounds(start, stop, length, offset, num_rows, block)
+    low, high = min(max(first + shift, 0), num_read_rows), min(max(first + count + shift + reach, 0), num_read_rows)
     return low, high - low
 
 
 def rows_before(
-    start: int, stop: int, length: int, offset: int, rows: int, shift: int, num_rows: int, reach: int = 0, block: int = 1
+    start: int, stop: int, length: int, offset: int, num_rows: int, shift: int, num_read_rows: int, reach: int = 0, block: int = 1
 ) -> int:
     """Return how many rows that a chunk would read from a shifted axis are before its row 0; arguments as in `shifted_bounds`.
 
     They do not exist: a convolution reads zeros there.
     """
-    first, count = member_bounds(start, stop, length, offset, rows, block)
+    first, count = member_bounds(start, stop, length, offset, num_rows, block)
     return min(max(-first - shift, 0), count + reach)
 
 
-def rows_in_chunk(rows: RowRange, length: Size) -> Size:
+def rows_in_chunk(row_range: RowRange, length: Size) -> Size:
     """Return the number of rows of a derived axis in the current chunk, as an expression; `length`: rows of the sequence."""
-    if rows.offset == 0 and rows.length == length and rows.block == 1:
+    if row_range.offset == 0 and row_range.length == length and row_range.block == 1:
         return STOP - START
-    return member_count(START, STOP, length, *_member_arguments(rows))
+    return member_count(START, STOP, length, *_member_arguments(row_range))
 
 
-def first_in_chunk(rows: RowRange, length: Size) -> Size:
+def first_in_chunk(row_range: RowRange, length: Size) -> Size:
     """Return the first row of a derived axis in the current chunk, as an expression; `length`: rows of the sequence."""
-    if rows.offset == 0 and rows.length == length and rows.block == 1:
+    if row_range.offset == 0 and row_range.length == length and row_range.block == 1:
         return START
-    return member_start(START, STOP, length, *_member_arguments(rows))
+    return member_start(START, STOP, length, *_member_arguments(row_range))
 
 
-def _member_arguments(rows: RowRange) -> tuple[Any, ...]:
+def _member_arguments(row_range: RowRange) -> tuple[Any, ...]:
     """Return the arguments of a size function that describe a derived axis: (offset, length), and the block unless it is 1."""
-    return (rows.offset, rows.length, rows.block) if rows.block != 1 else (rows.offset, rows.length)
+    return (row_range.offset, row_range.length, row_range.block) if row_range.block != 1 else (row_range.offset, row_range.length)
 
 
 def rows_shifted(shifted: ShiftedRows, num_rows: Size, length: Size) -> Size:
@@ -146,14 +149,14 @@ def _shift_arguments(shifted: ShiftedRows, num_rows: Size) -> tuple[Any, ...]:
     return shifted.rows.offset, shifted.rows.length, shifted.by, num_rows, *window
 
 
-def rows_in_span(rows: RowRange, span: Span, length: Size) -> Size:
+def rows_in_span(row_range: RowRange, span: Span, length: Size) -> Size:
     """Return the number of rows of the current chunk's span in a derived axis, as an expression."""
-    return span_count(START, STOP, length, *_bound_arguments(span), rows.offset, rows.length)
+    return span_count(START, STOP, length, *_bound_arguments(span), row_range.offset, row_range.length)
 
 
-def first_in_span(rows: RowRange, span: Span, length: Size) -> Size:
+def first_in_span(row_range: RowRange, span: Span, length: Size) -> Size:
     """Return the first row of the current chunk's span in a derived axis, as an expression."""
-    return span_start(START, STOP, length, *_bound_arguments(span), rows.offset, rows.length)
+    return span_start(START, STOP, length, *_bound_arguments(span), row_range.offset, row_range.length)
 
 
 def _bound_arguments(span: Span) -> tuple[Any, Any]:
@@ -208,7 +211,7 @@ FUNCTIONS: dict[str, Any] = {
     "torch": torch,
     "Real": float,
     "Truth": bool,
-    "chunks_holding": lambda rows, step: -(-rows // step),
+    "chunks_holding": lambda num_rows, step: -(-num_rows // step),
     "shifted_before": rows_before,
     "member_bounds": member_bounds,
     "span_bounds": span_bounds,

@@ -103,7 +103,7 @@ class ChunkedScan(Recurrence):
 
     def _split_operands(self, operands: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
         """Split the operands into the first carry, the operands with rows, and the tensors that all rows share."""
-        carries, rows = len(self.plan.carry), len(self.plan.carry) + self.plan.rows
+        carries, rows = len(self.plan.carry), len(self.plan.carry) + self.plan.num_row_operands
         return operands[:carries], operands[carries:rows], operands[rows:]
 
 

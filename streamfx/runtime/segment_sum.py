@@ -74,7 +74,7 @@ def _weights(decays: Tensor) -> Tensor:
 
 
 def _gradient_of_decays(dtotals: Tensor) -> Tensor:
-    """Return the gradient [... n] of decays, from that of the totals [... n + 1, n + 1], whose exp the weights are.
+    """Return the gradient [... n] of decays, from the gradient of the totals [... n + 1, n + 1], whose exp the weights are.
 
     A decay is part of the total of each pair of an earlier and a later row between which it is, so sum over these pairs.
     """

@@ -28,7 +28,7 @@ class Family:
     at: int | None
 
     def member(self, numbers: Numbers) -> int | None:
-        """Return the n with which a tuple is a member, 0 if the family has no n, None if it is no member."""
+        """Return the n with which a tuple is a member, 0 if the family has no n, None if it is not a member."""
         n = 0 if self.at is None else numbers[self.at]
         is_member = all(
             slope * n + offset == number for slope, offset, number in zip(self.slopes, self.offsets, numbers, strict=True)
@@ -104,7 +104,7 @@ def family_of(first: Numbers, second: Numbers) -> Family | None:
 
 
 def widened_family(codes: Sequence[FamilyCode], numbers: Numbers) -> Family:
-    """Return a family that contains `numbers` and those of code for a single tuple; without one, that of `numbers` alone."""
+    """Return a family of `numbers` and the tuple of a code for a single tuple; without such a code, of `numbers` alone."""
     families = (family_of(code.family.offsets, numbers) for code in codes if code.family.at is None)
     return next((family for family in families if family is not None), single_member(numbers))
 
@@ -139,7 +139,7 @@ def with_contiguous_rows(value: Any) -> Any:
 
 
 def strides_of(value: Tensor) -> list[int]:
-    """Return the strides; for a dimension of size 1, whose stride has no meaning, that of a contiguous tensor."""
+    """Return the strides; a dimension of size 1, whose stride has no meaning, gets the stride of a contiguous tensor."""
     strides = list(value.stride())
     contiguous = 1
     for dim in range(value.dim() - 1, -1, -1):

@@ -158,7 +158,7 @@ class _Run:
         self._advance()
 
     def run_through(self, segment: int) -> None:
-        """Run the segments that have not run yet, up to and including the one with this index; -1: none."""
+        """Run the segments that have not run yet, up to and including this segment index; -1: run no segment."""
         while self._num_finished <= segment:
             self._context.run(self._advance)
 
@@ -192,7 +192,7 @@ class Identity(torch.autograd.Function):
         """Return a token, which orders the identities, and then the values; save the arguments for `backward`.
 
         `call`: the call of the compiled function. `segment`: the index of the segment. `gradient_indices`: the gradient of each
-        of `values`. `token`: the one of the identity for the segment after this one, or None.
+        of `values`. `token`: the token of the identity for the segment after this one, or None.
         """
         ctx.set_materialize_grads(False)
         ctx.call, ctx.segment, ctx.gradient_indices = call, segment, gradient_indices
@@ -220,7 +220,7 @@ class Identity(torch.autograd.Function):
 
 
 def _combined(computed: Tensor | None, from_autograd: Tensor | None) -> Tensor | None:
-    """Return the sum of the gradient that a segment computed and the one that autograd passes; either may be None.
+    """Return the sum of the gradient that a segment computed and the gradient that autograd passes; either may be None.
 
     For a sharded input, autograd's is a placeholder with the layout of the shards.
     """

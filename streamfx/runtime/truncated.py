@@ -35,10 +35,10 @@ class TruncatedRecurrence(Recurrence):
     def __init__(self, recurrence: Recurrence, truncation: Truncation) -> None:
         """Wrap a recurrence of the backward graph; its other attributes are those of the recurrence.
 
-        Gradients reach back `truncation.rows` rows; `adjoints` are the slices of the carry that hold gradients of states, for
+        Gradients reach back `truncation.num_rows` rows; `adjoints` are the slices of the carry that hold gradients of states, for
         each number of rows that have run, or one entry for all.
         """
-        self.run, self.reach, self.adjoints = recurrence, truncation.rows, truncation.adjoints
+        self.run, self.reach, self.adjoints = recurrence, truncation.num_rows, truncation.adjoints
         self.name, self.axes, self.block = f"truncated_{recurrence.name}", recurrence.axes, recurrence.block
         self.carry_size, self.carry_type, self.needs_states = (
             recurrence.carry_size,

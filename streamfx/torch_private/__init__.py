@@ -149,7 +149,7 @@ def mutated_inputs(joint: fx.Graph) -> list[int] | None:
 def inputs_of_gradients(joint: fx.Graph, first_gradient: int) -> list[fx.Node | None] | None:
     """Return, for each result of a joint graph from index `first_gradient` on, the input whose gradient it is (2.11, 2.13).
 
-    An entry is None if the result is no gradient. Return None if the graph has no descriptions. A sharded tensor is several
+    An entry is None if the result is not a gradient. Return None if the graph has no descriptions. A sharded tensor is several
     inputs, with a gradient each, or one None for all.
     """
     descriptions = joint.output_node().meta.get(DESCRIPTION)
@@ -162,7 +162,7 @@ def inputs_of_gradients(joint: fx.Graph, first_gradient: int) -> list[fx.Node | 
 def _input_of(gradient: Any) -> Any:
     """Return the description of the input to which a gradient belongs, from the description of the gradient.
 
-    For a part of a sharded gradient, that of the same part of the input. None if `gradient` describes no gradient.
+    For a part of a sharded gradient: the description of the same part of the input. None if `gradient` describes no gradient.
     """
     if isinstance(gradient, GradAOTOutput):
         return gradient.grad_of
@@ -374,7 +374,7 @@ def real_values() -> Any:
 
 
 def fake_mode_of(values: Any) -> Any:
-    """Return the FakeTensorMode that is active, or to which values in this tree belong; None if there is none (2.11, 2.13)."""
+    """Return the FakeTensorMode that is active, or to which values in this tree belong; None without such a mode (2.11, 2.13)."""
     return torch._guards.detect_fake_mode(values)
 
 

@@ -36,7 +36,7 @@ def is_profiled() -> bool:
 def allocations() -> Iterator[Allocations]:
     """Context manager that records the allocations of this thread, on the host and on devices (2.13).
 
-    It covers allocations by Inductor's code, too. The yielded object is filled when the block ends. A last allocation of
+    It also covers allocations by Inductor's code. The yielded object is filled when the block ends. A last allocation of
     `PROBE_BYTES` shows whether the profiler was still active then.
     """
     recorded = Allocations()

@@ -1,7 +1,7 @@
 """AOTAutograd's descriptions of the inputs and results of a joint graph, and its fake values.
 
 A description says, for example, that a result is the gradient of Dynamo's input 3. It is in `node.meta[DESCRIPTION]` of an input,
-and a list in that of the output node. "(2.11, 2.13)": the torch versions on which it was tested.
+and a list in the output node. "(2.11, 2.13)": the torch versions on which it was tested.
 """
 
 from __future__ import annotations

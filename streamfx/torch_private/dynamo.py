@@ -41,7 +41,7 @@ def is_compiled(model: Any) -> bool:
 
 
 def unwrap_compiled(model: Any) -> Any:
-    """Return the model or function that `torch.compile` was given; None if `model` is no result of it (2.11, 2.13).
+    """Return the model or function that `torch.compile` was given; None if `model` is not a result of it (2.11, 2.13).
 
     Only one level is unwrapped. For a bound method, return the method of the unwrapped function. A decorator around a compiled
     function copies the attributes that Dynamo sets; the wrapper id shows that it is another function: the result is None.
@@ -200,7 +200,7 @@ def _user_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def user_error_of(error: BaseException) -> Exception | None:
-    """Return the error to raise for a failed compilation: streamfx's own, or the one that the model raised while traced.
+    """Return the error to raise for a failed compilation: streamfx's own, or the error that the model raised while traced.
 
     None for errors of torch itself. Dynamo wraps the model's errors, and their traceback is the tracer's, so the line in the
     model is added as a note (2.11, 2.13). 2.14 wraps them twice, the second time in a `RuntimeError` (`RUN_NODE_ERROR`).

@@ -76,7 +76,7 @@ def inductor_errors_wrapped() -> Iterator[None]:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes, reports that memory ran out, of a device or of the host; False for None.
 
-    Drivers' errors have types of many libraries ("Triton Error [CUDA]: out of memory"), so the text decides, too.
+    Drivers' errors have types of many libraries ("Triton Error [CUDA]: out of memory"), so the text also decides.
     """
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower():

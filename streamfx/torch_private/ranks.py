@@ -1,7 +1,7 @@
 """Private interfaces of torch.distributed: texts that ranks exchange through a store, without a collective.
 
-While ranks compile a graph, each writes a text, for example a list of its collectives, and reads those of the others, to check
-that they agree. The store is the key-value store of the rendezvous, which all ranks can reach. A rank that cannot analyze its
+While ranks compile a graph, each writes a text, for example a list of its collectives, and reads the texts of the others, to
+check that they agree. The store is the key-value store of the rendezvous, which all ranks can reach. A rank that cannot analyze its
 graph does not wait: it *leaves* a text for the ranks that compile the same graph (the same `subject`).
 "(2.11, 2.13)": the torch versions on which it was tested.
 """
@@ -158,7 +158,7 @@ class _Board:
         self.store.set(self._left_flag(self.subject), "yes")
 
     def agreed(self, about: str) -> str | None:
-        """Return the text about a topic that all ranks agreed on; None if there is none."""
+        """Return the text about a topic that all ranks agreed on; None if they have not agreed on it."""
         agreed_key = self._agreed_key(about)
         return self.store.get(agreed_key).decode() if self.store.check([agreed_key]) else None
 
@@ -208,7 +208,7 @@ class _Board:
         return not self._left_instead_of(text).keys() <= answered_ranks
 
     def _load_text(self, key: str) -> _Text | None:
-        """Return the text stored under a key; None if there is none, or if it is withdrawn."""
+        """Return the text stored under a key; None if there is no text, or if it is withdrawn."""
         stored = self.store.get(key).decode() if self.store.check([key]) else WITHDRAWN
         return None if stored == WITHDRAWN else _Text.read(stored)
 

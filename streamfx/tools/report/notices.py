@@ -106,7 +106,7 @@ class Record:
         if self.cost is None:
             return f"{NOTHING}: {why_no_stages(self.facts)}"
         truncated = sum(len(stage.truncated) for stage in self.stages)
-        truncation = truncation_text(next(iter(self.facts.truncations.values())).rows, truncated) if truncated else ""
+        truncation = truncation_text(next(iter(self.facts.truncations.values())).num_rows, truncated) if truncated else ""
         return how_many_stream(list(map(extent, self.plain)), self.cost.streamed_share) + truncation
 
     @property

@@ -264,7 +264,7 @@ def _roles_of_value(node: fx.Node, facts: Facts) -> dict[int, Role]:
 def _truncation_lines(facts: Facts) -> Lines:
     """Yield how far the gradients of recurrences reach back."""
     for node, truncation in facts.truncations.items():
-        yield f"{node.name}: gradients reach back {truncation.rows} rows, rounded up to chunks"
+        yield f"{node.name}: gradients reach back {truncation.num_rows} rows, rounded up to chunks"
     if not facts.truncations:
         yield "gradients are exact"
 

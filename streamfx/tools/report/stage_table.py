@@ -135,7 +135,7 @@ class _ReportBuilder:
         """Return whether the gradients of a recurrence reach back over fewer chunks than there are."""
         if node not in self.facts.truncations:
             return False
-        rows = self.facts.truncations[node].rows
+        rows = self.facts.truncations[node].num_rows
         return any(cost.chunks - 1 > -(-(rows - 1) // max(cost.rows, 1)) for cost in costs)
 
     def _communication(self, loops: Iterable[Loop]) -> dict[str, dict[str, dict[str, int]]] | None:
