@@ -1,8 +1,8 @@
 """Private interfaces of torch.distributed: texts that ranks exchange through a store, without a collective.
 
 While ranks compile a graph, each writes a text, for example a list of its collectives, and reads the texts of the others, to
-check that they agree. The store is the key-value store of the rendezvous, which all ranks can reach. A rank that cannot analyze its
-graph does not wait: it *leaves* a text for the ranks that compile the same graph (the same `subject`).
+check that they agree. The store is the key-value store of the rendezvous, which all ranks can reach. A rank that cannot analyze
+its graph does not wait: it *leaves* a text for the ranks that compile the same graph (the same `subject`).
 "(2.11, 2.13)": the torch versions on which it was tested.
 """
 
