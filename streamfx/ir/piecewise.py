@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from streamfx.ir.ranges import Range, constant, hull
@@ -102,7 +101,9 @@ def combine_pieces(function: Callable[..., Pieces], *operands: Pieces) -> Pieces
     first_result = function(*(operand.at(first_delta) for operand in operands))
     bounds = [bound for bound in first_result.bounds if not operand_bounds or bound < operand_bounds[0]]
     facts = [first_result.facts[0], *(first_result.at(bound) for bound in bounds)]
-    for low, high in pairwise([*operand_bounds, math.inf]):  # low <= delta < high
+    for low, high in zip(
+        operand_bounds, [*operand_bounds[1:], math.inf], strict=False
+    ):  # low <= delta < high; none without bounds
         result = function(*(operand.at(low) for operand in operands))
         interval_bounds = [low, *(bound for bound in result.bounds if low < bound < high)]
         bounds.extend(interval_bounds)
