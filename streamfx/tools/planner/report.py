@@ -21,7 +21,7 @@ from streamfx.tools.report.diagram import Diagram, diagram_of
 from streamfx.tools.report.exports import Exports
 from streamfx.tools.report.page import Page, candidate_cells, plan_page
 from streamfx.tools.report.stage_titles import stage_rows, unnumbered
-from streamfx.tools.report.text import aligned, in_flops, in_seconds, reason_lines, suffix_of
+from streamfx.tools.report.text import in_flops, in_seconds, reason_lines, suffix_of, table_lines
 from streamfx.tools.report.timeline import Timeline, memory_timeline
 from streamfx.tools.report.verdict import EAGER, StepCost, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
@@ -267,7 +267,7 @@ class PlanReport(Exports):
         yield from self._host_lines(summary["host"])
         yield ""
         header = ("", "peak", "compute", f"time on {self.device.name}", "if compiled")
-        yield from aligned([header, *self._comparison_rows(summary)], left=1)
+        yield from table_lines([header, *self._comparison_rows(summary)], left=1)
         if step.not_checkpointed:
             yield f"  not compared with gradient checkpointing: {step.not_checkpointed}"
         yield from self._compute_lines(summary["flops_by_kind"])
@@ -275,11 +275,13 @@ class PlanReport(Exports):
         yield from self._wire_lines(summary["wire"])
         yield ""
         yield f"  {step.streams}"
-        yield from aligned([("stage", "chunk", "saved"), *_stage_cells(step.stages)], left=1)
+        yield from table_lines([("stage", "chunk", "saved"), *_stage_cells(step.stages)], left=1)
         yield from reason_lines(step.stages)
         if step.choices:
             yield ""
-            yield from aligned([("candidates in order", "work of a chunk", "peak"), *map(candidate_cells, step.choices)], left=1)
+            yield from table_lines(
+                [("candidates in order", "work of a chunk", "peak"), *map(candidate_cells, step.choices)], left=1
+            )
         if step.stopped:
             yield ""
             yield f"the call could not be traced to its end: {step.stopped}"

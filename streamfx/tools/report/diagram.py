@@ -126,7 +126,7 @@ def as_mermaid(diagram: Diagram) -> str:
 
 
 def _mermaid_lines(diagram: Diagram) -> Iterator[str]:
-    """Yield the lines of a Mermaid flowchart."""
+    """Yield the lines of a Mermaid flowchart: stages (groups) as subgraphs, loops as boxes; arrows of saved values are dashed."""
     yield "flowchart TB"
     for group in diagram.groups:
         yield f'  subgraph {group.key}["{_in_mermaid(group.title)}"]'

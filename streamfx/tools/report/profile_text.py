@@ -12,7 +12,7 @@ from typing import Any
 from streamfx.budget import format_bytes
 from streamfx.cost.curve import MAX_POINTS
 from streamfx.tools.report.stage_titles import joint_name, unnumbered
-from streamfx.tools.report.text import aligned, counted, in_seconds
+from streamfx.tools.report.text import counted, in_seconds, table_lines
 from streamfx.tools.report.timeline import LoopTime, MemoryTimeline, Timeline
 
 MEASURED = "measured"
@@ -156,7 +156,7 @@ def table_of(step: MeasuredStep, predicted: int | None) -> Iterator[str]:
         rows.append(("compiling", "", "", "", *_time_cells(step.compiled_seconds, step.seconds), ""))
     outside_of_loops = max(step.seconds - in_loops - step.compiled_seconds, 0.0)
     rows.append(("outside of loops", "", "", "", *_time_cells(outside_of_loops, step.seconds), ""))
-    yield from aligned(rows)
+    yield from table_lines(rows)
 
 
 def _similar_loops(loops: Sequence[MeasuredLoop]) -> list[list[MeasuredLoop]]:

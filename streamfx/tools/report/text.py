@@ -245,7 +245,7 @@ def _peak_values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
 def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
     """Yield a line per group of similar stages, with aligned columns."""
     rows = stage_rows(stages, flops)
-    yield from aligned([HEADER, *((*_stage_cells(row.stage, row.name), row.saved, row.share) for row in rows)])
+    yield from table_lines([HEADER, *((*_stage_cells(row.stage, row.name), row.saved, row.share) for row in rows)])
 
 
 def _stage_cells(stage: Stage, name: str) -> tuple[str, str, str, str]:
@@ -254,10 +254,10 @@ def _stage_cells(stage: Stage, name: str) -> tuple[str, str, str, str]:
     return name + suffix_of(stage), attention, rows, str(stage["loops"])
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int = 2) -> Iterator[str]:
+def table_lines(rows: Sequence[Sequence[str]], left: int = 2) -> Iterator[str]:
     """Yield the lines of a table: its first `left` columns are aligned left, the others right.
 
-    >>> print("\\n".join(aligned([("a", "bc"), ("def", "1")], left=1)))
+    >>> print("\\n".join(table_lines([("a", "bc"), ("def", "1")], left=1)))
       a     bc
       def    1
     """
@@ -296,7 +296,7 @@ def _traffic_table(stages: Sequence[Stage], wire: Mapping[str, Any]) -> Iterator
     rows += _traffic_rows("the step", wire, 1)
     rows += [] if wire["eager"] is None else _traffic_rows(_eager_text(wire["eager"]), wire["eager"], 1)
     columns = [column for i, column in enumerate(zip(*rows, strict=True)) if i < 2 or any(cell != "-" for cell in column[1:])]
-    yield from aligned(list(zip(*columns, strict=True)))
+    yield from table_lines(list(zip(*columns, strict=True)))
 
 
 def _traffic_rows(name: str, wire: Mapping[str, Any], count: int) -> Iterator[tuple[str, ...]]:
