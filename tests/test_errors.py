@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import streamfx
 from streamfx import errors
 from streamfx.integrations import enable
-from streamfx.torch_private.dynamo import unwrapped_errors
+from streamfx.torch_private.dynamo import unwrap_errors
 from tests.support.small import VOCABULARY, Causal, tokens
 from tests.support.stretches import interpreted
 
@@ -25,7 +25,7 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 
 def refusing(error: Exception) -> Callable[..., Any]:
     def backend(module: fx.GraphModule, inputs: Any) -> Any:
-        with unwrapped_errors(module.graph):
+        with unwrap_errors(module.graph):
             raise error
 
     return backend

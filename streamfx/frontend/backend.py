@@ -66,7 +66,7 @@ from streamfx.torch_private import (
     static_inputs,
 )
 from streamfx.torch_private.autograd import inputs_in_results, inputs_with_gradients
-from streamfx.torch_private.dynamo import register_backend_names, unwrapped_errors
+from streamfx.torch_private.dynamo import register_backend_names, unwrap_errors
 from streamfx.torch_private.inductor import compile_dynamo_graph
 from streamfx.torch_private.symbolic_sizes import FirstProxyOfSymbol, pair_dimensions
 
@@ -99,7 +99,7 @@ def streambp(
     """
     requirement = "streamfx.streambp(...) takes a graph that Dynamo has traced"
     require(isinstance(module, fx.GraphModule), IntegrationError, requirement, module, COMPILE)
-    with unwrapped_errors(module.graph):
+    with unwrap_errors(module.graph):
         check_mode(mode)
         warn_if_torch_untested()
         warn_about_lost_writes(module.graph)

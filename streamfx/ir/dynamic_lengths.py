@@ -20,7 +20,7 @@ from streamfx.errors import describe_error
 from streamfx.ir.sizes import Size, simplified
 from streamfx.log import log
 from streamfx.node_meta import EXAMPLE_VALUE, VALUE
-from streamfx.torch_private.symbolic_sizes import assuming_sizes, upper_bound
+from streamfx.torch_private.symbolic_sizes import assume_sizes, upper_bound
 
 MAX_DOUBLINGS = 6  # a plan is tested up to 64 times the lengths
 HEADROOM = (2, 1.2, 1)  # planned lengths, as multiples of the call's, in order of preference
@@ -63,7 +63,7 @@ class Lengths:
 
     def assumed(self) -> Any:
         """Return a context in which sizes evaluate at these lengths instead of the call's."""
-        return assuming_sizes(self.numbers)
+        return assume_sizes(self.numbers)
 
     def longest_valid(self, is_valid: Callable[[Lengths], bool], precision: float = PRECISION) -> Lengths:
         """Return the longest multiple of these lengths for which `is_valid` returns True, within a factor of `precision`.

@@ -39,7 +39,8 @@ def documents_in(rows: Sequence[RowInterval], min_rows: int) -> Iterator[Documen
         longest = causal if causal.rows[1] >= full.rows[1] else full
         stop, documents = longest.rows[1], longest.documents
         is_long = stop - start >= min_rows or stop - start == len(rows)
-        if rows[start].sees_all and is_long and (len(documents.rows) > 2 or documents.left is not None):
+        num_documents = len(documents.rows) - 1  # `Varlen.rows` has the start of the first document and the end of each
+        if rows[start].sees_all and is_long and (num_documents > 1 or documents.left is not None):
             yield longest
         start = stop
 

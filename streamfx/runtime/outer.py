@@ -64,7 +64,7 @@ def code_call_of(node: fx.Node, module: fx.GraphModule) -> CodeCall:
 
 
 def _callable_of(node: fx.Node, module: fx.GraphModule) -> Callable[..., Any]:
-    """Return the callable of a node.
+    """Return the function that runs a node, given its arguments.
 
     Views copy if necessary, because a kernel's real result may have another layout than its fake one. A loop's
     `forward` is called directly, because global module hooks (as of FLOP counters) expect gradients inside.

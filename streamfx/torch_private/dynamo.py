@@ -168,7 +168,7 @@ class UnwrappedDynamoError(ShortenTraceback):
 
 
 @contextmanager
-def unwrapped_errors(graph: fx.Graph) -> Iterator[None]:
+def unwrap_errors(graph: fx.Graph) -> Iterator[None]:
     """Context manager for the processing of a graph by a backend: streamfx's errors reach the user unwrapped by Dynamo."""
     try:
         yield

@@ -59,7 +59,7 @@ class InductorMemoryError(InductorFailedError):
 
 
 @contextmanager
-def inductor_errors_wrapped() -> Iterator[None]:
+def wrap_inductor_errors() -> Iterator[None]:
     """Context manager: raise an error of the block as `InductorFailedError`, or as `InductorMemoryError` if memory ran out.
 
     Torch's own use of its deprecated interfaces is not a failure, even if the user turns warnings into errors (2.13:
@@ -86,7 +86,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def barriers() -> Iterator[None]:
+def insert_barriers() -> Iterator[None]:
     """Context manager: in each Triton kernel that Inductor generates, insert a barrier after loops (2.11, 2.13).
 
     The code after a loop may load values that the loop stored. Triton may assign the store and the load to different threads
@@ -117,12 +117,12 @@ def compile_dynamo_graph(module: fx.GraphModule, inputs: list[Any]) -> Callable[
     """
     copied = dynamo_copy(module)[0]  # compile_fx modifies its argument
     with (
-        inductor_errors_wrapped(),
+        wrap_inductor_errors(),
         torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
     ):
         from torch._inductor.compile_fx import compile_fx
 
-        with barriers():
+        with insert_barriers():
             compiled: Callable[..., Any] = compile_fx(copied, inputs, config_patches=WITH_BARRIERS)
     return compiled
 
@@ -149,10 +149,10 @@ def _compile_body(dynamic_shapes: str, module: fx.GraphModule, inputs: list[Any]
 
     `dynamic_shapes`: where `standalone_compile` looks for dynamic sizes. Raise `InductorFailedError` if Inductor fails.
     """
-    with inductor_errors_wrapped():
+    with wrap_inductor_errors():
         from torch._inductor import standalone_compile
 
         options = {"config_patches": {**BODY_SETTINGS, **WITH_BARRIERS}}
-        with barriers():
+        with insert_barriers():
             compiled: Callable[..., Any] = standalone_compile(module, inputs, dynamic_shapes=dynamic_shapes, options=options)
     return compiled

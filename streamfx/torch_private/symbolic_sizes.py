@@ -26,7 +26,7 @@ _assumed_sizes: ContextVar[Mapping[Any, int] | None] = ContextVar("streamfx_assu
 
 
 @contextmanager
-def assuming_sizes(numbers: Mapping[Any, int]) -> Iterator[None]:
+def assume_sizes(numbers: Mapping[Any, int]) -> Iterator[None]:
     """Context manager: `size_hint` uses these values of symbols instead of the traced values, in this thread or task."""
     token = _assumed_sizes.set(numbers)
     try:

@@ -28,7 +28,7 @@ from streamfx.options import Options, resolve_options
 from streamfx.passes import run_pipeline
 from streamfx.passes.partition.chunk_sizes import chunk_sizes
 from streamfx.runtime.outer import HostProgram, HostProgramRunner
-from streamfx.torch_private.dynamo import unwrapped_errors
+from streamfx.torch_private.dynamo import unwrap_errors
 
 TOLERANCE = 1e-12
 NOISE = 1e-3  # gradients below this share of all gradients are rounding: their error counts relative to that share
@@ -294,7 +294,7 @@ class Recorder:
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         recorded = Recorded(module, self.options)
-        with unwrapped_errors(module.graph):
+        with unwrap_errors(module.graph):
             function = recorded.compile(example_inputs)
         self.compilations.append(recorded)  # only now: Dynamo starts anew where AOTAutograd asks it to
         return function

@@ -14,7 +14,7 @@ from streamfx.ir.facts import Facts, known
 from streamfx.options import resolve_options
 from streamfx.passes.lowering.collective_order import describe_order_with_chunks
 from streamfx.runtime.collective_calls import begin
-from streamfx.torch_private.dynamo import unwrapped_errors
+from streamfx.torch_private.dynamo import unwrap_errors
 from tests.support.cut_by_hand import CutDecoder
 from tests.support.sharded import Decoder
 
@@ -43,7 +43,7 @@ def facts_of(call: Callable[..., Tensor], inputs: Sequence[Tensor], exchange: Ex
     seen: list[Facts] = []
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        with unwrapped_errors(module.graph):
+        with unwrap_errors(module.graph):
             return Compilation(module, given, seen, exchange=exchange).compile(example_inputs)
 
     torch.compile(call, backend=backend)(*inputs)

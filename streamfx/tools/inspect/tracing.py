@@ -51,7 +51,7 @@ from streamfx.torch_private.dynamo import (
     line_reading_data,
     quiet_tracer,
     record_graph_breaks,
-    unwrapped_errors,
+    unwrap_errors,
     user_error_of,
 )
 
@@ -206,7 +206,7 @@ def _trace(
     """Trace in the active fake mode; add the graphs to `call`, and return it. `subset`: kept layers to expand to all."""
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        with real_values(), unwrapped_errors(module.graph):
+        with real_values(), unwrap_errors(module.graph):
             recording = _RecordingCompilation(module, call) if subset is None else _SubsetCompilation(module, call, subset)
             return recording.compile(inputs)
 

@@ -35,7 +35,7 @@ from streamfx.tools.inspect.side_effect_guard import (
 )
 from streamfx.tools.report.notices import Record, record_of
 from streamfx.torch_private import FakeTensor, keystr, tree_flatten_with_path, tree_leaves
-from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF, is_switched_off, isolated_compilation, unwrapped_errors
+from streamfx.torch_private.dynamo import SWITCH_ON, SWITCHED_OFF, is_switched_off, isolated_compilation, unwrap_errors
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 MAX_SHOWN = 8
@@ -93,7 +93,7 @@ def verify(
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile a graph with several chunks per loop, and record its compilation."""
         compilations.append(ChunkedCompilation(module, backend_options))
-        with unwrapped_errors(module.graph):
+        with unwrap_errors(module.graph):
             return compilations[-1].compile(inputs)
 
     def run(function: Callable[..., Any]) -> Run:
