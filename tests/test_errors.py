@@ -91,15 +91,12 @@ def test_a_failed_compilation_changes_nothing() -> None:
 # -- errors of operators, at run time
 
 
-with_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
-
-
 def note_of(error: BaseException) -> str:
     (note,) = (note for note in getattr(error, "__notes__", ()) if "raised by" in note)
     return str(note)
 
 
-@with_notes
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
 @pytest.mark.parametrize("bodies", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_an_operators_error_names_its_line_of_the_model(bodies: str) -> None:
     """Inside of a loop, the message is eager's. A fallback's error has a note, too."""

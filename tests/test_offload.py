@@ -22,14 +22,16 @@ from torch import Tensor, fx
 
 import streamfx
 from streamfx.cost.memory import bytes_like, cost_of
-from streamfx.ir.facts import known
+from streamfx.ir.facts import Facts, known
+from streamfx.ir.program import Program
 from streamfx.options import SAVE_LEVELS, resolve_options
 from streamfx.runtime import files
 from streamfx.runtime.files import copy_to_file
 from streamfx.runtime.offload import free_after_copy, wait_for_copy
+from streamfx.runtime.outer import HostProgramRunner
 from streamfx.tools.planner.overlap import bytes_on_host
-from tests.support.planned import Traced
-from tests.support.stages import Layers
+from tests.support.exactness import TOLERANCE, assert_small, compare, value_errors
+from tests.support.stages import Layers, batch
 from tests.support.streams import Device
 
 STATUS = Path("/proc/self/status")
@@ -123,6 +125,43 @@ def test_a_folder_in_memory_is_warned_of_once(
 # -- copies to and from the host, on a device that works later than the host asks
 
 LAYERS = 5
+
+
+PLANNED: dict[str, Any] = {"outputs": "dense", "chunk_size": 5, "loss_chunk_size": 5, "offload": "inputs"}
+
+
+class Traced:
+    """A decoder's graph, traced once, for many plans; options default to `PLANNED`."""
+
+    def __init__(self, model: Layers) -> None:
+        (self.recorded,) = compare(model.double(), batch(), chunk_size=5).recorder.compilations
+        self.truth, self.outputs = self.recorded.joint_values(), self.recorded.joint_arguments[1]
+        self._facts: dict[str, Facts] = {}
+
+    def facts(self, **options: Any) -> Facts:
+        given = {**PLANNED, **options}
+        if str(given) not in self._facts:
+            self._facts[str(given)] = self.recorded.facts_for(resolve_options(given))
+        return self._facts[str(given)]
+
+    def program(self, **options: Any) -> Program:
+        return known(self.facts(**options).program)
+
+    def run(self, device: Device | None = None, **options: Any) -> None:
+        """Both halves, on a device if one is given; their results are those of the traced graph."""
+        program = self.program(**options)
+        with nullcontext() if device is None else device.watching():
+            actual = self.recorded.streamed_values(program)
+        assert_small(value_errors(actual, self.truth, self.outputs), TOLERANCE, str(options))
+
+    def forward(self) -> list[Any]:
+        """Run the forward; return its saved values in the backward's order."""
+        results = list(HostProgramRunner(self.program().forward)(list(known(self.recorded.primals))))
+        return sorted(results[self.outputs :], key=lambda value: isinstance(value, Tensor))
+
+    def backward(self, saved: list[Any]) -> None:
+        gradients = HostProgramRunner(known(self.program().backward))([*saved, *known(self.recorded.tangents)])
+        assert_small(value_errors(list(gradients), self.truth[self.outputs :], 0), TOLERANCE, "the backward half")
 
 
 @pytest.fixture(scope="module")

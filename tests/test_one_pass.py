@@ -1,7 +1,8 @@
 """A gradient that is a multiple of a number, or of a number per sequence, is found along with the loss: no product runs twice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,37 +10,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 import streamfx
 from streamfx.errors import OverBudgetError
+from streamfx.frontend.backend import streambp
 from streamfx.ir.facts import known
+from tests.support.decoders import WIDTH, Plain, loss_of
 from tests.support.exactness import Recorder, assert_small, check_streamed, errors, outcome, recorder
 from tests.support.objectives import OBJECTIVES, OF_HIDDEN, ROWS, VOCABULARY, Step, batch_of
 from tests.support.spread import only
-from tests.test_live_bytes import Shapes
+from tests.zoo.configs import INNER
+from tests.zoo.configs import VOCABULARY as WORDS
+from tests.zoo.models import BATCH, WITHOUT_LABELS, built, grouped_products_in_float64
+from tests.zoo.runs import known as known_rows
 
 pytest.importorskip("transformers")
-
 
 pytestmark = pytest.mark.compiled
 
 aten = torch.ops.aten
-WIDTH = 8
 
 
-class Products(TorchDispatchMode):
-    """FLOPs of matrix products as they run, those of compiled code among them: of all, or of those with the vocabulary."""
+class Watch(TorchDispatchMode):
+    """Sees the operators of compiled code, too."""
 
     supports_higher_order_operators = True
-
-    def __init__(self, vocabulary: int | None = None) -> None:
-        super().__init__()
-        self.flops, self.vocabulary = 0, vocabulary
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+class Products(Watch):
+    """FLOPs of matrix products as they run, those of compiled code among them: of all, or of those with the vocabulary."""
+
+    def __init__(self, vocabulary: int | None = None) -> None:
+        super().__init__()
+        self.flops, self.vocabulary = 0, vocabulary
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -227,36 +236,26 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class Layer(nn.Module):
+class WithLogits(Plain):
+    """Returns a loss and logits."""
+
     def __init__(self, norm: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.first, self.second, self.qkv = norm(), norm(), nn.Linear(WIDTH, 3 * WIDTH)
-        self.out, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        super().__init__(vocabulary=40)
+        self.norms, self.checkpointed = nn.ModuleList(norm() for _ in self.norms), False
 
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.first(x))[:, None].chunk(3, -1)
-        x = x + self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True)[:, 0])
-        return x + self.down(F.gelu(self.up(self.second(x))))
+    def layer(self, x: Tensor, i: int, **more: Any) -> Tensor:
+        layer = super().layer
+        return checkpoint(layer, x, i, use_reentrant=False) if self.checkpointed else layer(x, i)  # type: ignore[return-value]
 
-
-class Decoder(nn.Module):
-    def __init__(self, norm: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.embedding, self.head, self.norm = nn.Embedding(40, WIDTH), nn.Linear(WIDTH, 40, bias=False), norm()
-        self.layers, self.checkpointed = nn.ModuleList(Layer(norm) for _ in range(2)), False
-
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), logits
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = self.logits(ids)
+        return loss_of(logits, ids), logits
 
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_no_product_more_than_with_checkpoints(norm: str) -> None:
     ids, chunks = torch.randint(0, 40, (2, 24)), {"chunk_size": 6, "loss_chunk_size": 6}
-    model = Decoder(NORMS[norm]).double()
+    model = WithLogits(NORMS[norm]).double()
     eager = deepcopy(model)
     compiled = torch.compile(model, backend="streambp", options=dict(chunks))
     truth, found = (outcome(lambda ids: run(ids)[0], own, {"ids": ids}) for run, own in ((eager, eager), (compiled, model)))  # noqa: B023
@@ -266,3 +265,80 @@ def test_no_product_more_than_with_checkpoints(norm: str) -> None:
     eager.checkpointed = False
     stages = streamfx.explain(eager, ids, **chunks).summary()["stages"]
     assert (stages[-1]["kind"], stages[-1]["loops"]) == ("streamed", 1)  # forward and backward in one
+
+
+# -- live bytes fall with the chunk size; no step makes a tensor of rows times rows, vocabulary or inner width of an MLP
+
+LENGTH = 61  # prime, so that a dimension of a multiple of it ranges over the rows
+
+
+def streams_all(row: dict[str, Any]) -> bool:
+    return row.get("share") == 1 and not row.get("reasons") and row.get("graphs") == 1 and row["model_type"] not in WITHOUT_LABELS
+
+
+ALL = [name for name, row in known_rows().items() if streams_all(row)]
+
+
+def case(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    grouped_products_in_float64()
+    model = built(name)
+    ids = torch.randint(3, WORDS - 8, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+class Shapes(Watch):
+    """Records the shape of each new tensor, except views that only repeat elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made |= {tuple(item.shape) for item in tree_iter(out) if is_made(item)}
+        return out
+
+
+def is_made(item: Any) -> bool:
+    """Whether a tensor has memory of its own for each element: no repeated view, no stand-in for an output not yet computed."""
+    return isinstance(item, Tensor) and 0 not in item.stride() and item.device.type != "meta"
+
+
+def too_large(shapes: set[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    for shape in shapes:
+        over_rows = [size for size in shape if size % LENGTH == 0]
+        if len(over_rows) > 1 or (over_rows and (WORDS in shape or INNER in shape)):
+            yield shape
+
+
+def shapes_of(name: str, chunk: int) -> list[tuple[int, ...]]:
+    """What a step makes that is too large."""
+    model, given = case(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=streambp, options={"chunk_size": chunk, "loss_chunk_size": chunk})
+    compiled(**given).loss.backward()
+    with Shapes() as shapes:
+        compiled(**given).loss.backward()
+    assert shapes.made, "nothing was seen"
+    return sorted(too_large(shapes.made))
+
+
+def test_an_unchunked_step_has_large_tensors() -> None:
+    """The check can fail: one chunk of all rows is everything that is not to be."""
+    assert {WORDS, INNER} <= {size for shape in shapes_of("opt", LENGTH) for size in shape}
+
+
+@pytest.mark.parametrize("name", only(["falcon"], ALL))
+def test_a_chunked_step_has_no_large_tensor(name: str) -> None:
+    assert not shapes_of(name, 5), "made in one piece"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ALL)
+def test_live_bytes_fall_with_the_chunk_size(name: str) -> None:
+    model, given = case(name)
+    peaks = []
+    for chunk in (LENGTH, 16, 4):
+        summary = streamfx.explain(model, **given, options={"chunk_size": chunk, "loss_chunk_size": chunk}).summary()
+        peaks.append(summary["peak_bytes"])
+    assert all(small <= large for large, small in pairwise(peaks)) and peaks[-1] < 0.8 * peaks[0], peaks

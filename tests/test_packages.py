@@ -1,4 +1,4 @@
-"""Decoders of other packages: exact, and every attention, MLP and head streams."""
+"""Decoders of other packages, and tiny models of all model types of transformers, are exact; most stream in all stages."""
 
 from importlib import import_module
 from typing import Any
@@ -7,6 +7,10 @@ import pytest
 
 from tests.packages.checking import check
 from tests.packages.torch_decoders import BREAKS, DECODERS
+from tests.zoo.measure import measured
+from tests.zoo.models import grouped_products_in_float64, model_types
+
+pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.long
 
@@ -31,3 +35,29 @@ def test_decoders_of_torch_stream(name: str) -> None:
 def test_a_mask_that_torch_reads_is_exact() -> None:
     """The layers run in eager: Dynamo compiles no frame of torch's modules."""
     check(BREAKS, all_streams=False, graphs=None)
+
+
+# -- tiny models of all model types of transformers
+
+# one model per kind of attention, which must stream
+STREAMS = {
+    "bloom": {"causal"},  # slopes per head
+    "cohere2": {"causal", "window(8)"},  # parallel blocks, sliding mixed with full
+    "cpmant": {"masked"},  # learned relative bias
+    "diffllama": {"causal"},  # differential
+    "falcon": {"causal"},  # one key head, parallel
+    "gemma2": {"causal", "window(8)"},  # softcap, sandwich norms
+    "granite_swa": {"causal"},  # sinks by a sigmoid
+    "llama4_text": {"causal"},  # chunked attention, experts over all rows
+}
+
+
+@pytest.mark.parametrize("name", model_types())
+def test_model_types_are_exact(name: str) -> None:
+    grouped_products_in_float64()
+    row = measured(name)
+    if row["status"] in ("not built", "not traced") and name not in STREAMS:
+        pytest.skip(row["error"])
+    assert row["status"] == "exact" and not row["failed"], row
+    if name in STREAMS:
+        assert not row["reasons"] and row["share"] == 1 and STREAMS[name] <= set(row["attention"]), row

@@ -1,4 +1,4 @@
-"""Reductions over ranks inside loops, without other processes: where, how often, in which order."""
+"""Reductions over ranks inside loops, without other processes: where, how often, in which order; and between loops."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,8 +19,9 @@ from streamfx.ir.joint import node_argument
 from streamfx.ir.stage_plan import AutoChunk
 from streamfx.node_meta import COLLECTIVE_TEXT
 from streamfx.passes.analysis.access_roles import REDUCES_PAIRS
+from streamfx.passes.lowering.collective_order import describe_order_between_loops
 from streamfx.passes.lowering.compile_bodies import split
-from streamfx.passes.ops.collectives import ELEMENTWISE
+from streamfx.passes.ops.collectives import ELEMENTWISE, find_group_names
 from streamfx.passes.ops.traits import only_moves_elements
 from streamfx.runtime.chunked_recurrences import Recurrence
 from streamfx.runtime.collective_calls import begin, end
@@ -28,7 +29,10 @@ from tests.support.canonical import Case, graphs, targets
 from tests.support.collectives import data_of
 from tests.support.cut_by_hand import Summed
 from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, reductions, text_of_ranks
+from tests.support.sharded import Decoder, Layer
+from tests.support.small import tokens
 from tests.support.spread import only
+from tests.test_tensor_parallel import Gathered, Ulysses
 
 pytestmark = pytest.mark.compiled
 
@@ -254,3 +258,101 @@ def test_a_reduction_with_a_factor_is_unchanged() -> None:
     reduce, wait = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
     known_op, other = (Case(lambda x, op=op: wait(reduce(x, op, "0")), (torch.randn(4, 3),)) for op in ("sum", "premul_sum"))
     assert [ALL_REDUCE in targets(graphs(case)[1]) for case in (known_op, other)] == [True, False]
+
+
+# -- values between the loops of a stage are recomputed in backward
+
+LAYERS, WIDTH, ROWS, VOCABULARY = 4, 16, 256, 11
+
+
+class Mixing(nn.Module):
+    """Layers that mix rows by a function that no loop can run, and a residual stream that runs in loops."""
+
+    def __init__(self, mix: Callable[..., Tensor], layers: int = LAYERS) -> None:
+        super().__init__()
+        self.mix, self.embed, self.head = mix, nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.before, self.after = (
+            nn.ModuleList(nn.Linear(*size) for _ in range(layers)) for size in ((WIDTH, 3 * WIDTH), (WIDTH, WIDTH))
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for before, after in zip(self.before, self.after, strict=True):
+            x = x + after(self.mix(*F.gelu(before(x)).chunk(3, -1)))
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def to_keys(keys: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Attention to keys that something is done to, number by number."""
+    return lambda q, k, v: F.scaled_dot_product_attention(q[:, None], keys(k[:, None].sort(2).values), v[:, None])[:, 0]
+
+
+seen: list[int] = []
+
+
+@torch.library.custom_op("streamfx_tests::noted", mutates_args=())
+def noted(x: Tensor) -> Tensor:
+    seen.append(len(seen))
+    return x + len(seen)
+
+
+noted.register_fake(lambda x: torch.empty_like(x))
+noted.register_autograd(lambda ctx, gradient: gradient)
+
+
+def test_an_unknown_operator_is_not_recomputed() -> None:
+    options: dict[str, Any] = {"save": "inputs", "chunk_size": 8, "loss_chunk_size": 8}
+    model = torch.compile(Mixing(to_keys(noted)), backend="streambp", options=options)
+    model(tokens(2, 37))
+    seen.clear()
+    model(tokens(2, 37)).backward()
+    assert len(seen) == LAYERS
+
+
+def test_values_between_loops_are_live_for_one_layer_at_a_time() -> None:
+    """A layer saves its input, keys and values; sorted keys are recomputed."""
+    options = {"chunk_size": 32, "loss_chunk_size": 32, "save": "inputs"}
+    models = (Mixing(to_keys(lambda k: k), layers) for layers in (3, 6))
+    few, many = (streamfx.explain(model, tokens(2, ROWS), options=options).summary()["peak_bytes"] for model in models)
+    stream, weights = 2 * ROWS * WIDTH * 4, 4 * (4 * WIDTH * WIDTH + 4 * WIDTH)
+    assert many - few <= 3 * (3 * stream + weights)
+
+
+# -- between ranks
+
+
+def parallel(kind: type[Layer], layers: int = LAYERS) -> Decoder:
+    model = Decoder(layers=layers, width=2 * WIDTH)
+    for layer in model.layers:
+        layer.__class__ = kind
+    return model
+
+
+@pytest.mark.parametrize("kind", [Gathered, Ulysses])
+def test_sequence_parallel_takes_no_more_than_checkpointing(ranks: None, kind: type[Layer]) -> None:
+    options = {"chunk_size": 32, "loss_chunk_size": 32}
+    found = streamfx.explain(parallel(kind), *data_of(0, 2 * ROWS), options=options)
+    assert found.summary()["peak_bytes"] <= found.summary()["checkpointing_peak_bytes"]
+    assert len(found.stages) == LAYERS + 1
+
+
+@pytest.mark.parametrize("kind", [Gathered, Ulysses])
+def test_the_order_of_exchanges_depends_on_no_size(ranks: None, kind: type[Layer]) -> None:
+    """Not from lengths, chunks, budgets, or the bytes of weights: other ranks have others."""
+
+    def text(rows: int, **options: Any) -> str:
+        facts = facts_of(parallel(kind, 2), data_of(0, rows), lambda text, *_, **__: [text], **options)
+        (group,) = find_group_names(facts.joint.graph.nodes)
+        assert facts.program is not None
+        return describe_order_between_loops(facts, group)
+
+    first = text(64)
+    assert {text(512, chunk_size=100), text(64, memory_budget="1GiB")} == {first}
+    again = [line for line in set(first.splitlines()) if first.splitlines().count(line) == 2]
+    assert len(again) == 2 * (2 if kind is Gathered else 4)
+
+
+def test_values_of_a_single_stage_are_saved(ranks: None) -> None:
+    """It would be there at once, and be sent twice."""
+    facts = facts_of(parallel(Ulysses, 1), data_of(0, ROWS), lambda text, *_, **__: [text])
+    assert not facts.plan.recomputed

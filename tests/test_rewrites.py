@@ -18,7 +18,7 @@ from streamfx.passes.rewrite.pattern import RewriteRule, rewrite_rule
 from streamfx.passes.rewrite.views.constant_writes import constant_writes_to_where
 from streamfx.tools.report.listing import call_text, dtype_text, shape_text
 from streamfx.torch_private.vmapped import traced_on_rows
-from tests import test_attention_with_sink, test_bags
+from tests import test_attention, test_bags
 from tests.support.canonical import Case, check, graphs, plain, same
 from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
 from tests.support.rewrites import CASES, EXAMPLES
@@ -156,8 +156,8 @@ SHOWN: dict[str, tuple[Case, Case]] = {
     "embedding_bag_backward_to_embedding_backward": (test_bags.backward(1), test_bags.backward(1, step=2)),
     "embedding_bag_weights_backward_to_product": (test_bags.backward(0), test_bags.backward(0, step=2)),
     "softmax_with_sink_to_attention": (
-        test_attention_with_sink.CASES["beside"],
-        test_attention_with_sink.CASES["probabilities are shown"],
+        test_attention.CASES["beside"],
+        test_attention.CASES["probabilities are shown"],
     ),
     "sdpa_to_attention": (fused(0.0), fused(0.1)),
     "flash_attn_to_attention": (of_the_flash_package(0.0), of_the_flash_package(30.0)),
@@ -181,7 +181,7 @@ SHOWN_ELSEWHERE = {
     "causal_conv1d_to_recurrence",
     "index_by_list_to_slices",
     "index_put_by_list_to_slice_backward",
-}  # of functions: test_flex, test_whole, test_scan_operators, test_causal_conv_package, test_constant_places
+}  # of functions: test_flex, test_whole, test_scan_operators, test_stateful, test_constant_places
 
 
 def listing(graph: fx.Graph) -> str:

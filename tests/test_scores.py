@@ -1,4 +1,4 @@
-"""Attention scores that are cut, mixed, concatenated with a column, or biased: exact, and causal if they are."""
+"""Unfused attention with many scores, among them scores that reshapes shift row by row, streams."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +6,173 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+from tests.support.canonical import Case, check, graphs, plain, same, special
 from tests.support.masks import HEAD, INF, LENGTH, MIN, columns, qkv, rows
 from tests.support.tracing import compare_function, take_gradients, traced
+
+aten = torch.ops.aten
+small = st.integers(1, 5)
+Shift = Callable[[Tensor, int], Tensor]
+
+
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@given(small, small, st.integers(0, 3), st.integers(0, 3), st.booleans())
+def test_the_operators_equal_their_definition(rows: int, columns: int, before: int, after: int, transposed: bool) -> None:
+    """Element by element, for any strides; the second operator is the adjoint of the first."""
+    first, width = rows - 1 + before, rows - 1 + before + columns + after
+    x, gradient = plain(2, rows, width, 3), plain(2, rows, columns, 3)
+    x = x.transpose(1, 2).contiguous().transpose(1, 2) if transposed else x
+    wanted = torch.stack([torch.stack([x[:, i, first - i + j] for j in range(columns)], 1) for i in range(rows)], 1)
+    made = RELATIVE_SHIFT(x, 1, first, columns)
+    assert torch.equal(made, wanted)
+    back = RELATIVE_SHIFT_BACKWARD(gradient, 1, first, width)
+    assert torch.equal(RELATIVE_SHIFT(back, 1, first, columns), gradient)
+    torch.testing.assert_close((made * gradient).sum(), (x * back).sum())
+
+
+# -- which reshapes are a shift
+
+
+def by_views(x: Tensor, columns: int, start: int = 1, less: int = 1) -> Tensor:
+    """As in XLNet: [b t w]."""
+    b, t, w = x.shape
+    return x.reshape(b, w, t)[:, start:].reshape(b, -1, w - less)[..., :columns]
+
+
+def by_index(x: Tensor, columns: int) -> Tensor:
+    b, t, w = x.shape
+    return x.reshape(b, w, t)[:, 1:].reshape(b, t, w - 1).index_select(2, torch.arange(columns))
+
+
+def after_zeros(x: Tensor, columns: int) -> Tensor:
+    """As in the Conformer and Transformer-XL; with as many columns as rows, later keys get numbers of the next row."""
+    return by_views(F.pad(x, (1, 0)), columns)
+
+
+def rows_first(x: Tensor, columns: int) -> Tensor:
+    t, w, b = x.shape
+    return x.reshape(w, t, b)[1:].reshape(t, w - 1, b)[:, :columns]
+
+
+def with_gradient(function: Callable[..., Tensor], *more: Any) -> Callable[..., list[Tensor]]:
+    def both(x: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        made = function(x, *more)
+        return [made, *torch.autograd.grad(made, x, made.detach())]
+
+    return both
+
+
+SHIFTS = {
+    "by views": Case(with_gradient(by_views, 4), (special(2, 4, 8),)),
+    "all columns": Case(with_gradient(by_views, 7), (special(2, 4, 8),)),
+    "by an index": Case(with_gradient(by_index, 4), (special(2, 4, 8),)),
+    "after zeros": Case(with_gradient(after_zeros, 4), (special(2, 4, 7),)),
+    "as many keys as rows": Case(with_gradient(after_zeros, 4), (special(2, 4, 4),)),
+    "rows first": Case(with_gradient(rows_first, 4), (special(4, 8, 2),)),
+    "one row": Case(with_gradient(by_views, 1), (special(2, 1, 8),)),
+}
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {  # of [2 4 8]
+    "further on": lambda x: x.reshape(2, 8, 4)[:, 2:].reshape(2, 3, 8)[..., :3],
+    "two less": lambda x: x.reshape(2, 8, 4)[:, 2:].reshape(2, 4, 6)[..., :3],
+    "in steps": lambda x: x.reshape(2, 8, 4)[:, 1::2].reshape(2, 4, 4)[..., :3],
+    "other rows": lambda x: x.reshape(2, 4, 8)[:, 1:].reshape(2, 4, 6)[..., :2],
+    "from the left": lambda x: x.reshape(2, 8, 4)[:, :-1].reshape(2, 4, 7)[..., :3],
+    "cut at both ends": lambda x: x.reshape(2, 8, 4)[:, 1:5].reshape(2, 4, 4)[..., :3],
+    "of other sequences": lambda x: x.reshape(1, 2, 4, 8).reshape(2, 1, 8, 4)[:, :, 1:].reshape(2, 1, 4, 7)[..., :3],
+    "of another batch": lambda x: x.reshape(1, 16, 4)[:, 1:, :].reshape(1, 4, 15)[..., :3],
+}
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_a_shift(name: str) -> None:
+    """To the same bits, and without views."""
+    check(SHIFTS[name])
+    _, after = graphs(SHIFTS[name])
+    found = {node.target for node in after.graph.nodes}
+    assert found >= {RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD}
+    assert found.isdisjoint({aten.view.default, aten._unsafe_view.default, aten.slice.Tensor, aten.slice_backward.default})
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_shift(name: str) -> None:
+    x = special(2, 4, 8)
+    before, after = graphs(Case(with_gradient(OTHERS[name]), (x,)))
+    assert {node.target for node in after.graph.nodes}.isdisjoint({RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD})
+    for actual, wanted in zip(after(x), before(x), strict=True):
+        same(actual, wanted, bits=True)
+
+
+@pytest.mark.parametrize(("index", "source"), [([0, 1, 2], 3), ([0, 2, 1], 3), ([0, 1, 2, 3], 4)], ids=str)
+def test_first_rows_by_index(index: list[int], source: int) -> None:
+    """Indices that count up take a slice, but a sum with ones keeps its operator, as do indices in another order."""
+    x, y = special(2, 4, 3), special(2, source, 3)
+
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        numbers = torch.arange(source) if index == sorted(index) else torch.tensor(index)
+        return [
+            x.index_select(1, numbers),
+            torch.zeros_like(x).index_add(1, numbers, y),
+            torch.ones_like(x).index_add(1, numbers, y),
+        ]
+
+    before, after = graphs(Case(function, (x, y)))
+    kept = sum(node.target in (aten.index_select.default, aten.index_add.default) for node in after.graph.nodes)
+    assert kept == (1 if index == sorted(index) else 3)
+    for actual, wanted in zip(after(x, y), before(x, y), strict=True):
+        same(actual, wanted, bits=True)
+
+
+# -- attention with shifted scores
+
+
+def over_heads(shift: Shift) -> Shift:
+    return lambda x, columns: shift(x.flatten(0, 1), columns).unflatten(0, x.shape[:2])
+
+
+def four(x: Tensor, columns: int) -> Tensor:
+    b, h, t, w = x.shape
+    return x.reshape(b, h, w, t)[:, :, 1:].reshape(b, h, t, w - 1)[..., :columns]
+
+
+TO_THE_LEFT, NEXT_ROW = range(LENGTH - 1, -1, -1), "reads elements of the next row"
+# name: shift, distances, the last key that a row sees (None: all keys), the verdict of the mask, or the reason for a fallback
+ATTENTION: dict[str, tuple[Shift, range, int | None, str]] = {
+    "XLNet, in a window": (four, range(LENGTH, -LENGTH, -1), 0, "window(4)"),
+    "Conformer": (over_heads(after_zeros), range(LENGTH - 1, -LENGTH, -1), None, "masked"),
+    "Transformer-XL": (over_heads(after_zeros), TO_THE_LEFT, 0, "window(4)"),
+    # as many distances as keys, and no mask hides the next row's numbers, which later keys get
+    "all keys": (over_heads(after_zeros), TO_THE_LEFT, None, NEXT_ROW),
+    "one later key": (over_heads(after_zeros), TO_THE_LEFT, 1, NEXT_ROW),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_with_shifted_scores(name: str) -> None:
+    shift, distances, last, verdict = ATTENTION[name]
+
+    def function(inputs: Tensor, weight: Tensor) -> Tensor:
+        q, k, v = inputs.unbind()
+        angles = torch.tensor(distances).to(q.dtype)[:, None] * torch.arange(1, 5, dtype=q.dtype)
+        scores = q @ k.mT + shift(torch.einsum("bhid,jd->bhij", q, angles.sin() @ weight), LENGTH)
+        if last is not None:  # and the three keys before it
+            seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(last).triu(last - 3)
+            scores = scores.masked_fill(~seen, -torch.inf)
+        return (scores.softmax(-1) @ v).pow(2).sum()
+
+    weight = torch.randn(4, HEAD, dtype=torch.float64, requires_grad=True)
+    streams = verdict != NEXT_ROW
+    facts = compare_function(function, [*qkv(), weight], (4, 1, 64), streams=streams, attention={verdict} if streams else None)
+    assert any(node.target is RELATIVE_SHIFT for node in facts.joint.nodes) or not streams
+    assert streams or any(NEXT_ROW in reason for reason in facts.reasons()), facts.reasons()
+
+
+# -- scores of unfused attention
 
 T = LENGTH
 

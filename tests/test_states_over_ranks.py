@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -220,22 +220,18 @@ def test_deadlocks_are_refused(kind: type[Layer], words: str) -> None:
 # -- truncated adjoints, of one of many ranks
 
 
-@pytest.fixture
-def ranks() -> Iterator[None]:
-    with one_of_many():
-        yield
-
-
+@one_of_many()
 @with_states_of_constants
 @pytest.mark.parametrize(("kind", "rows"), [(Linear, 3), (InTurn, ROWS), (Operator, 3)])
-def test_gradients_of_states_from_other_ranks_are_not_truncated(ranks: None, kind: type[Layer], rows: int) -> None:
+def test_gradients_of_states_from_other_ranks_are_not_truncated(kind: type[Layer], rows: int) -> None:
     """Such gradients passed through all rows of another rank, even if this rank has no more rows than `adjoints`."""
     with pytest.raises(OptionError, match=f"adjoints={rows} .*\n.*reduce_scatter.*\n.*gathered.*\n.*detach"):
         facts_of(Decoder(kind, False, 1), data_of(0, ROWS), adjoints=rows)
 
 
+@one_of_many()
 @with_states_of_constants
-def test_truncation_allows_other_collectives(ranks: None) -> None:
+def test_truncation_allows_other_collectives() -> None:
     """States without a gradient; a loss that is the mean over ranks."""
     model = Decoder(Detached, False, 1)
 

@@ -117,7 +117,7 @@ def _product(shape: torch.Size) -> Any:
 
 
 def size_hint(size: Any) -> int:
-    """Return the value of a size in the traced call, or under `assume_sizes`; 1 if it depends on data (2.11, 2.13)."""
+    """Return the value of a size in the traced call, or under `assuming_sizes`; 1 if it depends on data (2.11, 2.13)."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     assumed = _assumed_sizes.get()

@@ -287,13 +287,14 @@ def leaves(tree: Any) -> list[Any]:
 
 @dataclass
 class Recorder:
-    """A backend like "streambp" that keeps its compilations."""
+    """A backend like "streambp" that keeps its compilations, of the given kind."""
 
     options: Options
-    compilations: list[Recorded] = field(default_factory=list)
+    compilations: list[Any] = field(default_factory=list)
+    kind: type[Compilation] = Recorded
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        recorded = Recorded(module, self.options)
+        recorded = self.kind(module, self.options)
         with unwrap_errors(module.graph):
             function = recorded.compile(example_inputs)
         self.compilations.append(recorded)  # only now: Dynamo starts anew where AOTAutograd asks it to

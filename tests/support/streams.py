@@ -18,6 +18,7 @@ its event would have to be seen complete, and the host runs ahead of all events.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,6 @@ from torch.utils._pytree import tree_iter
 
 from streamfx.dialect.offload import from_host, to_host
 from streamfx.runtime import offload
-from tests.support.cuda_runtime import CudaRuntime
 
 GIVEN = 0  # the content of memory that was there before the program
 UNWRITTEN = -1  # the content of a new tensor, which has no meaning
@@ -118,6 +118,43 @@ class Life:
     begin: int
     end: float = float("inf")
     is_offloaded: bool = False
+
+
+NO_MEMORY, NOT_REGISTERED = 2, 713
+
+
+@dataclass
+class CudaRuntime:
+    """Registers up to `limit` bytes; at `most` so many were. `registered` has the size of each range by its address, `refused`
+    the sizes of others.
+    """
+
+    device: Device
+    limit: float = float("inf")
+    registered: dict[int, int] = field(default_factory=dict)
+    refused: list[int] = field(default_factory=list)
+    most: int = 0
+    error: int = 0  # what the last call that failed has left: the next launch raises it
+
+    def launch(self) -> None:
+        error, self.error = self.error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}, of an earlier call")
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert address % mmap.PAGESIZE == size % mmap.PAGESIZE == 0 and flags == 1
+        assert all(address + size <= begin or begin + own <= address for begin, own in self.registered.items())
+        if sum(self.registered.values()) + size > self.limit:
+            self.refused.append(size)
+            self.error = NO_MEMORY
+            return NO_MEMORY
+        self.registered[address] = size
+        self.most = max(self.most, sum(self.registered.values()))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        assert self.device.is_done(address), "a copy may still touch this memory"
+        return 0 if self.registered.pop(address, 0) else NOT_REGISTERED
 
 
 class Device:

@@ -14,12 +14,12 @@ from torch import fx, nn
 
 from streamfx.cost.memory import cost_of
 from streamfx.frontend.backend import Compilation
-from streamfx.options import Options, resolve_options
+from streamfx.options import resolve_options
 from streamfx.tools.inspect.tracing import distinct_breaks
 from streamfx.tools.report.fallback_reasons import SINGLE_ROW
 from streamfx.tools.report.stage_table import stage_reports
 from streamfx.torch_private.dynamo import record_graph_breaks
-from tests.support.exactness import Outcome, errors, outcome
+from tests.support.exactness import Outcome, Recorder, errors, outcome
 from tests.support.precision import default_dtype
 from tests.zoo.models import CHUNK, built, dtype_of, inputs
 
@@ -46,20 +46,6 @@ class Kept(Compilation):
         function = super().run_inference(module, inputs)
         program = self.facts[-1].program
         self.halves.append((module if program is None else program.forward, None, len(module.graph.output_node().args[0])))  # type: ignore[arg-type]
-        return function
-
-
-@dataclass
-class Keeper:
-    """A backend like "streambp" that keeps its compilations."""
-
-    options: Options
-    compilations: list[Kept] = field(default_factory=list)
-
-    def __call__(self, module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        kept = Kept(module, self.options)
-        function = kept.compile(example_inputs)
-        self.compilations.append(kept)  # only now: AOTAutograd may make Dynamo start over
         return function
 
 
@@ -94,7 +80,7 @@ def _measured(model_type: str) -> Row:
 def compared(model: nn.Module, given: dict[str, Any], truth: Outcome) -> Row:
     torch._dynamo.reset()
     options = resolve_options({"outputs": "dense", "chunk_size": CHUNK, "loss_chunk_size": CHUNK})
-    backend, own = Keeper(options), copy.deepcopy(model)
+    backend, own = Recorder(options, kind=Kept), copy.deepcopy(model)
     with record_graph_breaks() as breaks:
         found = errors(outcome(torch.compile(own, backend=backend), own, given), truth)
     apart = [] if max(found.values()) <= BOUND else differs_alone(model, given, truth)
@@ -123,7 +109,7 @@ def runs_alone(model: nn.Module, given: dict[str, Any]) -> bool:
     return True
 
 
-def findings(backend: Keeper) -> Row:
+def findings(backend: Recorder) -> Row:
     """Stages, attention, FLOPs in loops, and the reasons of stages that do not stream, with counts.
 
     A graph with a single row is one chunk: it has a reason, but does not prevent streaming.

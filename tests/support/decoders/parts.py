@@ -50,11 +50,15 @@ class Decoder(nn.Module):
         self.head = nn.Linear(WIDTH, vocabulary, bias=False)
 
     def hidden(self, x: Tensor, **more: Any) -> Tensor:
-        for i, (attend, mlp) in enumerate(zip(self.attend, self.mlp, strict=True)):
-            x = x + attend(self.norms[2 * i](x), **more)
-            x = x + mlp(self.norms[2 * i + 1](x))
+        for i in range(len(self.attend)):
+            x = self.layer(x, i, **more)
         normed: Tensor = self.norms[-1](x)
         return normed
+
+    def layer(self, x: Tensor, i: int, **more: Any) -> Tensor:
+        x = x + self.attend[i](self.norms[2 * i](x), **more)
+        mixed: Tensor = x + self.mlp[i](self.norms[2 * i + 1](x))
+        return mixed
 
     def logits(self, ids: Tensor, **more: Any) -> Tensor:
         logits: Tensor = self.head(self.hidden(self.embed(ids), **more))
