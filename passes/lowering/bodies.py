@@ -23,7 +23,7 @@ from streamfx.ir.access import Layout, OperandAccess
 from streamfx.ir.facts import Role, StorageClass
 from streamfx.ir.joint import device_of_value, int_argument, is_size, is_tensor, scalar_argument
 from streamfx.ir.lazy_module import LazyGraphModule
-from streamfx.ir.operator_table import shape_argument
+from streamfx.ir.operator_table import SHAPE_ARGUMENT
 from streamfx.ir.program import (
     CHUNKS,
     PER_CHUNK,
@@ -306,7 +306,7 @@ class BodyBuilder(BodyInputs):
             return next(operands) if is_tensor(argument) else self.scalar_argument(argument)
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), body_argument)
-        shape_index = shape_argument(node.target)
+        shape_index = SHAPE_ARGUMENT.get(node.target)
         if shape_index is not None:
             args = (*args[:shape_index], self.result_shape(node), *args[shape_index + 1 :])
         return args, dict(kwargs)

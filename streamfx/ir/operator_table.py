@@ -1,15 +1,15 @@
 """One record per ATen operator: facts that several passes need, and that no schema states.
 
-To add an operator, add one row to `OPERATORS`; the sets that passes test (`of_kind(Kind.RESHAPE)`) follow from it. An
-operator without a row has no known facts, which is always safe. Facts that a schema states are computed from it: whether an
-operator returns a view (`returns_view`), or takes the shape of its result (`shape_argument`).
+To add an operator, add one row to `OPERATORS`; the sets that passes test, such as `of_kind(Kind.RESHAPE)`, follow from it.
+An operator without a row is of no kind: passes then know less, and every result stays exact. Facts that a schema states are
+computed from it: whether an operator returns a view (`returns_view`), and which argument is the shape of its result
+(`SHAPE_ARGUMENT`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Kind(Enum):
     LOOKUP = auto()  # x[indices]
     GATHER = auto()  # rows or elements by an index tensor along one dimension
 
-    # several operands, or a number, provide the elements
+    # copies of elements that also come from another operand or a number, are converted, or are read from memory
     CAST = auto()  # copy, converted to another dtype or device
     CONCAT = auto()
     STACK = auto()  # concatenate along a new dimension
@@ -83,8 +83,8 @@ class Operator:
     """Facts about one operator.
 
     `fill`: for `Kind.FILL`, the number that all elements equal; None if it is the argument `fill_value`.
-    `by_position`: rows along a dimension are treated differently by their position, so that the rows have an order.
-    `adds_axes`: the result may have dimensions that no operand has.
+    `by_position`: the operator treats the rows of a dimension differently by their positions, so that they have an order.
+    `adds_axes`: the result may have dimensions that no operand has. Two equal calls may then have different axes.
     """
 
     kind: Kind
@@ -228,7 +228,6 @@ MOVES_ELEMENTS = COPIES | of_kind(Kind.RESHAPE, Kind.UNSQUEEZE, Kind.SQUEEZE, Ki
 SELECTS_ELEMENTS = MOVES_ELEMENTS | of_kind(
     *(Kind.REPEAT, Kind.SLICE, Kind.SELECT, Kind.SPLIT, Kind.UNBIND, Kind.WINDOW, Kind.REORDER, Kind.LOOKUP, Kind.GATHER)
 )
-SHAPE_NAMES = frozenset({"size", "shape", "input_sizes"})  # schemas' names of an argument that is the shape of the result
 
 
 def returns_view(target: OpOverload) -> bool:
@@ -236,18 +235,21 @@ def returns_view(target: OpOverload) -> bool:
     return any(result.alias_info is not None for result in target._schema.returns)
 
 
-@cache
-def shape_argument(target: Any) -> int | None:
-    """Return the position of the argument that is the shape of the result: 1 for `view(self, size)`; None if no argument is.
+def _find_shape_argument(target: OpOverload) -> int | None:
+    """Return the position of an operator's argument that is, by its name and type, a shape: a list of integers.
 
-    Also None for an operator without a row, or with strides: there, an argument of that name may be another shape.
+    None if no argument is one: `unfold` has an argument `size` that is a number.
     """
-    if target not in OPERATORS or OPERATORS[target].kind is Kind.STRIDED:
-        return None
-    arguments = enumerate(target._schema.arguments)
-    return next((i for i, argument in arguments if argument.name in SHAPE_NAMES and _is_list_of_sizes(argument)), None)
+    for position, argument in enumerate(target._schema.arguments):
+        is_list = isinstance(argument.type, torch.ListType) and isinstance(argument.type.getElementType(), torch.IntType)
+        if argument.name in ("size", "shape", "input_sizes") and is_list:
+            return position
+    return None
 
 
-def _is_list_of_sizes(argument: torch.Argument) -> bool:
-    """Return whether an argument of a schema is a list of integers (`unfold` has an argument `size` that is a number)."""
-    return isinstance(argument.type, torch.ListType) and isinstance(argument.type.getElementType(), torch.IntType)
+# by operator, the position of the argument that is the shape of the result: 1 for `view(self, size)`
+SHAPE_ARGUMENT: dict[Any, int] = {
+    operator: position
+    for operator, record in OPERATORS.items()
+    if record.kind is not Kind.STRIDED and (position := _find_shape_argument(operator)) is not None
+}

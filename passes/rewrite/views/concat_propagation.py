@@ -18,7 +18,7 @@ from torch import fx
 from streamfx.ir.axis_table import AxisFactor
 from streamfx.ir.facts import AxisFacts
 from streamfx.ir.joint import bound_arguments, tensor_operands
-from streamfx.ir.operator_table import COPIES, Kind, of_kind, shape_argument
+from streamfx.ir.operator_table import COPIES, SHAPE_ARGUMENT, Kind, of_kind
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.rules.registry import broadcast, rule_for
@@ -115,7 +115,7 @@ class ConcatSlices:
         `operands` has the slices of each operand.
         """
         args, kwargs = fx.node.map_arg((value.args, value.kwargs), lambda node: operands[node][i] if node in operands else node)
-        if (shape_position := shape_argument(value.target)) is not None:
+        if (shape_position := SHAPE_ARGUMENT.get(value.target)) is not None:
             shape: list[Any] = list(args[shape_position])  # type: ignore[arg-type]
             shape[self.dim(value)] = self.lengths[i]  # type: ignore[index]
             args = (*args[:shape_position], shape, *args[shape_position + 1 :])
