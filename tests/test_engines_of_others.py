@@ -12,18 +12,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from streamfx.integrations import EnabledModules, enable
 from tests.support.collectives import data_of, one_process, worst
-from tests.support.engines import LENGTH, OPTIONS, TOLERANCE, graphs_seen, twins, wrapped
+from tests.support.engines import LENGTH, TOLERANCE, enabled, graphs_seen, twins, wrapped
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Layer
 from tests.support.trainers import tiny
 
 pytestmark = pytest.mark.long
-
-
-def enabled(given: Any) -> EnabledModules:
-    return enable(given, **OPTIONS)
 
 
 def launched(rank: int) -> None:

@@ -28,11 +28,11 @@ from streamfx.lazy import steps
 from tests.support.collectives import data_of, one_process, step, worst
 from tests.support.engines import (
     LENGTH,
-    OPTIONS,
     TOLERANCE,
     Masked,
     Nested,
     all_ranks,
+    enabled,
     graphs_seen,
     layers_of,
     loss_of,
@@ -46,10 +46,6 @@ from tests.support.sharded import Layer
 from tests.support.spread import only
 
 pytestmark = pytest.mark.compiled
-
-
-def enabled(model: Any) -> EnabledModules:
-    return enable(model, **OPTIONS)
 
 
 def labels_outside(rank: int, reshard: bool | None) -> float:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import streamfx
+from tests.support.engines import loss_of
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Layer
 from tests.support.spread import only
@@ -32,10 +32,6 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layer(self.embed(x)))  # type: ignore[no-any-return]
-
-
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 WAYS: dict[str, Callable[[Stage], Any]] = {

@@ -19,6 +19,7 @@ from tests.support.over_ranks import everybody, facts_of, one_of_many
 from tests.support.ranks import on_ranks
 from tests.support.scans import scan, with_states_of_constants
 from tests.support.stateful.averages import averages
+from tests.test_scan_operators import affine
 
 pytestmark = pytest.mark.long
 
@@ -74,10 +75,7 @@ class Associative(Linear):
     """The same, by `associative_scan`."""
 
     def mix(self, x: Tensor) -> Tensor:
-        def combine(earlier: tuple[Tensor, Tensor], later: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            return earlier[0] * later[0], later[0] * earlier[1] + later[1]
-
-        products, h = associative_scan(combine, (self.gate(x).sigmoid(), x), 1, combine_mode="generic")
+        products, h = associative_scan(affine, (self.gate(x).sigmoid(), x), 1, combine_mode="generic")
         return h + products * self.before(products[:, -1], h[:, -1])[:, None]
 
 

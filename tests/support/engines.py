@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from streamfx.frontend.backend import streambp
-from streamfx.integrations import calls, parts
+from streamfx.integrations import EnabledModules, calls, enable, parts
 from tests.support.collectives import Step, data_of, one_process, step, worst
 from tests.support.sharded import Decoder, Layer
 
@@ -105,6 +105,10 @@ def all_ranks() -> DeviceMesh:
 
 def compiled(model: nn.Module, **options: Any) -> Any:
     return torch.compile(model, backend="streambp", options={**OPTIONS, **options})
+
+
+def enabled(model: Any) -> EnabledModules:
+    return enable(model, **OPTIONS)
 
 
 def checkpointed(model: nn.Module) -> nn.Module:

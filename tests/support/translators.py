@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.engines import loss_of
+
 WIDTH, HEADS, WORDS = 16, 2, 40
 
 
@@ -51,10 +53,6 @@ class Translator(nn.Module):
         memory = self.encoded(ids)
         logits = self.logits(memory, labels)
         return loss_of(logits[:, :-1], labels[:, 1:]), memory
-
-
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class Counts(Translator):
