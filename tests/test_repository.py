@@ -149,4 +149,6 @@ def test_pyproject_allows_the_tested_versions() -> None:
     oldest, (major, newest) = versions.OLDEST, versions.NEWEST
     assert f"torch>={oldest[0]}.{oldest[1]},<{major}.{newest + 1}" in project["dependencies"]
     named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
-    assert named and set(named) <= {".".join(row["python"].split(".")[:2]) for row in known() if not row["failed"]}
+    assert named and set(named) <= {
+        ".".join(row["python"].split(".")[:2]) for row in known() if {*row["failed"]} <= {*row.get("explained", {})}
+    }

@@ -141,7 +141,8 @@ def page(rows: Sequence[Row]) -> str:
     lines = [HEAD.format(oldest=oldest, newest=newest), *(f"{line}\n" for line in table(rows))]
     for row in (row for row in rows if row["failed"]):
         lines.append(f"\nWith Python {row['python']} and PyTorch {row['torch']} these failed:\n\n")
-        lines += [f"- `{name}`\n" for name in row["failed"]]
+        explained = row.get("explained", {})  # written by hand: the reason of each failure
+        lines += [f"- `{name}`: {explained[name]}\n" if name in explained else f"- `{name}`\n" for name in row["failed"]]
     return "".join(lines)
 
 
