@@ -76,7 +76,7 @@ def summed(base: float, alpha: int) -> fx.Node | None:
 
     graph = make_fx(function, tracing_mode="fake")(torch.full((4, 3), 100, dtype=torch.int8)).graph
     (added,) = graph.find_nodes(op="call_function", target=aten.index_add.default)
-    return simplify_arange_index(added, GraphWriter(graph).before(added))
+    return simplify_arange_index(added, GraphWriter(graph).move_before(added))
 
 
 def test_sums_into_rows_are_replaced_if_they_start_at_zero() -> None:

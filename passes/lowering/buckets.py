@@ -106,9 +106,9 @@ def _coalesce(bucket: Sequence[fx.Node], writer: GraphWriter) -> None:
     device, group = last.all_input_nodes[0].meta[VALUE].device, find_group_name(last)
     if len(bucket) == 1 or group is None or not supports_coalescing(group, device):
         return
-    coalesced = writer.before(last).call(target, [node.args[0] for node in bucket], *last.args[1:])
+    coalesced = writer.move_before(last).call(target, [node.args[0] for node in bucket], *last.args[1:])
     for i, node in enumerate(bucket):
-        result = writer.before(last).call(operator.getitem, coalesced, i)
+        result = writer.move_before(last).call(operator.getitem, coalesced, i)
         node.replace_all_uses_with(result)
     for node in bucket:
         writer.graph.erase_node(node)

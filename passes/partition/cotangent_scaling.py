@@ -47,7 +47,7 @@ class Scaling:
         """Insert ones of the scale's shape and dtype before `before`. Return the new nodes: dynamic sizes, then the ones."""
         self.new_nodes = []
         value = scale.meta[VALUE]
-        sizes = self._sizes(scale, self.writer.before(before))
+        sizes = self._sizes(scale, self.writer.move_before(before))
         ones = self.writer.call(aten.full.default, sizes, 1.0, dtype=value.dtype, device=value.device)
         self._record_facts(ones, (), self._labels(self.shape(scale)), self.shape(scale))
         return self.new_nodes
@@ -59,7 +59,7 @@ class Scaling:
         (b, t, c) and back. `row_mask`: the rows of the scale that contribute to the gradient; others become 0.
         """
         self.new_nodes = []
-        self.writer.before(gradient.next)
+        self.writer.move_before(gradient.next)
         dtype = gradient.meta[VALUE].dtype
         alignment = align(self.shape(scale), self.shape(gradient))
         assert alignment is not None

@@ -168,6 +168,6 @@ def record_draws(graph: fx.Graph) -> None:
     draws = [node for node in graph.nodes if node.op == "call_function" and is_random(node)]
     if not draws:
         return
-    seed = GraphWriter(graph).before(draws[0]).call(draw_seed)
+    seed = GraphWriter(graph).move_before(draws[0]).call(draw_seed)
     for index, node in enumerate(draws):
         node.meta[DRAW] = (seed, index)

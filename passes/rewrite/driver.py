@@ -68,7 +68,7 @@ def _rules_for(node: fx.Node, rules_by_target: Mapping[Any, list[RewriteRule]]) 
 def _apply_rule(rule: RewriteRule, node: fx.Node, writer: GraphWriter) -> bool:
     """Apply one rule to a node, and return whether it replaced a value; raise an error if the graph would have a cycle."""
     num_nodes_before = len(writer.new_nodes)
-    result = rule.rewrite(node, writer.before(node))
+    result = rule.rewrite(node, writer.move_before(node))
     new_nodes = {*writer.new_nodes[num_nodes_before:]}
     replacements = _replacements(node, result)
     if any(_reads(new, old, new_nodes) for old, new in replacements.items() if old is not new):  # the graph would have a cycle

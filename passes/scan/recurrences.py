@@ -35,7 +35,7 @@ from streamfx.passes.ops.traits import is_random
 from streamfx.passes.scan.carry import NoRecurrenceError
 from streamfx.passes.scan.rerolling import reroll, sort_topologically, unrolled_name
 from streamfx.passes.scan.row_access import ConcatAccess, RowAccesses, find_row_accesses
-from streamfx.passes.scan.row_ranges import RowInterval, row_interval_of
+from streamfx.passes.scan.row_ranges import SourceRows, sequence_start_and_block
 from streamfx.passes.scan.schedule import RecurrencePair, UnrolledLoop, plan_recurrence
 from streamfx.passes.scan.strip_mine import restore_unused_blocks, stack_sliced_blocks
 
@@ -86,13 +86,12 @@ def _families_of_length(joint: JointGraph, rows: RowAccesses, length: int, axes:
 
     A row whose interval is unknown belongs to each family; `_drop_other_intervals` decides by the rows it is combined with.
     """
-    interval_of_read = {node: row_interval_of(row, axes) for node, row in rows.reads.items() if row.length == length}
-    known_intervals = {interval for interval in interval_of_read.values() if interval is not None}
-    intervals: list[RowInterval | None] = [*sorted(known_intervals)] or [None]
+    reads = {node: sequence_start_and_block(row, axes) for node, row in rows.reads.items() if row.length == length}
+    intervals: list[SourceRows | None] = [*sorted({interval for interval in reads.values() if interval is not None})] or [None]
     index_of = {interval: index for index, interval in enumerate(intervals)}
     return [
-        _Family(joint, rows, length, {node: index_of.get(interval, own) for node, interval in interval_of_read.items()}, own)
-        for own in index_of.values()
+        _Family(joint, rows, length, {node: index_of.get(interval, index) for node, interval in reads.items()}, index)
+        for index in index_of.values()
     ]
 
 

@@ -211,7 +211,7 @@ def _stack_rows(values: Sequence[fx.Node | None], dim: int, like_node: fx.Node, 
     """Insert `stack(values, dim)` before `like_node`, with its metadata, and return it; a row that is None becomes zeros."""
     like, zeros = like_node.meta[VALUE], None
     if None in values:
-        sizes = size_arguments(next(value for value in values if value is not None), writer.before(like_node))
+        sizes = size_arguments(next(value for value in values if value is not None), writer.move_before(like_node))
         zeros = writer.call(aten.full.default, sizes, 0, dtype=like.dtype, device=like.device)
     rows = [zeros if value is None else value for value in values]
     with writer.graph.inserting_before(like_node):
@@ -274,5 +274,5 @@ def _stack_sum(node: fx.Node, partial_sums: Collection[fx.Node], order: Mapping[
         other_summands.append(_stack_rows(stack_values, dim, node, writer))
     total = other_summands[0]
     for summand in other_summands[1:]:
-        total = writer.before(node).call(aten.add.Tensor, total, summand)
+        total = writer.move_before(node).call(aten.add.Tensor, total, summand)
     node.replace_all_uses_with(total, propagate_meta=False)

@@ -81,7 +81,7 @@ def _insert_views(joint: JointGraph, axes: AxisFacts, shared: set[AxisFactor]) -
         has_shared_axis = is_tensor(table) and any(shared.intersection(axes.table.resolve(dim)) for dim in axes.shapes[table])
         if has_shared_axis:
             for reader in [user for user in table.users if user not in tables and user.op == "call_function"]:
-                alias = writer.before(reader).call(aten.alias.default, table)
+                alias = writer.move_before(reader).call(aten.alias.default, table)
                 alias.meta[OWN_AXES] = True
                 reader.replace_input_with(table, alias)
                 aliases.append(alias)

@@ -120,7 +120,7 @@ def restore_unused_blocks(blocks: StackedBlocks, graph: fx.Graph, writer: GraphW
         for node in list(view.users) if view in remaining else ():
             if node.target is aten.select.int and node.args[1] == own_blocks.dim:
                 start = int_argument(node, 2) * own_blocks.size
-                rows = writer.before(node).call(
+                rows = writer.move_before(node).call(
                     aten.slice.Tensor, node_argument(view), own_blocks.dim, start, start + own_blocks.size
                 )
                 node.replace_all_uses_with(rows, propagate_meta=False)
@@ -131,7 +131,7 @@ def restore_unused_blocks(blocks: StackedBlocks, graph: fx.Graph, writer: GraphW
             and stacked.args[1] == own_blocks.dim
         ):
             view.replace_all_uses_with(
-                writer.before(view).call(aten.cat.default, stacked.args[0], own_blocks.dim), propagate_meta=False
+                writer.move_before(view).call(aten.cat.default, stacked.args[0], own_blocks.dim), propagate_meta=False
             )
 
 
@@ -190,7 +190,7 @@ def _select_blocks_from_view(
 
     `source` is x; `slices_by_range` has the nodes that read each slice of it.
     """
-    writer.before(source.next)
+    writer.move_before(source.next)
     shape = [int(size) for size in shape_of_node(source)]
     rows = source if shape[blocks.dim] == blocks.rows else writer.call(aten.slice.Tensor, source, blocks.dim, 0, blocks.rows)
     in_blocks = [*shape[: blocks.dim], blocks.count, blocks.size, *shape[blocks.dim + 1 :]]
@@ -198,12 +198,14 @@ def _select_blocks_from_view(
     for index in range(blocks.count):
         start = index * blocks.size
         for node in slices_by_range.get(RowSlice(blocks.dim, start, start + blocks.size), ()):
-            block = writer.before(node).call(aten.select.int, view, blocks.dim, index)
+            block = writer.move_before(node).call(aten.select.int, view, blocks.dim, index)
             node.replace_all_uses_with(block, propagate_meta=False)
     for row_range, nodes in slices_by_range.items():  # outputs of a split after the blocks
         for node in nodes:
             if node.target is operator.getitem and node.users:
-                node.replace_all_uses_with(writer.before(node).call(aten.slice.Tensor, source, *row_range), propagate_meta=False)
+                node.replace_all_uses_with(
+                    writer.move_before(node).call(aten.slice.Tensor, source, *row_range), propagate_meta=False
+                )
     return view
 
 
@@ -234,7 +236,7 @@ def _leading_blocks(node: fx.Node) -> Blocks | None:
 
 def _stack_concat_operands(node: fx.Node, blocks: Blocks, values: Sequence[fx.Node], writer: GraphWriter) -> fx.Node:
     """cat([a, b, rest]) -> cat([stack([a, b]).view(...), rest]), in place; return the view. `node`: the cat; `values`: a, b."""
-    view = _stack_blocks(values, blocks, writer.before(node))
+    view = _stack_blocks(values, blocks, writer.move_before(node))
     rest = _operands(node)[blocks.count :]
     concatenated = writer.call(aten.cat.default, [view, *rest], blocks.dim) if rest else view
     node.replace_all_uses_with(concatenated, propagate_meta=False)
@@ -321,7 +323,7 @@ def _stack_gradients(
     if len(counts) != 1:
         return []
     shape = list(node.meta[VALUE].shape)
-    writer.before(node)
+    writer.move_before(node)
     rows = [
         [node_argument(gradients[index]) if gradients else None for gradients in gradients_by_block]
         for index in range(counts.pop())

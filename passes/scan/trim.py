@@ -46,7 +46,9 @@ def trim_stacks(graph: fx.Graph, reads: Mapping[fx.Node, tuple[fx.Node, int]], w
             kept, lambda value: value.all_input_nodes, lambda value: lengths.get(value, 0), {len(kept), len(values)}
         )
         if len(kept) in counts and len(values) not in counts:
-            node.replace_all_uses_with(writer.before(node).call(aten.stack.default, kept, rows_range.dim), propagate_meta=False)
+            node.replace_all_uses_with(
+                writer.move_before(node).call(aten.stack.default, kept, rows_range.dim), propagate_meta=False
+            )
 
 
 def trim_rows(reads: Iterable[fx.Node], writer: GraphWriter) -> None:
@@ -72,7 +74,9 @@ def trim_rows(reads: Iterable[fx.Node], writer: GraphWriter) -> None:
         if length not in stacked_lengths and unpadded_lengths & stacked_lengths:
             for read in selects:
                 row = int_argument(read, 2) % int(length)  # type: ignore[call-overload]
-                read.replace_all_uses_with(_select_padded_row(read, row, summands, writer.before(read)), propagate_meta=False)
+                read.replace_all_uses_with(
+                    _select_padded_row(read, row, summands, writer.move_before(read)), propagate_meta=False
+                )
 
 
 def _padded_summands(source: fx.Node, dim: int) -> dict[fx.Node, range]:

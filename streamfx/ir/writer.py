@@ -26,8 +26,8 @@ class GraphWriter:
         self._mode: Any = None
         self._point: fx.Node | None = None
 
-    def before(self, node: fx.Node) -> GraphWriter:
-        """Insert the next operators before a node; return this writer, to chain calls."""
+    def move_before(self, node: fx.Node) -> GraphWriter:
+        """Move the insertion point before a node; return this writer, to chain calls."""
         self._point = node
         return self
 

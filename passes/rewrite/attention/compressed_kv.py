@@ -161,7 +161,7 @@ class _Materializer:
         value and its dimension on the axis of blocks or rows to which the result returns (None if it is not known).
         """
         if value not in self.views:
-            self.views[value] = self.writer.before(first_operator_after(value)).call(aten.alias.default, value)
+            self.views[value] = self.writer.move_before(first_operator_after(value)).call(aten.alias.default, value)
             self.views[value].meta[MATERIALIZED] = source_by_dim
         return self.views[value]
 

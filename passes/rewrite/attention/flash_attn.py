@@ -66,10 +66,11 @@ class PackageLayout:
 @rewrite_rule("flash_attn::_flash_attn_forward")
 def flash_attn_to_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
     """flash(q [b m h d], k, v, causal=True) -> out, lse           ->   attention(q [b h m d], k, v, is_causal=True) -> out, lse
-    flash_backward(d, q, k, v, out, lse, dq=empty, dk, dv)   ->   attention_backward(d, q, k, v, out, lse, is_causal=True)
+    flash_backward(dout, q, k, v, out, lse, dq=empty, dk, dv)   ->   attention_backward(dout, q, k, v, out, lse, is_causal=True)
 
-    Applies without dropout, softcap and slopes, and if there are as many keys as rows or rows see all keys. A window
-    becomes a mask.
+    Applies without dropout, softcap and slopes. A causal mask or a window needs as many keys as queries: the package aligns
+    masks at the last query and key, streamfx at the first. A window becomes a mask. The reason for any other call is
+    recorded at its node (`FALLBACK_REASON`).
     """
     return _replace_calls(node, DENSE, writer)
 
@@ -97,9 +98,8 @@ def _replace_calls(node: fx.Node, layout: PackageLayout, writer: GraphWriter) ->
         return None
     backwards = None if forward_results is None else _backward_calls(arguments, forward_results, layout)
     if forward_results is None or backwards is None:
-        node.meta[FALLBACK_REASON] = UNSUPPORTED_CALL.format(
-            operator=node.target, found="results in use by more than its own backward"
-        )
+        found = "results in use by more than its own backward"
+        node.meta[FALLBACK_REASON] = UNSUPPORTED_CALL.format(operator=node.target, found=found)
         return None
     heads = [layout.to_bhmd(arguments[name], writer) for name in ("q", "k", "v")]
     options = layout.options(arguments, writer)
@@ -108,7 +108,7 @@ def _replace_calls(node: fx.Node, layout: PackageLayout, writer: GraphWriter) ->
     replacements = dict.fromkeys(forward_results.get(LSE, ()), layout.lse(lse, writer))
     replacements |= dict.fromkeys(forward_results.get(OUT, ()), layout.from_bhmd(out, writer))
     for backward in backwards:
-        writer.before(backward)
+        writer.move_before(backward)
         gradient = layout.to_bhmd(backward.kwargs["dout"], writer)
         results = writer.call(ATTENTION_BACKWARD, gradient, *heads, out, lse, **options)
         for result_index, getitems in (getitems_by_index(backward) or {}).items():  # 1, 2, 3: dq, dk, dv
@@ -118,16 +118,17 @@ def _replace_calls(node: fx.Node, layout: PackageLayout, writer: GraphWriter) ->
 
 
 def _find_unsupported(arguments: Mapping[str, Any], layout: PackageLayout) -> str:
-    """Return a text about the first thing that streamfx's kernels do not support in a call, such as "softcap=30.0".
+    """Return the first option of a call that streamfx's kernels do not support, as a text such as "softcap=30.0".
 
-    Return the empty string if they support the call.
+    Return the empty string if they support the call. They align a mask at the first query and key, the package at the last;
+    both agree if there are as many keys as queries, or if no key is hidden.
     """
     for name, disabled in UNSUPPORTED.items():
         if arguments.get(name, disabled) != disabled:
             return f"{name}={arguments[name]}"
-    rows, keys = (shape_of_node(arguments[name])[layout.row_dim] for name in ("q", "k"))
+    num_queries, num_keys = (shape_of_node(arguments[name])[layout.row_dim] for name in ("q", "k"))
     sees_all = not arguments["causal"] and arguments["window_size_left"] < 0 and arguments["window_size_right"] < 0
-    if rows != keys and not (sees_all and layout is DENSE):
+    if num_queries != num_keys and not (sees_all and layout is DENSE):
         return "different numbers of queries and keys, and a mask that aligns the last ones"
     device = arguments["q"].meta[VALUE].device.type
     return "" if device in KERNELS else f"tensors on {device}"

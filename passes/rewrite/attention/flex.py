@@ -62,8 +62,9 @@ def _find_backward(node: fx.Node) -> fx.Node | None:
 class _FlexCall:
     """A forward call, its backward call if there is one, and what both implementations read of them.
 
-    `score`, `mask` and `joint_function` (the backward of the score function) are `get_attr` nodes of graphs;
-    `score_values` and `mask_values` are the captured tensors; `visible` is the mask for all scores.
+    `score_function`, `mask_function` and `score_backward` (the backward of the score function) are `get_attr` nodes of
+    graphs; `score_captures` and `mask_captures` are the captured tensors; `visible` is the mask for all scores, and
+    `emitted_grid` the index arguments of both functions.
     """
 
     node: fx.Node
@@ -71,34 +72,37 @@ class _FlexCall:
 
     def __post_init__(self) -> None:
         """Unpack the call's arguments, and find its backward call and that call's incoming gradients."""
+        # flex_attention(q, k, v, score_mod, block_mask, scale, kernel_options, score captures, mask captures)
         arguments: Any = self.node.args
-        self.query, self.key, self.value, self.score, blocks, self.scale, _, self.score_values, self.mask_values = arguments
-        self.mask: fx.Node = blocks[-1]
+        self.query, self.key, self.value, self.score_function, block_mask, self.scale, *_ = arguments
+        *_, self.score_captures, self.mask_captures = arguments
+        self.mask_function: fx.Node = block_mask[-1]
+        # flex_attention_backward(q, k, v, out, lse, grad_out, grad_lse, fw_graph, joint_graph, block_mask, ...)
         self.backward = _find_backward(self.node)
-        backward_args: Any = (None,) * 9 if self.backward is None else self.backward.args
-        self.result_gradient, self.lse_gradient, self.joint_function = backward_args[5], backward_args[6], backward_args[8]
+        backward_args: Any = (None,) * 9 if self.backward is None else self.backward.args[:9]
+        *_, self.result_gradient, self.lse_gradient, _, self.score_backward = backward_args
 
     def replacements(self) -> dict[fx.Node, fx.Node]:
         """Emit the call as plain operators; return {old result: new result}, or raise NotElementwiseError if impossible."""
         if self.query.meta[VALUE].shape[0] != self.key.meta[VALUE].shape[0]:
             raise NotElementwiseError("one batch of keys for all queries")
-        self.visible = self.vectorize(self.mask, [*self.grid, *self.mask_values])
+        self.visible = self.emit_vectorized(self.mask_function, [*self.emitted_grid, *self.mask_captures])
         implementation = _FlexKernel(self) if self.fits_kernel() else _FlexProducts(self)
         replacements = dict(self.map_results(self.node, implementation.forward()))
         if self.backward is not None:
-            self.writer.before(self.backward)
+            self.writer.move_before(self.backward)
             replacements |= self.map_results(self.backward, implementation.backward())
         return replacements
 
     # -- shared by both implementations
 
     @cached_property
-    def grid(self) -> list[ScoreValue]:
-        """Emit the index arguments (batch, head, query position, key position) for all scores, broadcastable to [b h m n]."""
+    def emitted_grid(self) -> list[ScoreValue]:
+        """The index arguments (batch, head, query position, key position), emitted once, each broadcastable to [b h m n]."""
         (b, h, m, _), n = self.query.meta[VALUE].shape, self.key.meta[VALUE].shape[2]
-        return [ScoreValue(self.broadcast_indices(size, dim)) for dim, size in enumerate((b, h, m, n))]
+        return [ScoreValue(self.emit_broadcast_indices(size, dim)) for dim, size in enumerate((b, h, m, n))]
 
-    def broadcast_indices(self, size: Any, dim: int) -> fx.Node:
+    def emit_broadcast_indices(self, size: Any, dim: int) -> fx.Node:
         """Emit 0, 1, ..., size - 1 along dimension `dim` of four: for the keys (dim 3), a tensor [1 1 1 n]."""
         size = self.size(size)
         indices = self.writer.call(aten.arange.default, size, device=self.query.meta[VALUE].device)
@@ -113,7 +117,7 @@ class _FlexCall:
             raise NotElementwiseError("a size that is not an input")
         return size_input
 
-    def vectorize(self, function: fx.Node, arguments: Sequence[Any]) -> Any:
+    def emit_vectorized(self, function: fx.Node, arguments: Sequence[Any]) -> Any:
         """Emit a score or mask function for all scores at once, and return its result.
 
         The result is a `ScoreValue` (a node broadcastable to [b h m n]), or a node that is the same for all scores.
@@ -159,7 +163,7 @@ class _FlexCall:
 
         The score function's backward returns the gradients of the score, its four indices (None), and the captured tensors.
         """
-        gradients = self.joint_function.meta[GRAPH].graph.output_node().args[0]
+        gradients = self.score_backward.meta[GRAPH].graph.output_node().args[0]
         return any(gradient is not None for gradient in gradients[5:])
 
     @cached_property
@@ -169,7 +173,7 @@ class _FlexCall:
         A kernel reads the bias in the queries' dtype, while eager adds it in float32. So a bias that the queries' dtype may
         round counts as "other".
         """
-        function: fx.GraphModule = self.score.meta[GRAPH]
+        function: fx.GraphModule = self.score_function.meta[GRAPH]
         score, *_ = function.graph.find_nodes(op="placeholder")
         result = function.graph.output_node().args[0]
         if result is score:
@@ -199,9 +203,9 @@ class _FlexCall:
             if isinstance(values[result_index], tuple):
                 yield from self.map_results(getitem, values[result_index])
             elif values[result_index] is not None:
-                yield getitem, self._in_dtype_of(getitem, values[result_index])
+                yield getitem, self._emit_in_dtype_of(getitem, values[result_index])
 
-    def _in_dtype_of(self, old: fx.Node, value: Any) -> Any:
+    def _emit_in_dtype_of(self, old: fx.Node, value: Any) -> Any:
         """Cast a new result to the dtype of the old one: torch traces the log-sum-exp as float32 even if it is float64."""
         dtype = old.meta[VALUE].dtype
         return value if value.meta[VALUE].dtype == dtype else self.writer.call(aten._to_copy.default, value, dtype=dtype)
@@ -219,37 +223,32 @@ class _FlexKernel:
     call: _FlexCall
 
     def forward(self) -> tuple[Any, ...]:
-        """Emit the attention operator; return the call's three results: the result, the log-sum-exp, and None for the maximum."""
+        """Emit the attention operator; return (output, log-sum-exp, None): a kernel does not return the maximum of scores."""
         call, write = self.call, self.call.writer.call
-        self.bias = self._bias()
+        self.bias = self._emit_bias()
         options: dict[str, Any] = {"scale": call.scale}
         self.options = options if self.bias is None else {"attn_mask": self.bias, **options}
         attention = write(ATTENTION, call.query, call.key, call.value, **self.options)
         self.out, self.lse = (write(operator.getitem, attention, i) for i in range(2))
         return self.out, self.lse, None
 
-    def _bias(self) -> fx.Node | None:
-        """Emit the kernel's bias: what the score function adds to the score, and minus infinity for hidden keys.
+    def _emit_bias(self) -> fx.Node | None:
+        """Emit the kernel's bias: the number that the score function adds to each score, or minus infinity for hidden keys.
 
-        Return None if it adds nothing and no key is hidden. A number that is the same for all scores is no bias: raise
-        NotElementwiseError.
+        Return None if it adds nothing and no key is hidden. Raise NotElementwiseError if all scores get the same number.
         """
         call, write = self.call, self.call.writer.call
         dtype = call.query.meta[VALUE].dtype
         bias: Any = None
         if call.score_use == "sum":
             zero = call.emit_scalar(0.0, dtype)
-            bias = call.vectorize(call.score, [zero, *call.grid, *call.score_values])  # the new score for the score 0
+            bias = call.emit_vectorized(call.score_function, [zero, *call.emitted_grid, *call.score_captures])  # 0 + bias
             bias = bias.node if isinstance(bias, ScoreValue) else bias
             bias = write(aten._to_copy.default, bias, dtype=dtype)
         if not call.sees_all:
             visible = call.visible.node if isinstance(call.visible, ScoreValue) else call.visible
-            bias = write(
-                aten.where.self,
-                visible,
-                call.emit_scalar(0.0, dtype) if bias is None else bias,
-                call.emit_scalar(-math.inf, dtype),
-            )
+            bias = call.emit_scalar(0.0, dtype) if bias is None else bias
+            bias = write(aten.where.self, visible, bias, call.emit_scalar(-math.inf, dtype))
         if bias is not None and not shape_of_node(bias):
             raise NotElementwiseError("a mask that is the same number everywhere")
         return bias
@@ -257,7 +256,7 @@ class _FlexKernel:
     def backward(self) -> tuple[Any, ...]:
         """Emit the attention's backward; return (query gradient, key gradient, value gradient, gradients of captured tensors).
 
-        The last item is a tuple of None: a call that needs these gradients is not computed by a kernel.
+        The last item is a tuple of None: `fits_kernel` is false for calls that need these gradients.
         """
         call, write = self.call, self.call.writer.call
         if call.result_gradient is None:
@@ -265,7 +264,7 @@ class _FlexKernel:
         gradients = write(
             ATTENTION_BACKWARD, call.result_gradient, call.query, call.key, call.value, self.out, self.lse, **self.options
         )
-        captured_gradients = (None,) * len(call.score_values)
+        captured_gradients = (None,) * len(call.score_captures)
         return (*(write(operator.getitem, gradients, i) for i in range(3)), captured_gradients)
 
 
@@ -285,20 +284,20 @@ class _FlexProducts:
         self.repeats = call.query.meta[VALUE].shape[1] // self.key_heads
 
     def forward(self) -> tuple[Any, ...]:
-        """Emit products and softmax; return the result, and per row the log-sum-exp and the maximum of scores.
+        """Emit products and softmax; return (output, log-sum-exp, maximum of scores), the last two for each query.
 
         Both are divided by log(2), as `flex_attention` returns them.
         """
         call, write = self.call, self.write
-        self.keys, self.values = self._for_all_heads(call.key), self._for_all_heads(call.value)
-        keys = write(aten.transpose.int, self._to_softmax_dtype(self.keys), 2, 3)
-        scores = self._batched_product(self._to_softmax_dtype(call.query), keys)
+        self.keys, self.values = self._emit_for_all_heads(call.key), self._emit_for_all_heads(call.value)
+        keys = write(aten.transpose.int, self._emit_in_softmax_dtype(self.keys), 2, 3)
+        scores = self._emit_batched_product(self._emit_in_softmax_dtype(call.query), keys)
         self.scores = write(aten.mul.Tensor, scores, call.scale)
-        modified = call.vectorize(call.score, [ScoreValue(self.scores), *call.grid, *call.score_values])
+        modified = call.emit_vectorized(call.score_function, [ScoreValue(self.scores), *call.emitted_grid, *call.score_captures])
         masked_scores = write(aten._to_copy.default, unwrap(modified), dtype=self.precision)
-        masked_scores = self._where_visible(masked_scores, -math.inf)
+        masked_scores = self._emit_where_visible(masked_scores, -math.inf)
         self.weights = write(aten._safe_softmax.default, masked_scores, -1)
-        out = self._batched_product(self._to_traced_dtype(self.weights), self._to_traced_dtype(self.values))
+        out = self._emit_batched_product(self._emit_in_query_dtype(self.weights), self._emit_in_query_dtype(self.values))
         lse = write(aten.div.Scalar, write(aten.logsumexp.default, masked_scores, [-1]), LN_2)
         largest = write(aten.div.Scalar, write(aten.amax.default, masked_scores, [-1]), LN_2)
         return out, lse, largest
@@ -312,34 +311,36 @@ class _FlexProducts:
         value_gradient = (
             write(aten.zeros_like.default, call.value)
             if call.result_gradient is None
-            else self._gradient_of_value(call.result_gradient)
+            else self._emit_value_gradient(call.result_gradient)
         )
-        softmax_input_gradient = self._gradient_of_softmax_input(call.result_gradient, call.lse_gradient)
+        softmax_input_gradient = self._emit_softmax_input_gradient(call.result_gradient, call.lse_gradient)
         # the backward of the score function: (score, indices, gradient, captured tensors) -> gradients of its arguments
-        arguments = [ScoreValue(self.scores), *call.grid, ScoreValue(softmax_input_gradient), *call.score_values]
-        score_gradient, _, _, _, _, *per_score_gradients = call.vectorize(call.joint_function, arguments)
-        scaled = self._to_traced_dtype(write(aten.mul.Tensor, unwrap(score_gradient), call.scale))
-        scaled = self._where_visible(scaled, 0.0)
-        query_gradient = self._batched_product(scaled, self.keys)
-        key_gradient = self._sum_per_key_head(self._batched_product(write(aten.transpose.int, scaled, 2, 3), call.query))
+        arguments = [ScoreValue(self.scores), *call.emitted_grid, ScoreValue(softmax_input_gradient), *call.score_captures]
+        score_gradient, _, _, _, _, *per_score_gradients = call.emit_vectorized(call.score_backward, arguments)
+        scaled = self._emit_in_query_dtype(write(aten.mul.Tensor, unwrap(score_gradient), call.scale))
+        scaled = self._emit_where_visible(scaled, 0.0)
+        query_gradient = self._emit_batched_product(scaled, self.keys)
+        key_gradient = self._emit_sum_per_key_head(
+            self._emit_batched_product(write(aten.transpose.int, scaled, 2, 3), call.query)
+        )
         captured_gradients = tuple(None if item is None else sum_over_scores(item, call.writer) for item in per_score_gradients)
         return query_gradient, key_gradient, value_gradient, captured_gradients
 
-    def _gradient_of_value(self, gradient: Any) -> fx.Node:
-        """Emit the gradient of the values from that of the result, summed over the query heads that share them."""
-        weights = self.write(aten.transpose.int, self._to_traced_dtype(self.weights), 2, 3)
-        return self._sum_per_key_head(self._batched_product(weights, gradient))
+    def _emit_value_gradient(self, gradient: Any) -> fx.Node:
+        """Emit the gradient of the values from the gradient of the result, summed over the query heads that share a value."""
+        weights = self.write(aten.transpose.int, self._emit_in_query_dtype(self.weights), 2, 3)
+        return self._emit_sum_per_key_head(self._emit_batched_product(weights, gradient))
 
-    def _gradient_of_softmax_input(self, gradient: Any, lse_gradient: Any) -> fx.Node:
+    def _emit_softmax_input_gradient(self, gradient: Any, lse_gradient: Any) -> fx.Node:
         """Emit the gradient of the scores that enter the softmax, [b h m n].
 
-        It is the sum of two parts: from the gradient of the result, and from that of the log-sum-exp. Each may be None; if
-        both are, raise NotElementwiseError.
+        It is the sum of two parts: from the gradient of the result, and from the gradient of the log-sum-exp. Either may be
+        None; if both are, raise NotElementwiseError.
         """
         write, scores_gradient = self.write, None
         if gradient is not None:
-            values = write(aten.transpose.int, self._to_softmax_dtype(self.values), 2, 3)
-            weights_gradient = self._batched_product(self._to_softmax_dtype(gradient), values)
+            values = write(aten.transpose.int, self._emit_in_softmax_dtype(self.values), 2, 3)
+            weights_gradient = self._emit_batched_product(self._emit_in_softmax_dtype(gradient), values)
             scores_gradient = write(aten._softmax_backward_data.default, weights_gradient, self.weights, -1, self.precision)
         if lse_gradient is not None:
             per_row = write(aten.unsqueeze.default, write(aten.div.Scalar, lse_gradient, LN_2), 3)
@@ -349,26 +350,26 @@ class _FlexProducts:
             raise NotElementwiseError("no gradient at all")
         return scores_gradient
 
-    def _where_visible(self, value: fx.Node, hidden: float) -> fx.Node:
-        """Emit a value per score [b h m n] with the number `hidden` in place of the elements of hidden keys."""
+    def _emit_where_visible(self, value: fx.Node, hidden: float) -> fx.Node:
+        """Emit where(the query sees the key, value, hidden); `value` is [b h m n], `hidden` a number."""
         call = self.call
         if call.sees_all:
             return value
         return self.write(aten.where.self, unwrap(call.visible), value, call.emit_scalar(hidden, value.meta[VALUE].dtype))
 
-    def _to_softmax_dtype(self, value: Any) -> Any:
+    def _emit_in_softmax_dtype(self, value: Any) -> Any:
         """Cast to the dtype in which eager computes the softmax."""
-        return self._cast(value, self.precision)
+        return self._emit_cast(value, self.precision)
 
-    def _to_traced_dtype(self, value: Any) -> Any:
+    def _emit_in_query_dtype(self, value: Any) -> Any:
         """Cast to the dtype of the queries."""
-        return self._cast(value, self.dtype)
+        return self._emit_cast(value, self.dtype)
 
-    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+    def _emit_cast(self, value: Any, dtype: torch.dtype) -> Any:
         """Return a value in a dtype; emit a cast if necessary."""
         return value if value.meta[VALUE].dtype == dtype else self.write(aten._to_copy.default, value, dtype=dtype)
 
-    def _for_all_heads(self, value: Any) -> Any:
+    def _emit_for_all_heads(self, value: Any) -> Any:
         """Emit each of g key heads once for each of the r query heads that share it: [b g n d] -> [b (g r) n d]."""
         if self.repeats == 1:
             return value
@@ -376,7 +377,7 @@ class _FlexProducts:
         wide = self.write(aten.expand.default, self.write(aten.unsqueeze.default, value, 2), [b, g, self.repeats, n, d])
         return self.write(aten.reshape.default, wide, [b, g * self.repeats, n, d])
 
-    def _sum_per_key_head(self, value: fx.Node) -> fx.Node:
+    def _emit_sum_per_key_head(self, value: fx.Node) -> fx.Node:
         """Emit the sum over the r query heads that share each of g key heads: [b (g r) n d] -> [b g n d]."""
         if self.repeats == 1:
             return value
@@ -384,13 +385,13 @@ class _FlexProducts:
         grouped = self.write(aten.reshape.default, value, [b, self.key_heads, self.repeats, n, d])
         return self.write(aten.sum.dim_IntList, grouped, [2])
 
-    def _batched_product(self, left: Any, right: Any) -> fx.Node:
+    def _emit_batched_product(self, left: Any, right: Any) -> fx.Node:
         """Emit the product [b h m k] @ [b h k n] as one `bmm`: batch and heads are merged before it, and split after it."""
         sizes = [self.call.size(size) for size in (*left.meta[VALUE].shape[:3], right.meta[VALUE].shape[3])]
-        flat = [self._flatten_heads(item) for item in (left, right)]
+        flat = [self._emit_flattened_heads(item) for item in (left, right)]
         return self.write(aten.reshape.default, self.write(aten.bmm.default, *flat), sizes)
 
-    def _flatten_heads(self, value: Any) -> fx.Node:
+    def _emit_flattened_heads(self, value: Any) -> fx.Node:
         """Merge batch and heads: [b h m n] -> [(b h) m n]."""
         m, n = (self.call.size(size) for size in value.meta[VALUE].shape[2:])
         return self.write(aten.reshape.default, value, [-1, m, n])

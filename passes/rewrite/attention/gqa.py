@@ -42,7 +42,7 @@ def remove_repeated_heads(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, f
         return None
     replacements = map_getitems(node, writer.call(ATTENTION, query, *heads, *node.args[3:], **node.kwargs), writer)
     for backward, sums in zip(backwards, sums_by_backward, strict=True):
-        replacements |= _emit_gradients(backward, heads, sums or {}, writer.before(backward))
+        replacements |= _emit_gradients(backward, heads, sums or {}, writer.move_before(backward))
     return replacements
 
 

@@ -270,7 +270,7 @@ def _rewrite(exchanged: ExchangedAttention, num_groups: int, writer: GraphWriter
     """
     query, *key_value_paths = exchanged.inputs
     num_key_groups = min(num_groups, int(shape_of_node(key_value_paths[0].last)[HEADS]))
-    writer.before(exchanged.node)
+    writer.move_before(exchanged.node)
     operands_by_group = list[list[fx.Node]]()  # of each group: query, keys, values
     calls, received = list[fx.Node](), list[fx.Node]()
     for group in range(num_groups):
@@ -286,7 +286,7 @@ def _rewrite(exchanged: ExchangedAttention, num_groups: int, writer: GraphWriter
         received.append(_apply_path(exchanged.outputs, _getitem(calls[-1], 0, writer), num_groups, writer))
     _concat_groups(exchanged.outputs, received, writer)
     for gradient in exchanged.gradients:
-        _rewrite_gradient(gradient, operands_by_group, calls, num_key_groups, writer.before(gradient.node))
+        _rewrite_gradient(gradient, operands_by_group, calls, num_key_groups, writer.move_before(gradient.node))
 
 
 def _rewrite_gradient(

@@ -42,7 +42,7 @@ def sdpa_to_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.No
         return None
     replacements = _emit_call(node, ATTENTION, writer)
     for backward in backwards:
-        replacements |= _emit_call(backward, ATTENTION_BACKWARD, writer.before(backward))
+        replacements |= _emit_call(backward, ATTENTION_BACKWARD, writer.move_before(backward))
     return replacements
 
 

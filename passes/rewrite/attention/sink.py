@@ -121,13 +121,13 @@ class _SinkReplacement:
     def replacements(self) -> dict[fx.Node, fx.Node]:
         """Emit forward and backward, and return the replacements of the products, their gradients and the sink's gradient."""
         attention = self.attention
-        self.forward(self.writer.before(min(attention.results)))
+        self.forward(self.writer.move_before(min(attention.results)))
         replacements = dict(self.map_results(attention.results, self.out))
         sink_gradients = [
             slice_ for user in self.column.softmax.users for slice_ in user.users if self.is_sink_gradient(slice_, user)
         ]
         if attention.gradient is not None and (attention.gradients or sink_gradients):
-            replacements |= self.backward(self.writer.before(attention.last_needed.next), sink_gradients)
+            replacements |= self.backward(self.writer.move_before(attention.last_needed.next), sink_gradients)
         return replacements
 
     def is_sink_gradient(self, slice_: fx.Node, backward: fx.Node) -> bool:

@@ -145,7 +145,7 @@ def _emit_without_column(match: SinkColumn, writer: GraphWriter) -> dict[fx.Node
     replacements = {user: result for user in softmax.users if user.target is aten.slice.Tensor}
     for user in softmax.users:
         if user not in replacements:
-            replacements |= _emit_gradients(match, user, writer.before(user), probabilities, column_share)
+            replacements |= _emit_gradients(match, user, writer.move_before(user), probabilities, column_share)
     return replacements
 
 

@@ -1,16 +1,16 @@
 """Split attention over concatenated rows and blocks of rows: attend to each, and combine the results.
 
-    attention(q, cat(k, c), cat(v, w), cat(m, n))  ->  the sum of exp(lse_i - total) * out_i of
+    attention(q, cat(k, c), cat(v, w), cat(m, n))  ->  the sum of exp(lse_i - total_lse) * out_i of
         attention(q, k, v, m) -> out_1, lse_1
-        attention(q, c, w, n) -> out_2, lse_2          total = logaddexp(lse_1, lse_2)
+        attention(q, c, w, n) -> out_2, lse_2          total_lse = logaddexp(lse_1, lse_2)
 
 Models with compressed keys do this: k are the keys of rows, c the keys of blocks of rows, and m and n are their masks. The
 keys of one part are a *slice* of the concatenation (`ConcatSlices` holds the slices of all values along one such axis).
 After the split, rows see the keys that their own mask shows, and blocks have their own axis (`compressed_kv.py`). The
-backward computes probabilities from the total: the gradient of all keys is the concatenation of both gradients. A
+backward computes probabilities from `total_lse`: the gradient of all keys is the concatenation of both gradients. A
 concatenation that is only sliced is not computed.
 
-The total must count the keys that a row sees. Keys that a row does not see must be hidden by minus infinity, or the row
+`total_lse` must count only keys that a row sees. Keys that a row does not see must be hidden by minus infinity, or the row
 must see a key with an ordinary score: next to a large negative number, the logarithm of a count is lost to rounding.
 """
 
@@ -98,7 +98,7 @@ def _concat_mask(node: fx.Node, slices: ConcatSlices) -> bool:
     if mask is None or slices.dim(mask) is None or mask.target is aten.cat.default:
         return False
     mask_slices = slices.slices_of(mask)
-    node.update_kwarg("attn_mask", slices.writer.before(node).call(aten.cat.default, mask_slices, -1))
+    node.update_kwarg("attn_mask", slices.writer.move_before(node).call(aten.cat.default, mask_slices, -1))
     return True
 
 
@@ -205,48 +205,48 @@ def _key_axis(node: fx.Node, axes: AxisFacts) -> AxisFactor | None:
 def _write_forward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool]) -> None:
     """Emit one attention per slice of keys, and replace the results by their sum weighted by the share of each slice.
 
-    total = logaddexp over slices of lse_i, out = sum of exp(lse_i - total) * out_i. `shows_own` says for each slice whether
-    its mask shows each row its own key; otherwise a row may see no key of the slice.
+    total_lse = logaddexp over slices of lse_i, out = sum of exp(lse_i - total_lse) * out_i. `shows_own` says for each slice
+    whether its mask shows each row its own key; otherwise a row may see no key of the slice.
     """
     query, operands = tensor_operands(node)[0], _operands_by_slice(node, slices)
-    dtype, call = query.meta[VALUE].dtype, slices.writer.before(node).call
+    dtype, call = query.meta[VALUE].dtype, slices.writer.move_before(node).call
     calls = [call(ATTENTION, query, key, value, **options) for key, value, options in operands]
     outs, lses = ([call(operator.getitem, item, i) for item in calls] for i in range(2))
     for i, (_, _, options) in enumerate(operands):
-        lses[i] = lses[i] if shows_own[i] else _masked_lse(lses[i], options["attn_mask"], slices.writer)  # type: ignore[arg-type]
-    total = lses[0]
+        if not shows_own[i]:
+            lses[i] = _emit_masked_lse(lses[i], options["attn_mask"], slices.writer)  # type: ignore[arg-type]
+    total_lse = lses[0]
     for next_lse in lses[1:]:
-        total = call(aten.logaddexp.default, total, next_lse)
-    wide_dtype = total.meta[VALUE].dtype
-    finite_total = call(
-        aten.clamp.default, total, torch.finfo(wide_dtype).min
-    )  # if a row sees no key, its share is zero, not NaN
+        total_lse = call(aten.logaddexp.default, total_lse, next_lse)
+    lse_dtype = total_lse.meta[VALUE].dtype
+    # a row that sees no key has the weight exp(-inf - min) = 0 instead of exp(-inf + inf) = NaN
+    finite_lse = call(aten.clamp.default, total_lse, torch.finfo(lse_dtype).min)
     out: fx.Node | None = None
     for slice_out, lse in zip(outs, lses, strict=True):
-        weight = call(aten.unsqueeze.default, call(aten.exp.default, call(aten.sub.Tensor, lse, finite_total)), 3)
-        weighted = call(aten.mul.Tensor, cast_to(slices.writer, slice_out, wide_dtype), weight)
+        weight = call(aten.unsqueeze.default, call(aten.exp.default, call(aten.sub.Tensor, lse, finite_lse)), 3)
+        weighted = call(aten.mul.Tensor, cast_to(slices.writer, slice_out, lse_dtype), weight)
         out = weighted if out is None else call(aten.add.Tensor, out, weighted)
     assert out is not None
-    _replace_results(node, (cast_to(slices.writer, out, dtype), total))
+    _replace_results(node, (cast_to(slices.writer, out, dtype), total_lse))
 
 
-def _masked_lse(lse: fx.Node, mask: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Emit the log-sum-exp with minus infinity for rows that see no key, because some kernels return another value."""
-    largest = writer.call(aten.amax.default, mask, [-1])
-    sees_no_key = writer.call(aten.eq.Scalar, largest, -math.inf)
+def _emit_masked_lse(lse: fx.Node, mask: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Emit and return a log-sum-exp that is minus infinity for rows that see no key: some kernels return another value."""
+    row_maximum = writer.call(aten.amax.default, mask, [-1])
+    sees_no_key = writer.call(aten.eq.Scalar, row_maximum, -math.inf)
     return writer.call(aten.masked_fill.Scalar, lse, sees_no_key, -math.inf)
 
 
 def _write_backward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool]) -> None:
     """Emit one attention backward per slice of keys, and replace the results of the old one.
 
-    The gradient of the queries is the sum over slices; those of keys and values are concatenated. A slice of a concatenated
-    gradient reads the slice's own gradient instead. `shows_own` is not needed.
+    The gradient of the queries is the sum over slices; the gradients of keys and values are concatenated. A node that
+    slices a concatenated gradient is replaced by the gradient of this slice. `shows_own` is not needed.
     """
-    gradient, query, *_, out, total = node.args
+    gradient, query, _, _, out, total_lse = node.args
     operands = _operands_by_slice(node, slices)
-    call = slices.writer.before(node).call
-    calls = [call(ATTENTION_BACKWARD, gradient, query, key, value, out, total, **options) for key, value, options in operands]
+    call = slices.writer.move_before(node).call
+    calls = [call(ATTENTION_BACKWARD, gradient, query, key, value, out, total_lse, **options) for key, value, options in operands]
     query_gradients, key_gradients, value_gradients = ([call(operator.getitem, item, i) for item in calls] for i in range(3))
     query_gradient = query_gradients[0]
     for slice_gradient in query_gradients[1:]:
@@ -255,15 +255,15 @@ def _write_backward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[boo
         result_index = user.args[1]  # 0: query, 1: keys, 2: values
         if result_index:
             slices.slices_by_value[user] = tuple(key_gradients if result_index == 1 else value_gradients)
-            _bypass_slices(user, slices)
-    slices.writer.before(node)
+            _replace_slices_of_gradient(user, slices)
+    slices.writer.move_before(node)  # `slices_of` has moved the insertion point
     _replace_results(node, (query_gradient, call(aten.cat.default, key_gradients, 2), call(aten.cat.default, value_gradients, 2)))
 
 
-def _bypass_slices(gradient: fx.Node, slices: ConcatSlices) -> None:
-    """Make users of a slice of a gradient read the value that was computed for this slice alone, in place.
+def _replace_slices_of_gradient(gradient: fx.Node, slices: ConcatSlices) -> None:
+    """Replace each slice of a concatenated gradient by the gradient that was computed for this slice alone, in place.
 
-    cat([a, b])[len(a):] -> b, and also for a slice of a value computed from the gradient, such as cat([a, b]) * 2.
+    cat([a, b])[len(a):] -> b, and (cat([a, b]) * 2)[len(a):] -> b * 2, and so on for other values computed from the gradient.
     """
     starts = [sum(slices.lengths[:i]) for i in range(len(slices.lengths))]
     todo = list(gradient.users)
@@ -278,7 +278,7 @@ def _bypass_slices(gradient: fx.Node, slices: ConcatSlices) -> None:
 
 
 def _slice_index(node: fx.Node, starts: Sequence[int], slices: ConcatSlices) -> int | None:
-    """Return which of the concatenated slices an `aten.slice` node selects; None if it selects other rows.
+    """Return the index of the concatenated slice that an `aten.slice` node selects; None if it selects other rows.
 
     `starts` has the first row of each slice.
     """

@@ -63,7 +63,7 @@ class MergeAllReduces:
         for node in joint.nodes if reductions else ():
             operands = node.all_input_nodes
             if node.target is aten.add.Tensor and not node.kwargs and reductions.issuperset(operands) and _can_merge(*operands):
-                total = writer.before(node).call(aten.add.Tensor, *(operand.args[0] for operand in operands))
+                total = writer.move_before(node).call(aten.add.Tensor, *(operand.args[0] for operand in operands))
                 reduced = writer.call(ALL_REDUCE, total, *operands[0].args[1:])
                 node.replace_all_uses_with(reduced, propagate_meta=False)
                 for unused in (node, *operands):

@@ -257,7 +257,7 @@ def _merge_reductions(gradient: fx.Node, primal: fx.Node) -> fx.Node:
     reduction = left.subgraph
     if structure(reduction.graph) != structure(right.subgraph.graph) or not all(map(_is_linear, reduction.nodes)):
         return gradient
-    sum_before_reduction = GraphWriter(gradient.graph).before(gradient).call(aten.add.Tensor, left.source, right.source)
+    sum_before_reduction = GraphWriter(gradient.graph).move_before(gradient).call(aten.add.Tensor, left.source, right.source)
     reduced_sum = reduction.insert_into(sum_before_reduction, lambda node: gradient)[reduction.result]
     gradient.replace_all_uses_with(reduced_sum)
     gradient.graph.erase_node(gradient)

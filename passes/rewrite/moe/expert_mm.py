@@ -53,7 +53,7 @@ def _handle_grouped_mm(orders: Permutations, node: fx.Node) -> None:
     if ends is None or any(value is not None for value in unsupported_options):
         return
     ranks = len(shape_of_node(left)), len(shape_of_node(right))  # type: ignore[arg-type]
-    writer = orders.writer.before(node)
+    writer = orders.writer.move_before(node)
     _record_fallback(node, NOT_SORTED)
     if ranks == (2, 3) and (rows := orders.permuted_along(left)) is not None:
         group = _prove_groups(orders, node, rows.order, ends, shape_of_node(right)[0])  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def _handle_grouped_mm_backward(orders: Permutations, node: fx.Node) -> None:
         return
     for getitem in node.users:
         assert getitem.target is operator.getitem
-        writer = orders.writer.before(getitem)
+        writer = orders.writer.move_before(getitem)
         if int_argument(getitem, 1) == 0:
             transposed = writer.call(aten.transpose.int, weight, 1, 2)
             orders.record(getitem, rows.order, writer.call(GROUPED_MM, cotangent.twin, transposed, group))
@@ -116,7 +116,7 @@ def _prove_groups(orders: Permutations, node: fx.Node, order: fx.Node, ends: Any
     """
     keys = orders.sort_keys[order]
     if num_groups == 1 and _is_single_full_group(ends, keys):  # all rows are in group 0, for any keys
-        writer, keys_value = orders.writer.before(node), keys.meta[VALUE]
+        writer, keys_value = orders.writer.move_before(node), keys.meta[VALUE]
         return writer.call(aten.full.default, size_arguments(keys, writer), 0, dtype=keys_value.dtype, device=keys_value.device)
     if not holds_integers(keys, orders.values):
         _record_fallback(node, "its rows are sorted by keys that may not be integers")

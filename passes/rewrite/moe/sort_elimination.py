@@ -167,7 +167,7 @@ def _propagate(orders: Permutations, node: fx.Node) -> None:
     if any(row_label in dim for shape in signature.results for dim in shape if len(dim) > 1):  # merged with another axis
         return None
     twins = {operand: permuted.twin for operand, permuted in zip(operands, permuted_operands, strict=True) if permuted}
-    writer = orders.writer.before(node)
+    writer = orders.writer.move_before(node)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: twins.get(argument, argument))
     twin = writer.call(node.target, *args, **kwargs)
     twin = simplify_arange_index(twin, writer) or twin
@@ -181,7 +181,7 @@ def _propagate_getitem(orders: Permutations, node: fx.Node) -> None:
     producer, result_index = node.args[0], int_argument(node, 1)
     permuted = orders.permuted.get(producer)  # type: ignore[arg-type]
     if permuted is not None and result_index < len(permuted.dims):
-        twin = orders.writer.before(node).call(operator.getitem, permuted.twin, result_index)
+        twin = orders.writer.move_before(node).call(operator.getitem, permuted.twin, result_index)
         orders.record(node, permuted.order, twin, permuted.dims[result_index])
 
 
@@ -250,7 +250,7 @@ def _handle_sort(orders: Permutations, node: fx.Node) -> None:
     order = results.get(1)
     if order is None or (keys in orders.permuted and not orders.is_permutation(keys)):
         return
-    writer = orders.writer.before(node)
+    writer = orders.writer.move_before(node)
     if orders.is_permutation(keys):
         orders.inverse[order] = keys
         return

@@ -193,7 +193,7 @@ def emit_recurrences(
         # a backward that recomputes saved results reads the forward call's operands, too
         all_arguments = {**call.arguments, **backward.arguments}
         operands = [all_arguments[name] for name in backward_call_plan.operands]
-        new_backward = writer.before(backward.node).call(Backward(backward_call_plan), *operands)
+        new_backward = writer.move_before(backward.node).call(Backward(backward_call_plan), *operands)
         new_backward.meta[FORWARD_OPERATOR] = forward
         replacements |= _map_results(backward, backward_call_plan, new_backward, writer)
     return replacements

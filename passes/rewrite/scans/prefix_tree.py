@@ -58,7 +58,7 @@ def associative_scan_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mappin
         absent_gradients = frozenset(i for i, gradient in enumerate(gradients) if gradient is None)
         plan = _plan(call, sorted(backward_results), present, absent_gradients)
         operands = (*present, *call.rows, *call.shared)
-        new_backward = writer.before(backward).insert_call(
+        new_backward = writer.move_before(backward).insert_call(
             _result_values(backward, backward_results), AssociativeBackward(plan), *operands
         )
         new_backward.meta[FORWARD_OPERATOR] = forward

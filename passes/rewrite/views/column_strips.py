@@ -20,6 +20,7 @@ END = sys.maxsize  # end of a dimension whose size is only known at run time
 MAX_INTERVALS = 8  # intervals per row: each one costs a comparison over the full buffer
 
 Interval: TypeAlias = tuple[int, int]  # [start, end)
+Point: TypeAlias = tuple[int, int]  # (row, column)
 
 
 class Band(NamedTuple):
@@ -41,10 +42,10 @@ class Strip:
         """Return the first row of the first band and the end row of the last band."""
         return self.bands[0].rows[0], self.bands[-1].rows[1]
 
-    def edge(self, side: int) -> list[Interval]:
-        """Return (row, column) pairs: each row with the start (`side` 0) or the end (`side` 1) of its interval of columns.
+    def edge(self, side: int) -> list[Point]:
+        """Return a point per row: the row, and the start (`side` 0) or the end (`side` 1) of its interval of columns.
 
-        Of a band whose number of rows is dynamic, return only the first row.
+        If a band's number of rows is dynamic, return only its first row.
         """
         ends = ((start, start + 1 if end == END else end, columns[side]) for (start, end), columns in self.bands)
         return [(row, column) for start, end, column in ends for row in range(start, end)]
@@ -52,7 +53,10 @@ class Strip:
 
 @dataclass(frozen=True)
 class ColumnLine:
-    """Columns as a function of the row: `factor` more per `block` rows; the first block is shorter by `shift` rows."""
+    """Columns as a function of the row: `factor` more per `block` rows; the first block is shorter by `shift` rows.
+
+    ColumnLine(factor=2, offset=1, block=3) has the columns 1 1 1 3 3 3 5 5 5.
+    """
 
     factor: int
     offset: int
@@ -148,8 +152,8 @@ def are_adjacent(bands: list[Band]) -> bool:
     return all(previous.rows[1] == band.rows[0] for previous, band in pairwise(bands))
 
 
-def fit_line(edge: list[Interval], end: int) -> ColumnLine | None:
-    """Return a line through all (row, column) points of an edge, or None if no line fits.
+def fit_line(edge: list[Point], end: int) -> ColumnLine | None:
+    """Return a line through all points of an edge, or None if no line fits.
 
     `end` is the number of columns; both the line's columns and the edge's are clamped to [0, end].
     """
@@ -160,8 +164,8 @@ def fit_line(edge: list[Interval], end: int) -> ColumnLine | None:
     return None
 
 
-def _candidate_lines(points: list[Interval], end: int) -> Iterator[ColumnLine]:
-    """Yield lines that may fit all (row, column) points: a constant, a slope, and a staircase of blocks.
+def _candidate_lines(points: list[Point], end: int) -> Iterator[ColumnLine]:
+    """Yield lines that may fit all points: a constant, a slope, and a staircase of blocks.
 
     The slope goes through the first and last point whose column is not at a side of the buffer; a single such point may be
     on a slope of 1 or -1. The staircase has the first two jumps of the column.
@@ -171,7 +175,8 @@ def _candidate_lines(points: list[Interval], end: int) -> Iterator[ColumnLine]:
     if inner_points:
         first_row, first_column = inner_points[0]
         last_row, last_column = inner_points[-1]
-        for factor in [(last_column - first_column) // (last_row - first_row)] if last_row > first_row else [1, -1]:
+        factors = [(last_column - first_column) // (last_row - first_row)] if last_row > first_row else [1, -1]
+        for factor in factors:
             yield ColumnLine(factor, first_column - factor * first_row)
     jumps = [(row, column) for (_, before), (row, column) in pairwise(points) if column != before]
     if len(jumps) > 1:

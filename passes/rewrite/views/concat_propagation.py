@@ -105,7 +105,7 @@ class ConcatSlices:
                 self.slices_by_value[value] = tensor_operands(value)
             else:
                 operands = {operand: self.slices_of(operand) for operand in tensor_operands(value)}
-                self.writer.before(first_operator_after(value))
+                self.writer.move_before(first_operator_after(value))
                 self.slices_by_value[value] = tuple(self._emit_slice(value, operands, i) for i in range(len(self.lengths)))
         return self.slices_by_value[value]
 

@@ -29,13 +29,14 @@ from streamfx.passes.rewrite.views.column_strips import (
     Band,
     ColumnLine,
     Interval,
+    Point,
     Strip,
     are_adjacent,
     clamp,
     fit_line,
     group_into_strips,
 )
-from streamfx.passes.rewrite.views.scatter_to_concat import WRITES
+from streamfx.passes.rewrite.views.scatter_to_concat import ROW_WRITES
 from streamfx.passes.rewrite.views.tile_views import RowSlice
 
 aten = torch.ops.aten
@@ -45,14 +46,14 @@ MAX_SINGLE_STRIPS = 2  # if there are at most this many writes, each is a separa
 Box: TypeAlias = tuple[Interval, ...]
 
 
-@rewrite_rule(*WRITES)
+@rewrite_rule(*ROW_WRITES)
 def constant_writes_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[0, :1] = c; x[1, :2] = c; ... -> where(arange(n) < arange(n)[:, None] + 1, c, x)
 
     Applies to the last of any number of constant writes that cover parts of at most two dimensions. If there are few, and
     their rows are sliced or overwritten, `scatter_to_concat.py` finds the write of each row instead.
     """
-    if any(user.target in WRITES and _match_written_boxes(user) is not None for user in node.users):
+    if any(user.target in ROW_WRITES and _match_written_boxes(user) is not None for user in node.users):
         return None
     buffer, boxes = _find_writes(node)
     if len(boxes) <= MAX_INTERVALS and any(user.target in ROW_OPERATORS for user in node.users):
@@ -78,7 +79,7 @@ def constant_writes_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | No
 
 
 def _interval_along(box: Box, dim: int | None) -> Interval:
-    """Return a box's interval along a dimension; [0, 1) for None: the buffer has no rows, or no columns."""
+    """Return a box's interval along a dimension; [0, 1) if `dim` is None: the buffer counts as one row, or one column."""
     return (0, 1) if dim is None else box[dim]
 
 
@@ -121,10 +122,10 @@ def _find_writes(node: fx.Node, last_base: fx.Node | None = None) -> tuple[fx.No
 def _match_written_boxes(node: fx.Node) -> list[tuple[Box, float]] | None:
     """Return the boxes that one operator writes, as (box, constant) in order; None if it writes anything but constants.
 
-    The written rows are a constant, or a view of the same rows of the buffer (or a constant) with constant writes of their
-    own: x[r][: r - 2] = c writes the row r of x, in which a slice was overwritten.
+    The written value is a constant, or constants were written into a constant or into a view of the same rows of the buffer:
+    x[r][: r - 2] = c writes row r of x, of which a slice was overwritten.
     """
-    target_rows = _find_rows(node) if node.target in WRITES else None
+    target_rows = _find_rows(node) if node.target in ROW_WRITES else None
     if target_rows is None or not has_same_type(node_argument(node, 1), node):
         return None
     base, rows = node_argument(node), node_argument(node, 1)
@@ -188,7 +189,7 @@ def _is_view_of_buffer(view: fx.Node, is_single_row: bool, rows: RowSlice, base:
     else:
         return False
     while viewed is not base or viewed_rows != rows:
-        written = _find_rows(base) if base.target in WRITES else None
+        written = _find_rows(base) if base.target in ROW_WRITES else None
         if written is None or written.dim != rows.dim:
             return False
         if base.target is aten.slice_scatter.default and viewed is node_argument(base, 1):  # a view of the written value
@@ -245,11 +246,13 @@ class _StripConditions:
         first_row, end_row = strip.rows
         low, high = (fit_line(strip.edge(side), self._num_columns) for side in (0, 1))
         if low is None or high is None or not are_adjacent(strip.bands) or (end_row == END and (low.factor or high.factor)):
-            tables = [] if self._num_rows == END else [self._column_table(strip.edge(side)) for side in (0, 1)]
-            if self._column_dim is None:  # the only column has index 0
+            tables = [] if self._num_rows == END else [self._emit_column_table(strip.edge(side)) for side in (0, 1)]
+            if self._column_dim is None:  # the only column, 0, is in the strip if the end of the row's interval is > 0
                 return [self.writer.call(aten.gt.Scalar, table, 0) for table in tables[1:]] or None
-            comparisons = [self._compared(name, table) for name, table in zip(("ge", "lt"), tables, strict=False)]
-            return self._conjunction(comparisons) or None
+            comparisons = [
+                self._emit_comparison(comparison, table) for comparison, table in zip(("ge", "lt"), tables, strict=False)
+            ]
+            return self._emit_conjunction(comparisons) or None
         conditions = list[fx.Node]()
         rows = range(min(self._num_rows, first_row + 1 if end_row == END else end_row))  # where the lines are compared
         if self._is_empty_outside(low, high, first_row, end_row):
@@ -257,9 +260,9 @@ class _StripConditions:
         else:
             conditions = self._emit_row_conditions(first_row, end_row)
             rows = rows[first_row:]
-        conditions += [self._compared("ge", low)] if any(low.at(row) > 0 for row in rows) else []
-        conditions += [self._compared("lt", high)] if any(high.at(row) < self._num_columns for row in rows) else []
-        return self._conjunction(conditions)
+        conditions += [self._emit_comparison("ge", low)] if any(low.at(row) > 0 for row in rows) else []
+        conditions += [self._emit_comparison("lt", high)] if any(high.at(row) < self._num_columns for row in rows) else []
+        return self._emit_conjunction(conditions)
 
     def _is_empty_outside(self, low: ColumnLine, high: ColumnLine, start: int, end: int) -> bool:
         """Return whether no column is between the two lines in rows before `start` and from `end` on.
@@ -274,20 +277,27 @@ class _StripConditions:
     def _emit_row_conditions(self, start: int, end: int) -> list[fx.Node]:
         """Emit the conditions start <= row index < end; a bound that all rows satisfy has no condition."""
         if end == start + 1:
-            return [self.writer.call(aten.eq.Scalar, self._indices(self._row_dim), start)]
+            return [self.writer.call(aten.eq.Scalar, self._emit_indices(self._row_dim), start)]
         bounds = ((aten.ge.Scalar, start, start > 0), (aten.lt.Scalar, end, end < self._num_rows))
-        return [self.writer.call(target, self._indices(self._row_dim), bound) for target, bound, is_needed in bounds if is_needed]
+        return [
+            self.writer.call(target, self._emit_indices(self._row_dim), bound) for target, bound, is_needed in bounds if is_needed
+        ]
 
-    def _compared(self, name: str, edge: ColumnLine | fx.Node) -> fx.Node:
-        """Emit the comparison `name` ("ge" or "lt") of column indices with one edge: a line, or a table with a column per row."""
-        columns, overload = self._indices(self._column_dim), getattr(aten, name)
-        if isinstance(edge, ColumnLine) and edge.factor == 0:
-            return self.writer.call(overload.Scalar, columns, edge.offset)
-        return self.writer.call(overload.Tensor, columns, self._columns_of(edge) if isinstance(edge, ColumnLine) else edge)
+    def _emit_comparison(self, comparison: str, edge: ColumnLine | fx.Node) -> fx.Node:
+        """Emit `column index >= edge` ("ge") or `column index < edge` ("lt"), broadcastable to the buffer's shape.
 
-    def _columns_of(self, line: ColumnLine) -> fx.Node:
+        `edge` gives a column for each row: a line (a constant if its factor is 0), or a node with these columns.
+        """
+        column_indices, overloads = self._emit_indices(self._column_dim), getattr(aten, comparison)
+        if isinstance(edge, fx.Node):
+            return self.writer.call(overloads.Tensor, column_indices, edge)
+        if edge.factor == 0:
+            return self.writer.call(overloads.Scalar, column_indices, edge.offset)
+        return self.writer.call(overloads.Tensor, column_indices, self._emit_columns_of_line(edge))
+
+    def _emit_columns_of_line(self, line: ColumnLine) -> fx.Node:
         """Emit the column of a line for each row: (row + shift) // block * factor + offset."""
-        columns = self._indices(self._row_dim)
+        columns = self._emit_indices(self._row_dim)
         for operation, operand, neutral in (
             (aten.add.Tensor, line.shift, 0),
             (aten.floor_divide.default, line.block, 1),
@@ -297,10 +307,10 @@ class _StripConditions:
             columns = columns if operand == neutral else self.writer.call(operation, columns, operand)
         return columns
 
-    def _column_table(self, edge: list[Interval]) -> fx.Node:
+    def _emit_column_table(self, edge: list[Point]) -> fx.Node:
         """Emit a table with the column of an edge for each row, 0 for rows without an interval.
 
-        `edge` has (row, column) pairs. The table is written in few operators: 0 0 0 4 5 6 -> cat([full(3, 0), arange(4, 7)]).
+        It takes few operators: 0 0 0 4 5 6 -> cat([full(3, 0), arange(4, 7)]).
         """
         column_by_row, keywords = dict(edge), {"dtype": torch.int64, "device": self._like.meta[VALUE].device}
         columns = [column_by_row.get(row, 0) for row in range(self._num_rows)]
@@ -316,20 +326,20 @@ class _StripConditions:
             segment = (aten.arange.start_step, low, high, step) if is_arange else (aten.full.default, [stop - start], low)
             segments.append(self.writer.call(*segment, **keywords))
             start = stop
-        return self._broadcast_along(self.writer.call(aten.cat.default, segments), self._row_dim)
+        return self._emit_broadcast(self.writer.call(aten.cat.default, segments), self._row_dim)
 
-    def _indices(self, dim: int | None) -> fx.Node:
-        """Emit arange over dimension `dim` of the buffer (None: the first), broadcastable to the buffer's shape."""
+    def _emit_indices(self, dim: int | None) -> fx.Node:
+        """Emit the indices along dimension `dim` of the buffer (None: the first), broadcastable to the buffer's shape."""
         size = size_arguments(self._like, self.writer)[dim or 0]
-        return self._broadcast_along(self.writer.call(aten.arange.default, size, device=self._like.meta[VALUE].device), dim)
+        return self._emit_broadcast(self.writer.call(aten.arange.default, size, device=self._like.meta[VALUE].device), dim)
 
-    def _broadcast_along(self, vector: fx.Node, dim: int | None) -> fx.Node:
+    def _emit_broadcast(self, vector: fx.Node, dim: int | None) -> fx.Node:
         """Append dimensions of size one to a vector over dimension `dim`, so that it broadcasts to the buffer's shape."""
         for position in range(1, len(shape_of_node(self._like)) - (dim or 0)):
             vector = self.writer.call(aten.unsqueeze.default, vector, position)
         return vector
 
-    def _conjunction(self, conditions: list[fx.Node]) -> list[fx.Node]:
+    def _emit_conjunction(self, conditions: list[fx.Node]) -> list[fx.Node]:
         """Emit the `logical_and` of all conditions; return it as a list of one node, or the empty list without conditions."""
         return [reduce(partial(self.writer.call, aten.logical_and.default), conditions)] if conditions else []
 

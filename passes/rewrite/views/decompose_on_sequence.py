@@ -77,7 +77,7 @@ def _decompose(joint: JointGraph, nodes: list[fx.Node]) -> JointGraph:
     }
     for node in nodes:
         emit = emitters[node.target]
-        node.replace_all_uses_with(emit(node, writer.before(node)), propagate_meta=False)
+        node.replace_all_uses_with(emit(node, writer.move_before(node)), propagate_meta=False)
         joint.graph.erase_node(node)
     return joint_graph(joint.graph, len(joint.primals), len(joint.outputs))
 

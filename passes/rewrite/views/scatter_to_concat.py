@@ -28,14 +28,14 @@ from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.tile_views import is_static_shape, sliced_rows
 
 aten = torch.ops.aten
-WRITES = of_kind(Kind.OVERWRITE_ROWS)
-MIN_PIECES = 3  # pieces: fewer cannot be rerolled into a loop (`passes/scan/row_access.py`)
+ROW_WRITES = of_kind(Kind.OVERWRITE_ROWS)
+MIN_PIECES = 3  # fewer pieces cannot be rerolled into a loop (`passes/scan/row_access.py`)
 PADS = of_kind(Kind.PAD) | {aten.slice_backward.default}
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows [row, row + num_rows) of a buffer: rows [start, start + num_rows) of a value, or a constant.
+    """Rows [row, row + num_rows) of a buffer, which hold a constant, or rows [start, start + num_rows) of `value`.
 
     If `is_row`, the value is a single row without the row dimension.
     """
@@ -47,7 +47,7 @@ class _Piece:
     is_row: bool = False
 
     def clip(self, low: int, high: int) -> _Piece:
-        """Return the part of the piece in rows [low, high) of the buffer; its `num_rows` is not positive if there is none."""
+        """Return the part of the piece in rows [low, high) of the buffer; if it is empty, `num_rows` is zero or negative."""
         begin, end = max(self.row, low), min(self.row + self.num_rows, high)
         return _Piece(begin, end - begin, self.value, self.start + begin - self.row, self.is_row)
 
@@ -63,7 +63,7 @@ def slice_of_writes_to_cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None
     Also y[3:5] -> b[0:2], and rows that were never written. Does not apply if the result would concatenate parts of values.
     """
     buffer = node_argument(node)
-    rows = sliced_rows(node, buffer) if buffer.target in WRITES | {aten.slice_backward.default} else None
+    rows = sliced_rows(node, buffer) if buffer.target in ROW_WRITES | {aten.slice_backward.default} else None
     if rows is None or not is_static_shape(shape_of_node(buffer)):
         return None
     pieces = _find_pieces(buffer, *rows)
@@ -98,10 +98,10 @@ def view_of_cat_to_stack(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     shape, parts = shape_of_node(concat), list[fx.Node](concat.args[0])  # type: ignore[arg-type]
     dim = bound_arguments(concat)["dim"] % len(shape)
     part_shapes = {shape_of_node(part) for part in parts}
-    rows_per_part = shape_of_node(parts[0])[dim : dim + 1]
-    stacked_shape = (*shape[:dim], len(parts), *rows_per_part, *shape[dim + 1 :])
-    are_blocks = len(part_shapes) == 1 and len(parts) >= MIN_PIECES and shape_of_node(node) == stacked_shape
-    if not are_blocks or not all(has_same_type(part, node) for part in parts):
+    part_length = shape_of_node(parts[0])[dim]
+    stacked_shape = (*shape[:dim], len(parts), part_length, *shape[dim + 1 :])
+    splits_into_parts = len(part_shapes) == 1 and len(parts) >= MIN_PIECES and shape_of_node(node) == stacked_shape
+    if not splits_into_parts or not all(has_same_type(part, node) for part in parts):
         return None
     return writer.call(aten.stack.default, parts, dim)
 
@@ -123,7 +123,7 @@ def _emit_piece(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) -> 
 def _emit_concat(pieces: list[_Piece], dim: int, node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """Emit the concatenation of pieces, which replaces the read `node`.
 
-    Return None if there are less than `MIN_PIECES`, if less than two of them are values, or if a piece is a part of a value
+    Return None if there are fewer than `MIN_PIECES`, if fewer than two of them are values, or if a piece is a part of a value
     or a single row.
     """
     values = [piece for piece in pieces if isinstance(piece.value, fx.Node)]
@@ -182,9 +182,9 @@ def _match_written_piece(node: fx.Node, dim: int) -> _Piece | None:
 
     Return None for any other operator, or if it writes along another dimension, its bounds are not static, or it converts.
     """
-    if node.target not in WRITES | PADS:
+    if node.target not in ROW_WRITES | PADS:
         return None
-    rows = node_argument(node, 1 if node.target in WRITES else 0)
+    rows = node_argument(node, 1 if node.target in ROW_WRITES else 0)
     if not has_same_type(rows, node) or not is_static_shape(shape_of_node(rows)):
         return None
     if node.target is aten.constant_pad_nd.default:
@@ -216,4 +216,4 @@ def _padding_value(node: fx.Node) -> float:
 
 def _writes_into(node: fx.Node, user: fx.Node) -> bool:
     """Return whether a user writes rows into this node (rather than writing this node into another buffer)."""
-    return user.target in WRITES and node_argument(user) is node and node_argument(user, 1) is not node
+    return user.target in ROW_WRITES and node_argument(user) is node and node_argument(user, 1) is not node

@@ -44,7 +44,7 @@ def record_layouts(graph: fx.Graph, num_outputs: int) -> None:
     writer = GraphWriter(graph)
     for node in list(graph.nodes):
         if is_kind(node, Kind.STRIDED):
-            (_replace_by_view if _is_only_view(node) else _replace_by_strided_read)(node, writer.before(node))
+            (_replace_by_view if _is_only_view(node) else _replace_by_strided_read)(node, writer.move_before(node))
     for node in graph.nodes:
         if is_opaque(node):
             strides_of_operands = (operand.meta[VALUE].stride() for operand in tensor_operands(node))
