@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Role, Shape, StorageClass
+from streamfx.ir.facts import AccessFacts, AxisFacts, DimAxes, Facts, Role, StorageClass
 from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node, tensor_operands
 from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.signature import AxisLabel, LabelShape, RunningSum, Signature, SingleRow, Tile, Window
@@ -263,7 +263,7 @@ class _Analysis:
             return outside
         return tuple(self._storage_class(label_shape, roles) for label_shape in signature.results)
 
-    def _is_computed_once(self, node: fx.Node, result_dims: tuple[Shape, ...]) -> bool:
+    def _is_computed_once(self, node: fx.Node, result_dims: tuple[DimAxes, ...]) -> bool:
         """Return whether a static value, such as a table of positions, is computed once, in full, instead of chunk by chunk.
 
         It must be narrow, and its operands must not be chunked: a sum of a mask must not compute the full mask.
@@ -273,7 +273,7 @@ class _Analysis:
         storage_classes = [self.storage_classes[operand][0] for operand in tensor_operands(node)]
         return not {StorageClass.ROWS, StorageClass.PAIR}.intersection(storage_classes) and not self._is_filled_later(node)
 
-    def _is_narrow(self, shape: Shape) -> bool:
+    def _is_narrow(self, shape: DimAxes) -> bool:
         """Return whether a static value is small enough to compute in full: one sequence dimension, and a limited width."""
         dims, table = self.axes.sequence_dims(shape), self.axes.table
         others = product(table.size_of_dim(dim) for i, dim in enumerate(shape) if i not in dims)
@@ -310,7 +310,7 @@ class _Analysis:
     def _has_sequence_twice(self, node: fx.Node) -> bool:
         """Return whether a dimension is a product of two sequence axes, `(t t)`, so that rows cannot be sliced."""
         members = self.axes.sequence.members if self.axes.sequence else {}
-        shapes: list[Shape] = [self.axes.shapes[operand] for operand in tensor_operands(node)]
+        shapes: list[DimAxes] = [self.axes.shapes[operand] for operand in tensor_operands(node)]
         shapes += list(self.axes.results[node])
         return any(sum(factor in members for factor in self.axes.table.resolve(dim)) > 1 for shape in shapes for dim in shape)
 

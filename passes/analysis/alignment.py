@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streamfx.ir.axis_table import Dim
-from streamfx.ir.facts import Shape
+from streamfx.ir.facts import DimAxes
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Alignment:
     scale_dims: tuple[int | None, ...]
 
     @property
-    def shape(self) -> Shape:
-        """All dimensions of the reshaped gradient, in order."""
+    def axes_by_dim(self) -> DimAxes:
+        """The axis factors of each dimension of the reshaped gradient, in order."""
         return tuple(dim for dims in self.dims for dim in dims)
 
     @property
@@ -36,39 +36,40 @@ class Alignment:
         return any(len(dims) > 1 for dims in self.dims)
 
 
-def align(scale: Shape, gradient: Shape) -> Alignment | None:
-    """Find how to reshape a gradient so that each dimension of its cotangent scale is one of its dimensions.
+def align(scale: DimAxes, gradient: DimAxes) -> Alignment | None:
+    """Find how to split the dimensions of a gradient so that each dimension of its cotangent scale is one of its dimensions.
 
-    Both are given by their dimensions, tuples of axis factors, `()` of size one: align([b], [(b t) d]) is [b t d] with scale
-    dimensions (0, None, None). None unless the scale's dimensions occur once and in order, and a view can split the gradient.
+    Each argument is a tuple of dimensions, and each dimension a tuple of axis factors (`()` for size one). For the scale [b]
+    and the gradient [(b t) d], return [b t d] with scale dimensions (0, None, None). Return None unless the scale's dimensions
+    occur once and in order, and a view can split the gradient.
     """
-    dims_by_factor = {dim[0]: (i, dim) for i, dim in enumerate(scale) if dim}
+    scale_dim_by_first_factor = {dim[0]: i for i, dim in enumerate(scale) if dim}
     scale_factors = {factor for dim in scale for factor in dim}
     dims: list[tuple[Dim, ...]] = []
     scale_dims: list[int | None] = []
-    for dim_factors in gradient:
-        factors: list[tuple[int | None, Dim]] = []  # (dimension of the scale or None, its axis factors)
-        position = 0  # of the next axis factor in `dim_factors`
-        while position < len(dim_factors):
-            scale_dim, dim = dims_by_factor.get(dim_factors[position], (None, dim_factors[position : position + 1]))
-            if dim_factors[position : position + len(dim)] != dim or (scale_dim is None and not scale_factors.isdisjoint(dim)):
+    for gradient_dim in gradient:
+        parts: list[tuple[int | None, Dim]] = []  # of this dimension: (equal dimension of the scale or None, axis factors)
+        position = 0  # of the next axis factor in `gradient_dim`
+        while position < len(gradient_dim):
+            scale_dim = scale_dim_by_first_factor.get(gradient_dim[position])
+            part = (gradient_dim[position],) if scale_dim is None else scale[scale_dim]
+            if gradient_dim[position : position + len(part)] != part:
                 return None
-            if scale_dim is None and factors and factors[-1][0] is None:
-                factors[-1] = None, (*factors[-1][1], *dim)
+            if scale_dim is None and not scale_factors.isdisjoint(part):
+                return None
+            if scale_dim is None and parts and parts[-1][0] is None:
+                parts[-1] = None, (*parts[-1][1], *part)  # consecutive factors that the scale lacks stay one dimension
             else:
-                factors.append((scale_dim, dim))
-            position += len(dim)
-        factors = factors or [(None, ())]
-        dims.append(tuple(dim for _, dim in factors))
-        scale_dims += [scale_dim for scale_dim, _ in factors]
-    matched = [scale_dim for scale_dim in scale_dims if scale_dim is not None]
-    unknown = sum(scale_dim is None for group in group_scale_dims(scale_dims, dims) if len(group) > 1 for scale_dim in group)
-    has_sizes = unknown <= 1 and sum(len(group) > 1 for group in dims) <= 1  # a view can infer one size only
-    return (
-        Alignment(tuple(dims), tuple(scale_dims))
-        if matched == sorted(scale_dim for scale_dim, _ in dims_by_factor.values()) and has_sizes
-        else None
-    )
+                parts.append((scale_dim, part))
+            position += len(part)
+        parts = parts or [(None, ())]
+        dims.append(tuple(part for _, part in parts))
+        scale_dims += [scale_dim for scale_dim, _ in parts]
+    in_order = [scale_dim for scale_dim in scale_dims if scale_dim is not None] == sorted(scale_dim_by_first_factor.values())
+    split_dims = [group for group in group_scale_dims(scale_dims, dims) if len(group) > 1]
+    num_sizes_to_infer = sum(scale_dim is None for group in split_dims for scale_dim in group)
+    can_be_viewed = num_sizes_to_infer <= 1 and len(split_dims) <= 1  # a view can infer one size only
+    return Alignment(tuple(dims), tuple(scale_dims)) if in_order and can_be_viewed else None
 
 
 def group_scale_dims(scale_dims: Sequence[int | None], dims: Sequence[Sequence[Dim]]) -> list[list[int | None]]:

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.axis_table import AxisFactor, AxisTable, Dim
-from streamfx.ir.facts import AxisFacts, Facts, SequenceAxis, Shape
+from streamfx.ir.facts import AxisFacts, DimAxes, Facts, SequenceAxis
 from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import AxisLabel, ConcatAxes, FullAxis, Signature, Tile
 from streamfx.ir.sizes import Size, numeric, product, shape_of
@@ -128,8 +128,8 @@ def axes_of(joint: JointGraph, kept: Collection[tuple[fx.Node, int]] = ()) -> Ax
     `kept`: (input, dimension) pairs that are not factored, nor are axes sliced from them or padded around them.
     """
     table = AxisTable()
-    shapes: dict[fx.Node, Shape] = {}
-    results: dict[fx.Node, tuple[Shape, ...]] = {}
+    shapes: dict[fx.Node, DimAxes] = {}
+    results: dict[fx.Node, tuple[DimAxes, ...]] = {}
     signatures: dict[fx.Node, Signature] = {}
     labels: dict[fx.Node, dict[AxisLabel, Dim]] = {}
     missing_rules: dict[fx.Node, str] = {}
@@ -174,7 +174,7 @@ def _unify_concat_parts(
                     table.unify(part_dim, first_part)
 
 
-def _unknown_dims(value: torch.Tensor | None, producer: fx.Node, table: AxisTable, shapes: Mapping[fx.Node, Shape]) -> Shape:
+def _unknown_dims(value: torch.Tensor | None, producer: fx.Node, table: AxisTable, shapes: Mapping[fx.Node, DimAxes]) -> DimAxes:
     """Return the axes of a result (a fake tensor) of an operator without a signature; `()` if it is not a tensor.
 
     New axes; for an opaque operator, which falls back, the axes of an operand's dimensions of equal index and size.
@@ -187,8 +187,8 @@ def _unknown_dims(value: torch.Tensor | None, producer: fx.Node, table: AxisTabl
 
 
 def _apply_rule(
-    node: fx.Node, table: AxisTable, shapes: dict[fx.Node, Shape]
-) -> tuple[Signature, dict[AxisLabel, Dim], tuple[Shape, ...]] | str:
+    node: fx.Node, table: AxisTable, shapes: dict[fx.Node, DimAxes]
+) -> tuple[Signature, dict[AxisLabel, Dim], tuple[DimAxes, ...]] | str:
     """Apply an operator's axis rule, and unify the axes of operand dimensions that share a label.
 
     Return (signature, dimension of each label, dimensions of each result), or a text for the user that says why it has no

@@ -52,7 +52,7 @@ def coalesce_collectives(graph: fx.Graph) -> None:
         ordered = _starts_before_waits(nodes)
         for node in ordered:
             end.prepend(node)
-        for bucket in _buckets(ordered):
+        for bucket in _group_coalescable(ordered):
             _coalesce(bucket, writer)
 
 
@@ -78,17 +78,18 @@ def _starts_before_waits(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return sorted(nodes, key=waits.__getitem__)
 
 
-def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Yield lists of collectives that can become one call: equal in `_bucket_key`, and no operator reads the result of one
-    before the last.
+def _group_coalescable(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Group the collectives among `nodes` that one coalesced call can replace: they are equal in `_bucket_key`.
+
+    A group ends before the first node that reads a member's result, because the call computes all results at once.
     """
-    open_buckets: dict[Any, list[fx.Node]] = {}
+    open_groups: dict[Any, list[fx.Node]] = {}
     for node in nodes:
-        for key in [key for key, bucket in open_buckets.items() if not set(bucket).isdisjoint(node.all_input_nodes)]:
-            yield open_buckets.pop(key)
-        if REGION not in node.meta and coalesced_operator(node) is not None:
-            open_buckets.setdefault(_bucket_key(node), []).append(node)
-    yield from open_buckets.values()
+        for key in [key for key, members in open_groups.items() if not set(members).isdisjoint(node.all_input_nodes)]:
+            yield open_groups.pop(key)
+        if REGION not in node.meta and coalesced_operator(node) is not None:  # the user's own collectives have a region
+            open_groups.setdefault(_bucket_key(node), []).append(node)
+    yield from open_groups.values()
 
 
 def _bucket_key(node: fx.Node) -> Any:

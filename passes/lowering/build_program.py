@@ -74,7 +74,7 @@ class _ProgramBuilder:
         for stage in self.stages:
             region = distribute_over_loops(self._values_used_outside(stage), forward.has, self.layout, self.order, reverse=False)
             check_draws(region, stage)
-            forward.run(f"{_identifier(stage.name)}_forward", region, self.chunk_size(stage))
+            forward.emit_region(f"{_identifier(stage.name)}_forward", region, self.chunk_size(stage))
         self._emit_assertions(forward, early=True)
         results = self._results(forward)
         if not any(isinstance(gradient, fx.Node) for gradient in self.joint.gradients):
@@ -90,7 +90,7 @@ class _ProgramBuilder:
             region = distribute_over_loops(gradients_of_stage, backward.has, self.layout, self.order, reverse=True)
             check_draws(region, stage)
             chunk_size = forward.chunks_of(region) or self.chunk_size(stage)
-            backward.run(f"{_identifier(stage.name)}_backward", region, chunk_size)
+            backward.emit_region(f"{_identifier(stage.name)}_backward", region, chunk_size)
         self._emit_assertions(backward, early=False)
         gradients = clone_shared_gradients([self._output_value(backward, gradient) for gradient in self.joint.gradients])
         saved, objects_and_sizes = backward.finish(tuple(gradients))
@@ -110,7 +110,7 @@ class _ProgramBuilder:
         for earlier, outputs in zip(self.stages[first:], dropped[first:], strict=False):
             region = distribute_over_loops(outputs, backward.has, self.layout, self.order, reverse=False)
             check_draws(region, earlier)
-            backward.run(f"{_identifier(earlier.name)}_again", region, self.chunk_size(earlier))
+            backward.emit_region(f"{_identifier(earlier.name)}_again", region, self.chunk_size(earlier))
 
     def _emit_assertions(self, outer: HostProgramBuilder, early: bool) -> None:
         """Emit the assertions of the user's code at the end of a host program, where all their operands exist.

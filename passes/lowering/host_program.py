@@ -47,7 +47,7 @@ class HostProgramBuilder:
     """
 
     def __init__(self, layout: Layout, order: dict[fx.Node, int], plan: StagePlan) -> None:
-        """Begin with an empty graph. `env` maps values of the joint graph to nodes; `runs` counts the regions emitted."""
+        """Begin with an empty graph. `env` maps values of the joint graph to nodes; `num_regions` counts those emitted."""
         self.layout, self.order, self.plan = layout, order, plan
         self.graph = fx.Graph()
         self.module = torch.nn.Module()
@@ -56,7 +56,7 @@ class HostProgramBuilder:
         self.states: dict[fx.Node, fx.Node] = {}
         self.chunks_of_states: dict[fx.Node, ChunkSize] = {}
         self.loops: list[Loop] = []
-        self.runs = 0
+        self.num_regions = 0
 
     def has(self, node: fx.Node) -> bool:
         """Return whether a value exists at this point of the program."""
@@ -120,7 +120,7 @@ class HostProgramBuilder:
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._argument_mapper(node))
         copy = self.graph.call_function(COPYING_VIEWS.get(node.target, node.target), args, dict(kwargs))
-        copy.meta = {**node.meta, TRACED_NAME: node.name, REGION: self.runs}
+        copy.meta = {**node.meta, TRACED_NAME: node.name, REGION: self.num_regions}
         self.env[node] = copy
         for user in node.users:
             if is_tuple_item(user) and user not in self.env and is_tensor(user):
@@ -214,7 +214,7 @@ class HostProgramBuilder:
             raise FallbackError(node, CHUNK_SIZES_DIFFER.format(target=node.target))
         return states
 
-    def run(self, name: str, region: Region, chunk_size: ChunkSize) -> None:
+    def emit_region(self, name: str, region: Region, chunk_size: ChunkSize) -> None:
         """Emit a region (all loops of a stage in one direction): its loops, and the operators before, between and after them.
 
         `name`: of the loops; they get a number if there are several. A value between loops is emitted before its `loop_index`.
@@ -229,7 +229,7 @@ class HostProgramBuilder:
             if loop_index < len(region.loops):
                 loop_name = name if len(region.loops) == 1 else f"{name}_{loop_index}"
                 self._emit_loop(self._unique_name(loop_name), region, loop_index, chunk_size)
-        self.runs += 1
+        self.num_regions += 1
 
     def _unique_name(self, name: str) -> str:
         """Return the name, with a suffix if it is taken: stages of one module share a name."""
@@ -253,7 +253,7 @@ class HostProgramBuilder:
         self.loops.append(loop)
         symbols = tuple(self.symbol(symbol) for symbol in spec.symbols)
         call = self.graph.call_module(name, (*symbols, *sources))
-        call.meta[REGION] = self.runs
+        call.meta[REGION] = self.num_regions
         for i, node in enumerate(returned):
             result = self.graph.call_function(operator.getitem, (call, i))
             result.meta = {VALUE: node.meta[VALUE], JOINT: node.name, STACKED: True}

@@ -122,17 +122,19 @@ def _first_index_of_label(builder: BodyBuilder, node: fx.Node, label: int) -> An
 def lower_relative_shift(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Lower a relative shift (each row starts one column further left than the row before) to the chunk's rows and columns.
 
-    Its arguments are (operand, dim of rows, shift of row 0, number of columns): subtract the chunk's first row from the shift,
-    and add its first column. Raise `FallbackError` if a row may read elements of the next row.
+    Its arguments are (operand, dim of rows, column that row 0 reads first, number of columns). The chunk's first row reads
+    `row_in_full` columns earlier, and its first column is `column_in_full`, not 0. Raise `FallbackError` if a row may read
+    elements of the next row.
     """
     (operand,) = builder.operands(node)
-    dim, first, columns = _size_arguments(node)
-    if not _reads_only_own_row(builder, node, dim, first):
+    dim, first_column, num_columns = _size_arguments(node)
+    if not _reads_only_own_row(builder, node, dim, first_column):
         raise FallbackError(node, READS_NEXT_ROW.format(target=node.target))
-    row, column = (_first_index_of_label(builder, node, label) or 0 for label in (dim, dim + 1))
+    row_in_full, column_in_full = (_first_index_of_label(builder, node, label) or 0 for label in (dim, dim + 1))
     if node.target is RELATIVE_SHIFT:
-        columns = builder.label_size(node, dim + 1)
-    arguments = (operand, dim, builder.size_argument(first - row + column), builder.size_argument(columns))
+        num_columns = builder.label_size(node, dim + 1)
+    first_of_chunk = builder.size_argument(first_column - row_in_full + column_in_full)
+    arguments = (operand, dim, first_of_chunk, builder.size_argument(num_columns))
     return builder.graph.call_function(node.target, arguments)  # type: ignore[arg-type]
 
 
@@ -141,22 +143,22 @@ def _size_arguments(node: fx.Node) -> list[Any]:
     return [scalar_argument(item) for item in node.args[1:]]
 
 
-def _reads_only_own_row(builder: BodyBuilder, node: fx.Node, dim: int, first: Size) -> bool:
+def _reads_only_own_row(builder: BodyBuilder, node: fx.Node, dim: int, first_column: Size) -> bool:
     """Return whether each row of a relative shift in this chunk reads only the same row of the operand.
 
-    `dim`: the dimension and label of rows; `first`: the column that row 0 reads first. It does if the operand's rows are wide
+    `dim`: the dimension and label of rows; `first_column`: the column that row 0 reads first. The operand's rows must be wide
     enough for all columns, or for the columns up to the last key that the chunk's queries see.
     """
     layout, roles = builder.layout, builder.layout.access.roles.get(node, {})
     labels = layout.axes.labels[node]
-    width, columns = (layout.axes.table.size_of_dim(labels[label]) for label in (len(layout.axes.shapes[node]), dim + 1))
-    if dim not in roles or is_at_least(width, first + columns):
+    width, num_columns = (layout.axes.table.size_of_dim(labels[label]) for label in (len(layout.axes.shapes[node]), dim + 1))
+    if dim not in roles or is_at_least(width, first_column + num_columns):
         return True
     high = layout.span(node, builder.requested_span).high if roles.get(dim + 1) is Role.KEYS else None
     if high is None:
         return False
     offset_difference = layout.rows(labels[dim]).offset - layout.rows(labels[dim + 1]).offset
-    return is_at_least(width, first + offset_difference + high + 1)
+    return is_at_least(width, first_column + offset_difference + high + 1)
 
 
 @register_lowering(aten.select.int, aten.select_backward.default)
@@ -274,9 +276,10 @@ def lower_repeat(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 @register_lowering(aten.native_layer_norm_backward.default)
 def lower_layer_norm_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Copy the operator, with contiguous mean and inverse deviation: the CPU kernel assumes it, and a chunk's slices are not."""
-    args, kwargs = builder.arguments(node)
-    statistics = [builder.graph.call_function(aten.contiguous.default, (item,)) for item in args[3:5]]
-    return builder.graph.call_function(aten.native_layer_norm_backward.default, (*args[:3], *statistics, *args[5:]), kwargs)
+    (gradient, x, normalized_shape, mean, rstd, *others), kwargs = builder.arguments(node)
+    mean, rstd = (builder.graph.call_function(aten.contiguous.default, (item,)) for item in (mean, rstd))
+    args = (gradient, x, normalized_shape, mean, rstd, *others)
+    return builder.graph.call_function(aten.native_layer_norm_backward.default, args, kwargs)
 
 
 @register_lowering(GROUPED_MM)
@@ -330,33 +333,35 @@ def lower_attention_backward(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
 
 def _score_options(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> dict[str, Any]:
-    """Return the attention kernel's options: the scale of the scores, and whether a mask's finite numbers hide keys.
+    """Return the attention kernel's keyword arguments: the scale of the scores, and `finite_hides=False` if necessary.
 
-    `finite_hides=False`: they may not, because scores may be as large as these numbers.
+    By default, large negative numbers of a mask hide keys as minus infinity does. This is wrong if scores may be as large.
     """
-    scale = {"scale": builder.scalar_argument(bound_arguments(node)["scale"])}
-    return scale if not mask or node in builder.layout.key_spans.ordinary_scores else {**scale, "finite_hides": False}
+    options = {"scale": builder.scalar_argument(bound_arguments(node)["scale"])}
+    if mask and node not in builder.layout.key_spans.ordinary_scores:
+        options["finite_hides"] = False
+    return options
 
 
 def _mask_and_window(builder: BodyBuilder, node: fx.Node, mask: list[fx.Node]) -> tuple[Any, Any, Any]:
-    """Return the attention kernel's arguments (mask, shift, window); each may be None.
+    """Return the attention kernel's arguments (mask, first_query, window); each may be None.
 
-    `shift`: the position of the chunk's first query minus the position of its first key. `window`: (low, high), a query at
-    position p sees keys from p + low to p + high, inclusive (None: no limit). An exact window replaces the mask.
+    `mask` is empty, or has one node. `first_query`: the position of the chunk's first query minus the position of its first
+    key. `window`: (low, high), a query at position p sees keys from p + low to p + high, inclusive (None: no limit).
     """
     layout = builder.layout
-    span = layout.span(node)
-    is_causal = bound_arguments(node)["is_causal"]
-    if node in layout.key_spans.exact_masks:
-        return None, _query_key_shift(builder, node), (span.low, span.high)
-    if is_causal:  # a mask in addition to the causal flag
+    mask_argument = mask[0] if mask else None
+    if node in layout.key_spans.exact_masks:  # the window shows the same keys as the mask
+        span = layout.span(node)
+        return None, _first_query(builder, node), (span.low, span.high)
+    if bound_arguments(node)["is_causal"]:
         causal_end = builder.size_argument(_offset(builder, node, N) - _offset(builder, node, M))
-        return (mask[0] if mask else None), _query_key_shift(builder, node), (None, causal_end)
-    return (mask[0] if mask else None), None, None
+        return mask_argument, _first_query(builder, node), (None, causal_end)
+    return mask_argument, None, None
 
 
-def _query_key_shift(builder: BodyBuilder, node: fx.Node) -> Any:
-    """Return the position of the chunk's first query minus the position of its first key."""
+def _first_query(builder: BodyBuilder, node: fx.Node) -> Any:
+    """Return the position of the chunk's first query minus the position of its first key, as a body argument."""
     return builder.size_argument(_chunk_position(builder, node, M) - _chunk_position(builder, node, N))
 
 

@@ -8,7 +8,7 @@ A weight is gathered one stage before the loops that use it, and regathered if l
 uses, so the full weights of two stages are alive at a time. The reduction of a gradient starts after the loop that
 computes it, and its wait comes after the loops of the next stage, so the gradients of two stages are alive at a time.
 The placement depends only on the order of loops and values, which is the same on all ranks, and not on lengths, chunk
-sizes or a budget. A *region* (`run`, counted from 0 in each host program) is all loops of a stage in one direction; a *light*
+sizes or a budget. A *region* (counted from 0 in each host program) is all loops of a stage in one direction; a *light*
 value is a view, an element of a tuple, or a cast.
 """
 
@@ -52,7 +52,7 @@ class ReinsertCollectives:
             backward = _HostGraph(program.backward)
             saved = saved_values(program.forward.graph, program.backward.graph, len(facts.joint.outputs))
             saved_weights = {placeholder: weights[node] for placeholder, node in saved.items() if node in weights}
-            kept = {node for node in saved_weights if self.keep_full(saved_weights[node], backward.first_run(node))}
+            kept = {node for node in saved_weights if self.keep_full(saved_weights[node], backward.first_region(node))}
             for node, gather in saved_weights.items():
                 if node not in kept:
                     backward.gather(node, gather)
@@ -65,18 +65,16 @@ class ReinsertCollectives:
         forward.finish()
         return facts
 
-    def keep_full(self, gather: Gather, first_run: int) -> bool:
+    def keep_full(self, gather: Gather, first_region: int) -> bool:
         """Return whether the full weight, rather than its shard, is saved for the backward graph, which then need not gather it.
 
-        `first_run`: the index of the first region of the backward graph that uses it.
-
-        The option decides, then the user's code. Otherwise the weight is kept if the first region of the backward graph
-        uses it, because no other weight would be gathered between its last use in forward and that use.
+        The option decides, then the user's code. Otherwise the weight is kept if the first region of the backward graph uses
+        it (`first_region` is 0), because no other weight would be gathered between its last use in forward and that use.
         """
         option = self.options.reshard
         if option != "auto":
             return not option
-        return first_run == 0 if gather.keep_full is None else gather.keep_full
+        return first_region == 0 if gather.keep_full is None else gather.keep_full
 
 
 class Use(NamedTuple):
@@ -90,29 +88,29 @@ class _HostGraph:
     """A host program, with the index of the region that each of its nodes belongs to."""
 
     def __init__(self, module: fx.GraphModule) -> None:
-        """Record the region of each node (`run`), and the first loop or full-sequence operator of each region."""
+        """Record the region of each node (`region_index`), and the first loop or full-sequence operator of each region."""
         self.module, self.graph, self.output = module, module.graph, module.graph.output_node()
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
-        self.run: dict[fx.Node, int] = {}
-        self.last_computing_run: dict[fx.Node, int] = {}  # region of the last computing node up to a node
-        self.first_computing: dict[int, fx.Node] = {}
+        self.region_index: dict[fx.Node, int] = {}
+        self.last_computing_region: dict[fx.Node, int] = {}  # region of the last computing node at or before a node
+        self.first_computing: dict[int, fx.Node] = {}  # by region
         self.first_inserted: dict[fx.Node, fx.Node] = {}  # the first node that was inserted before a node
-        run = last_computing_run = 0
+        region_index = last_computing_region = 0
         for node in self.graph.nodes:
-            run = self.run[node] = max(run, node.meta.get(REGION, 0))
+            region_index = self.region_index[node] = max(region_index, node.meta.get(REGION, 0))
             if is_computing(node):
-                self.first_computing.setdefault(run, node)
-                last_computing_run = run
-            self.last_computing_run[node] = last_computing_run
+                self.first_computing.setdefault(region_index, node)
+                last_computing_region = region_index
+            self.last_computing_region[node] = last_computing_region
 
     def finish(self) -> None:
         """Check and recompile the changed host program."""
         self.graph.lint()
         self.module.recompile()
 
-    def first_run(self, weight: fx.Node) -> int:
+    def first_region(self, weight: fx.Node) -> int:
         """Return the index of the first region that uses a weight; 0 if none does."""
-        return min((self.run[use.user] for use in self._uses(weight)), default=0)
+        return min((self.region_index[use.user] for use in self._uses(weight)), default=0)
 
     def gather(self, shard: fx.Node, gather: Gather, is_kept: bool = False) -> None:
         """Gather a weight before its uses, in place: the gather starts before the previous region, the wait precedes the use.
@@ -124,7 +122,7 @@ class _HostGraph:
         groups = [[*uses, Use(self.output, shard)]] if is_kept else self._group_uses(uses)
         for group in groups:
             first_user = group[0].user
-            previous_region = self.first_computing.get(max(self.run[first_user] - 1, 0), first_user)
+            previous_region = self.first_computing.get(max(self.region_index[first_user] - 1, 0), first_user)
             start_before = min(previous_region, first_user, key=self.position.__getitem__)
             gathered = {shard: self._insert_subgraph(gather.subgraph, shard, start_before, first_user)}
             for user, operand in group:
@@ -143,7 +141,7 @@ class _HostGraph:
         """Group the uses so that no region of loops lies between two uses of one group."""
         groups: list[list[Use]] = []
         for use in uses:
-            if groups and self.run[use.user] <= self.run[groups[-1][-1].user] + 1:
+            if groups and self.region_index[use.user] <= self.region_index[groups[-1][-1].user] + 1:
                 groups[-1].append(use)
             else:
                 groups.append([use])
@@ -156,7 +154,7 @@ class _HostGraph:
         results = list(outputs_of(self.graph))
         gradient = results[gradient_index]
         start_before = next(node for node in _nodes_after(gradient) if node is self.output or is_computing(node))
-        wait_before = self.first_computing.get(self.last_computing_run[gradient] + 2, self.output)
+        wait_before = self.first_computing.get(self.last_computing_region[gradient] + 2, self.output)
         results[gradient_index] = self._insert_subgraph(subgraph, gradient, start_before, wait_before)
         self.output.args = (tuple(results),)
 

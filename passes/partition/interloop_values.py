@@ -100,25 +100,27 @@ class InterloopValues:
         """
         if stage.gradient_in_forward:  # its backward graph runs in the forward graph
             return set()
-        inside = set(stage.forward)
+        stage_nodes = set(stage.forward)
         not_recomputed = {*kept, *stage.outputs, *self.facts.joint.outputs}
 
         def is_internal(node: fx.Node) -> bool:
             """Return whether the stage neither keeps nor returns a value, and no other stage's forward graph reads it."""
-            return node not in not_recomputed and all(user in inside for user in node.users if user in self.facts.joint.forward)
+            return node not in not_recomputed and all(
+                user in stage_nodes for user in node.users if user in self.facts.joint.forward
+            )
 
         candidates = (node for node in stage.forward if node in self.long_values or self._is_table(node))
         recomputed = {node for node in candidates if is_repeatable(node) and is_internal(node)}
-        ancestors = self._ancestors_in_stage(recomputed, inside)
+        ancestors = self._ancestors_in_stage(recomputed & self.nodes, stage_nodes)
         return recomputed | {node for node in ancestors if self.facts.has_rows(node) and is_internal(node)}
 
-    def _ancestors_in_stage(self, nodes: Collection[fx.Node], inside: Collection[fx.Node]) -> set[fx.Node]:
-        """Return the ancestors of those `nodes` that are values between loops; only ancestors in `inside`, the stage's nodes."""
+    def _ancestors_in_stage(self, nodes: Collection[fx.Node], stage_nodes: Collection[fx.Node]) -> set[fx.Node]:
+        """Return the ancestors of `nodes` that are reached through nodes of the stage alone."""
         ancestors: set[fx.Node] = set()
-        todo = [node for node in nodes if node in self.nodes]
+        todo = list(nodes)
         while todo:
             for source in todo.pop().all_input_nodes:
-                if source in inside and source not in ancestors:
+                if source in stage_nodes and source not in ancestors:
                     ancestors.add(source)
                     todo.append(source)
         return ancestors

@@ -325,7 +325,7 @@ class _StageFinder:
         if self.num_last_operators:
             stage_of_recomputed = {node: stage_of[node] for node in stage_of if node not in stored and self.is_chunked(node)}
             reordered = move_last_stage_first(self.backward, stage_of_recomputed, num_stages - 1)
-            self.backward = self.move_sums_after_operands(reordered)
+            self.backward = self.move_up_operators_on_sums(reordered)
         position = {node: i for i, node in enumerate(self.backward)}
         uses_of_stage: list[list[int]] = [[] for _ in range(num_stages)]
         for node in self.backward:
@@ -346,8 +346,8 @@ class _StageFinder:
         bounds.append(len(self.backward))
         return [self.backward[start:stop] for start, stop in pairwise(bounds)][::-1]
 
-    def move_sums_after_operands(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """Return the nodes with each addition of sums over rows right after its operands, so that one sum crosses a cut.
+    def move_up_operators_on_sums(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """Return the nodes with each operator on several sums over chunks right after them, so that one value crosses a cut.
 
         For example, a weight that two calls of a head share gets a gradient from each: dw = dw_1 + dw_2.
         """
@@ -355,10 +355,11 @@ class _StageFinder:
         sums = {node for node in nodes if self.access.storage_class(node) is StorageClass.SUM}
         for position, node in enumerate(nodes):
             operands = node.all_input_nodes
-            is_addition = len(operands) > 1 and all(operand in sort_key and operand in sums for operand in operands)
-            sort_key[node] = max(sort_key[operand] for operand in operands) if is_addition else position
-            sums.update([node] if is_addition else [])
-        return sorted(nodes, key=sort_key.__getitem__)
+            reads_only_sums = len(operands) > 1 and all(operand in sort_key and operand in sums for operand in operands)
+            if reads_only_sums:
+                sums.add(node)
+            sort_key[node] = max(sort_key[operand] for operand in operands) if reads_only_sums else position
+        return sorted(nodes, key=sort_key.__getitem__)  # stable: with equal keys, an operator stays after its operands
 
     def crossing_backward(self, nodes: Sequence[fx.Node], segment_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
         """Return the values among `nodes` (the stage's backward segment) that segments of earlier stages, which run later,

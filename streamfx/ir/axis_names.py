@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from streamfx.ir.axis_table import AxisFactor, Dim
-from streamfx.ir.facts import AxisFacts, Role, Shape
+from streamfx.ir.facts import AxisFacts, DimAxes, Role
 from streamfx.ir.joint import JointGraph, is_tensor
 
 SEQUENCE = {Role.ROWS: "t", Role.KEYS: "s", Role.WHOLE: "T"}
@@ -27,7 +27,7 @@ class AxisNames:
         self.axes = axes
         self._names = _names(joint, axes)
 
-    def shape(self, shape: Shape, roles: Mapping[int, Role] | None = None) -> str:
+    def shape(self, shape: DimAxes, roles: Mapping[int, Role] | None = None) -> str:
         """Format a shape as `[b t d]`; `roles` maps the index of a sequence dimension to its role (default: `t`, own rows)."""
         roles = roles or {}
         return f"[{' '.join(self.dim(dim, roles.get(dim_index, Role.ROWS)) for dim_index, dim in enumerate(shape))}]"

@@ -28,7 +28,7 @@ from streamfx.ir.span import Span
 from streamfx.ir.stage import Stage
 from streamfx.ir.stage_plan import StagePlan
 
-Shape: TypeAlias = "tuple[Dim, ...]"
+DimAxes: TypeAlias = "tuple[Dim, ...]"  # the axes of each dimension of a tensor: [(b t) d] is ((b, t), (d,))
 T = TypeVar("T")
 
 
@@ -69,15 +69,15 @@ class SequenceAxis:
 class AxisFacts:
     """The axes of each dimension of each value.
 
-    `shapes` holds the dimensions of each tensor, `results` the shape of each result of an operator. `signatures` holds
+    `shapes` holds the axes of each dimension of each tensor, `results` those of each result of an operator. `signatures` holds
     the effect of each operator on its axes, `labels` the dimension of each of its axis labels; if an operator has no
     signature, `missing_rules` holds the reason. `static` holds the values that depend only on integers, booleans,
     vectors, and constants: masks, rotary tables, labels. `sequence` is None if no axis can be chunked.
     """
 
     table: AxisTable
-    shapes: Mapping[fx.Node, Shape]
-    results: Mapping[fx.Node, tuple[Shape, ...]]
+    shapes: Mapping[fx.Node, DimAxes]
+    results: Mapping[fx.Node, tuple[DimAxes, ...]]
     signatures: Mapping[fx.Node, Signature]
     labels: Mapping[fx.Node, Mapping[AxisLabel, Dim]]
     missing_rules: Mapping[fx.Node, str]
@@ -115,7 +115,7 @@ class AxisFacts:
             return None
         return factors[0]
 
-    def sequence_dims(self, shape: Shape) -> tuple[int, ...]:
+    def sequence_dims(self, shape: DimAxes) -> tuple[int, ...]:
         """Return the indices of the dimensions that hold the sequence."""
         if self.sequence is None:
             return ()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from streamfx.ir.facts import AccessFacts, AxisFacts, Facts, Shape, SpanFacts
+from streamfx.ir.facts import AccessFacts, AxisFacts, DimAxes, Facts, SpanFacts
 from streamfx.ir.joint import JointGraph, joint_graph
 from streamfx.ir.span import Span
 from streamfx.node_meta import ALIASES, RESULT_VIEWS
@@ -97,7 +97,7 @@ def _node_facts(node: fx.Node, facts: Facts) -> Any:
     )
 
 
-def _sizes_of_dims(shape: Shape, axes: AxisFacts) -> Any:
+def _sizes_of_dims(shape: DimAxes, axes: AxisFacts) -> Any:
     """Describe each dimension of a shape by the sizes of its axes and its axes of the sequence."""
     members = {} if axes.sequence is None else axes.sequence.members
     return [
