@@ -140,14 +140,16 @@ class Remedies:
         return replace(facts, fallbacks=dict(self.fallbacks), faults=tuple(self.faults))
 
     def add_fallback(self, error: FallbackError) -> bool:
-        """Make an operator fall back (run on the full sequence), because a pass cannot run it in a loop.
+        """Make the operator that a pass could not run in a loop fall back: from now on, it runs on the full sequence.
 
-        If it already falls back, make it opaque: no pass has rules for it. Return False if neither is possible.
+        If it already falls back, make it opaque, so that no pass has rules for it. Return False, and change nothing, if it
+        is opaque already, must not be opaque, or is not in the traced graph.
         """
-        if error.name not in self.fallbacks:
-            self.fallbacks[error.name] = error.why
+        name = error.operator_name
+        if name not in self.fallbacks:
+            self.fallbacks[name] = error.reason
             return True
-        return error.name in self.traced and self._make_opaque(self.traced[error.name], error.why)
+        return name in self.traced and self._make_opaque(self.traced[name], error.reason)
 
     def add_remedy(self, failed: PassFailedError) -> bool:
         """Add one remedy for an unexpected exception in a pass. Return False if none is left.

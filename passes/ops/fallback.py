@@ -13,10 +13,10 @@ from streamfx.passes.ops.traits import producer_of
 class FallbackError(Exception):
     """An operator that earlier passes planned to chunk must run on the full sequence.
 
-    `name`: the operator in the joint graph; for an item of a tuple, the operator that returns the tuple.
-    `why`: the reason, as text for the user.
+    `operator_name`: its name in the joint graph; for an item of a tuple, the name of the operator that returns the tuple.
+    `reason`: why it cannot be chunked, as text for the user.
     """
 
-    def __init__(self, node: fx.Node, why: str) -> None:
-        super().__init__(f"{node.name}: {why}")
-        self.name, self.why = producer_of(node).name, why
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(f"{node.name}: {reason}")
+        self.operator_name, self.reason = producer_of(node).name, reason

@@ -64,11 +64,11 @@ def unrolled_name(call: RecurrenceCall) -> str:
 def _cycle_error(path: Sequence[fx.Node]) -> Exception:
     """Return the error for nodes on a cycle (`path`): the next attempt does not reroll the first loop on it.
 
-    Two recurrence operators form a cycle if each reads a result of the other. `error.name` identifies the loop.
+    Two recurrence operators form a cycle if each reads a result of the other. `error.operator_name` identifies the loop.
     """
     loop = next((node for node in path if UNROLLED in node.meta), path[-1])
     error = FallbackError(loop, MUTUALLY_DEPENDENT)
-    error.name = loop.meta.get(UNROLLED, loop.name)
+    error.operator_name = loop.meta.get(UNROLLED, loop.name)
     return error
 
 
