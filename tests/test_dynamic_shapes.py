@@ -31,6 +31,14 @@ from tests.support.twins import batch, compiled, same_step, twins
 pytestmark = pytest.mark.compiled
 
 
+def test_a_step_that_fits_is_compiled_after_inductor_asks_for_another_trace() -> None:
+    """The mean over a number of labels that Dynamo passes as a tensor: Inductor asks for it as a constant."""
+    own, eager = twins(decoders.Plain)
+    call = torch.compile(own, backend="streambp", dynamic=True, options={"memory_budget": "1GiB", "strict": True})
+    for length in (13, 17):
+        same_step(call, own, eager, batch(length=length))
+
+
 # models, lengths, whether these are marked as dynamic: if so, the first length has no graph that others do not share
 LENGTHS: list[tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = [
     (decoders.Plain, (13, 9, 21, 6, 30, 5), False),

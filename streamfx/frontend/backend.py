@@ -67,7 +67,7 @@ from streamfx.torch_private import (
 )
 from streamfx.torch_private.autograd import inputs_in_results, inputs_with_gradients
 from streamfx.torch_private.dynamo import register_backend_names, unwrap_errors
-from streamfx.torch_private.inductor import compile_dynamo_graph
+from streamfx.torch_private.inductor import InductorFailedError, compile_dynamo_graph
 from streamfx.torch_private.symbolic_sizes import FirstProxyOfSymbol, pair_dimensions
 
 COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or streamfx.enable(model)'
@@ -166,7 +166,7 @@ class Compilation(ChunkableCompilation):
         try:
             with show_activity("compiling", self.options.progress):
                 return compile_dynamo_graph(self.module, inputs)
-        except Exception as error:
+        except InductorFailedError as error:
             if self.options.strict:
                 raise
             log.warning(NOT_COMPILED, blame(error), exc_info=log.isEnabledFor(logging.DEBUG))

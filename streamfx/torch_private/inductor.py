@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 from streamfx.errors import describe_error
 from streamfx.torch_private import dynamo_copy, no_modes
@@ -59,16 +60,18 @@ class InductorMemoryError(InductorFailedError):
 
 
 @contextmanager
-def wrap_inductor_errors() -> Iterator[None]:
+def wrap_inductor_errors(unwrapped: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Context manager: raise an error of the block as `InductorFailedError`, or as `InductorMemoryError` if memory ran out.
 
-    Torch's own use of its deprecated interfaces is not a failure, even if the user turns warnings into errors (2.13:
-    TorchScript).
+    Errors of the types `unwrapped` pass as they are. Torch's own use of its deprecated interfaces is not a failure, even if the
+    user turns warnings into errors (2.13: TorchScript).
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
+    except unwrapped:
+        raise
     except Exception as error:
         raise (InductorMemoryError if is_out_of_memory(error) else InductorFailedError)(describe_error(error)) from error
 
@@ -114,14 +117,15 @@ def compile_dynamo_graph(module: fx.GraphModule, inputs: list[Any]) -> Callable[
 
     Raises:
         InductorFailedError: if Inductor fails.
+        TensorifyScalarRestartAnalysis: Inductor asks Dynamo to trace the call again, with a number as a constant.
     """
-    copied = dynamo_copy(module)[0]  # compile_fx modifies its argument
     with (
-        wrap_inductor_errors(),
+        wrap_inductor_errors(unwrapped=(TensorifyScalarRestartAnalysis,)),
         torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
     ):
         from torch._inductor.compile_fx import compile_fx
 
+        copied = dynamo_copy(module)[0]  # compile_fx modifies its argument
         with insert_barriers():
             compiled: Callable[..., Any] = compile_fx(copied, inputs, config_patches=WITH_BARRIERS)
     return compiled
