@@ -4,7 +4,6 @@ This module exports the public names. It imports each module that compiles, trac
 streamfx` does not even import torch.
 """
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from streamfx.errors import (
     TransposedOutputError,
 )
 from streamfx.options import Options, configure
+from streamfx.renamed import RENAMED, warn_renamed
 
 if TYPE_CHECKING:
     from streamfx.frontend.backend import streambp
@@ -97,25 +97,11 @@ _LAZY = {
 }
 
 
-_RENAMED = {
-    "Enabled": "EnabledModules",
-    "NoRoom": "OffloadSpaceError",
-    "NotComparable": "NotComparableError",
-    "NotStreamed": "NotStreamedError",
-    "NotTraced": "NotTracedError",
-    "OverBudget": "OverBudgetError",
-    "RanksDiffer": "RanksDifferError",
-    "StaleGraph": "StaleGraphError",
-    "StaleOutput": "StaleOutputError",
-    "TurnedOutput": "TransposedOutputError",
-}
-
-
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use (PEP 562); an old name warns once and returns the new one."""
-    if name in _RENAMED:
-        warnings.warn(f"streamfx.{name} is now streamfx.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-        globals()[name] = renamed = getattr(import_module(__name__), _RENAMED[name])
+    if name in RENAMED:
+        warn_renamed(f"streamfx.{name}", f"streamfx.{RENAMED[name]}")
+        globals()[name] = renamed = getattr(import_module(__name__), RENAMED[name])
         return renamed
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,6 +17,8 @@ import torch
 
 import streamfx
 from streamfx.errors import NotCopyableError
+from streamfx.tools.inspect.verify import Verification
+from streamfx.tools.report.timeline import LoopTime, MemoryTimeline
 from tests.support.small import Causal, tokens
 
 pytestmark = pytest.mark.compiled
@@ -45,6 +47,19 @@ def test_public_names() -> None:
         _ = streamfx.profil
 
 
+def test_old_names_of_attributes_warn_and_are_the_new_ones() -> None:
+    table = re.findall(r"^\| `(\w+)\.(\w+)` \| `\1\.(\w+)` \|$", (ROOT / "docs/renamed.md").read_text(), re.MULTILINE)
+    owners = {owner.__name__: owner for owner in (Verification, LoopTime, MemoryTimeline)}
+    assert {name: owner.renamed for name, owner in owners.items()} == {
+        name: {old: new for owner, old, new in table if owner == name} for name in owners
+    }
+    loop = LoopTime("loop", 1.0, 2.0, 8, 3)
+    with pytest.warns(DeprecationWarning, match="^LoopTime.drawn is now LoopTime.sampled_chunks$"):
+        assert loop.drawn == 3
+    with pytest.raises(AttributeError, match="'LoopTime' object has no attribute 'drawing'"):
+        _ = loop.drawing
+
+
 def test_old_names_of_errors_warn_once_and_are_the_new_ones() -> None:
     table = re.findall(r"^\| `streamfx\.(\w+)` \| `streamfx\.(\w+)` \|$", (ROOT / "docs/renamed.md").read_text(), re.MULTILINE)
     names = {old: new for old, new in table if new.endswith("Error")}
@@ -58,7 +73,7 @@ def test_old_names_of_errors_warn_once_and_are_the_new_ones() -> None:
         "    assert [(item.category, str(item.message)) for item in seen] == [\n"
         "        (DeprecationWarning, f'streamfx.{old} is now streamfx.{new}')\n"
         "    ], (old, seen)\n"
-        "print(len(streamfx._RENAMED))"
+        "print(len(streamfx.renamed.RENAMED))"
     )
     assert run(code)[0].strip() == str(len(table)) == str(len(names) + 1)  # all but the result of `enable`, which imports torch
 

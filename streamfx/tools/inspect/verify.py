@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -23,6 +23,7 @@ from streamfx.errors import NotComparableError, StreamFXError, describe_error, w
 from streamfx.frontend.backend import Compilation
 from streamfx.node_meta import EXAMPLE_VALUE, VALUE
 from streamfx.options import resolve_options
+from streamfx.renamed import RenamedAttributes
 from streamfx.tools.inspect.chunk_override import ChunkedCompilation, why_not_chunked
 from streamfx.tools.inspect.input_checks import DO, advice_on, empty_inputs_text
 from streamfx.tools.inspect.keywords import split_options
@@ -171,7 +172,7 @@ def run_of(call: Callable[[], Any], loss: Callable[[Any], Tensor], sources: Sequ
         return Run(value.detach().reshape(()).clone(), gradients, is_random)
 
 
-class Verification:
+class Verification(RenamedAttributes):
     """Differences between eager mode and the backend, relative to eager's norms.
 
     `errors` maps each parameter and input to the norm of the difference of its gradients, divided by their norm.
@@ -195,6 +196,8 @@ class Verification:
         >>> sorted(found.errors)
         ['bias', 'weight']
     """
+
+    renamed: ClassVar[Mapping[str, str]] = {"not_cut": "not_chunked", "says_nothing": "compares_nothing"}
 
     def __init__(
         self,

@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from streamfx.cost.curve import Curve, LoopInterval, extreme_indices
 from streamfx.cost.work import Work
+from streamfx.renamed import RenamedAttributes
 
 Seconds = Callable[[Work], float]
 
 
 @dataclass(frozen=True)
-class LoopTime:
+class LoopTime(RenamedAttributes):
     """The interval of a loop in seconds since the start of the step.
 
     `sampled_chunks` of its `chunks` were traced; each also represents its neighbors.
@@ -31,6 +32,7 @@ class LoopTime:
     end: float
     chunks: int
     sampled_chunks: int
+    renamed: ClassVar[Mapping[str, str]] = {"begins": "start", "drawn": "sampled_chunks", "ends": "end"}
 
     def as_dict(self) -> dict[str, Any]:
         """Convert the interval to values that JSON can represent."""
@@ -39,7 +41,7 @@ class LoopTime:
 
 
 @dataclass(frozen=True)
-class MemoryTimeline:
+class MemoryTimeline(RenamedAttributes):
     """Bytes alive during one way of running a step, by memory category.
 
     `terms`: by category, its bytes from moment `seconds[i]` to the next one, for each i; persistent categories first, temporary
@@ -53,6 +55,7 @@ class MemoryTimeline:
     end: float
     flops: int = 0
     loops: tuple[LoopTime, ...] = ()
+    renamed: ClassVar[Mapping[str, str]] = {"turn": "backward_start"}
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
