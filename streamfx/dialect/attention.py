@@ -10,52 +10,23 @@ output, the operands and both results, and returns (dq, dk, dv). FLOPs depend on
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from streamfx.dialect.declare import declare
 
 
-def _fake_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def _fake_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Return uninitialized results, with the layout of the real ones: memory in the order [b m h e]."""
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     return _output_like(query, value), query.new_empty(query.shape[:-1], dtype=precision)
 
 
-def _fake_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized gradients, with the layout of the real ones."""
-    return _gradients_like(query, key, value)
-
-
-def _fake_window(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
+def _fake_window(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Return uninitialized results with the layout of the real ones."""
     return _output_like(query, value), query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-def _fake_window_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *, left: int, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized gradients with the layout of the real ones."""
-    return _gradients_like(query, key, value)
 
 
 def _output_like(query: Tensor, value: Tensor) -> Tensor:
@@ -64,7 +35,9 @@ def _output_like(query: Tensor, value: Tensor) -> Tensor:
     return by_rows.new_empty(*by_rows.shape[:-1], value.shape[-1]).transpose(1, 2)
 
 
-def _gradients_like(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_gradients(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return uninitialized (dq, dk, dv): each has the layout that `empty_like` gives its operand with rows before heads."""
     dq, dk, dv = (torch.empty_like(operand.transpose(1, 2)).transpose(1, 2) for operand in (query, key, value))
     return dq, dk, dv
@@ -78,7 +51,7 @@ ATTENTION = declare(
 ATTENTION_BACKWARD = declare(
     "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, *, "
     "Tensor? attn_mask=None, bool is_causal=False, float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
-    _fake_attention_backward,
+    _fake_gradients,
 )
 ATTENTION_WINDOW = declare(
     "attention_window(Tensor query, Tensor key, Tensor value, *, int left, float? scale) -> (Tensor, Tensor)", _fake_window
@@ -86,5 +59,5 @@ ATTENTION_WINDOW = declare(
 ATTENTION_WINDOW_BACKWARD = declare(
     "attention_window_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, *, "
     "int left, float? scale) -> (Tensor, Tensor, Tensor)",
-    _fake_window_backward,
+    _fake_gradients,
 )
