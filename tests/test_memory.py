@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +22,7 @@ from streamfx.budget import format_bytes
 from streamfx.cost import meter, workspaces
 from streamfx.cost.meter import Meter
 from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
+from streamfx.ir.stage_plan import CHUNK_COUNT_RATIOS, MIN_ROWS, MIN_WORKING_SET, SINGLE_CHUNK_SHARE, TILE, WORK_SHARE, AutoChunk
 from streamfx.tools.report.text import CHUNK_WORK
 from streamfx.torch_private import OpOverload
 from streamfx.torch_private.allocations import allocations
@@ -284,3 +287,23 @@ def test_attention_on_a_cpu_takes_the_counted_bytes_and_a_constant_per_thread(gr
             counted = meter.traced_workspace(target, own, {"is_causal": True})
             taken = workspace(lambda: target(*own, is_causal=True))  # noqa: B023
             assert counted <= taken <= counted + torch.get_num_threads() * THREAD
+
+
+@given(
+    length=st.integers(1, 1 << 20),
+    row_bytes=st.integers(1, 1 << 22),
+    stream_bytes=st.integers(1, 1 << 16),
+    worthwhile=st.integers(0, 1 << 16),
+    held=st.integers(0, 100 << 30),
+    boundaries=st.integers(0, 100),
+)
+def test_a_chunk_takes_a_bounded_share_of_memory(
+    length: int, row_bytes: int, stream_bytes: int, worthwhile: int, held: int, boundaries: int
+) -> None:
+    """The share is of the bytes that a step holds, or one value at a stage boundary; rows are rounded to tiles."""
+    chunk = AutoChunk(row_bytes, stream_bytes, worthwhile, held, boundaries)
+    rows, small = (item.rows(length, row_bytes, stream_bytes) for item in (chunk, AutoChunk(row_bytes, stream_bytes)))
+    assert small <= rows <= length
+    least = max(MIN_WORKING_SET, length * stream_bytes, MIN_ROWS * row_bytes)
+    share = (held + boundaries * length * stream_bytes) // (SINGLE_CHUNK_SHARE if rows == length else WORK_SHARE)
+    assert rows * row_bytes <= max(least, min(worthwhile * row_bytes, share)) / CHUNK_COUNT_RATIOS[0] + TILE * row_bytes

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan
 
@@ -144,6 +145,15 @@ def test_gradients_reach_back_as_many_rows_as_asked(name: str) -> None:
         found = gradients(mixer, options)
         assert error(found, gradients(by(written, reaching_back(chunk_size, reach)))) < 1e-12
         assert error(found, exact) > 1e-6
+
+
+def attention_and_a_sum(m: Mixed, x: Tensor) -> Tensor:
+    q, k, v = m.up(x).chunk(3, -1)
+    return m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True) + x.cumsum(1))
+
+
+def test_attention_and_running_sums_are_never_truncated() -> None:
+    assert error(gradients(attention_and_a_sum, {"chunk_size": 4, "adjoints": 1}), gradients(attention_and_a_sum)) < 1e-12
 
 
 # -- costs and reports

@@ -34,7 +34,7 @@ from streamfx.lazy.recompute import RecomputeSource
 aten = torch.ops.aten
 _publishing = threading.RLock()  # held for a few assignments only: see NOTE [Cells that several threads read]
 
-# Views that are also correct on a copy of the values with other strides.
+# Operators that, as views, are also correct on a copy of the operand with other strides; copies have memory of their own.
 ON_COPIES = MOVES_ELEMENTS - of_kind(Kind.RESHAPE) | of_kind(Kind.SLICE, Kind.SELECT)
 
 
