@@ -34,7 +34,8 @@ HEAD = """\
 compilation and `streamfx doctor` say that it is not tested. Each row below is a run of the default tests on the CPU:
 `python -m tests.versions --python 3.13 --torch 2.14.1 --record` makes an environment with these versions and the newest other
 packages, runs the tests, and writes this page. *files* says how many of the test files ran. Tests are skipped if they need a GPU
-or a package that is not available for these versions, and if they are for long runs (`--long`). A failed test has its name in the commit of the row; later commits may move it.
+or a package that is not available for these versions, and if they are for long runs (`--long`). Failed tests are named as in
+the commit of their row; later commits may move them.
 
 """
 

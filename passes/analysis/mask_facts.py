@@ -52,8 +52,8 @@ from streamfx.passes.ops.traits import is_random
 
 aten = torch.ops.aten
 
-# Operators that reduce dimensions other than rows and keys: the ranges of an interval determine the range of the result.
 FUSED = (ATTENTION, ATTENTION_BACKWARD)
+# operators that reduce dimensions other than rows and keys: the ranges of an interval determine the range of the result
 REDUCES_OTHERS = of_kind(Kind.SUM, Kind.ADDMM) | {aten._softmax_backward_data.default}
 
 

@@ -15,7 +15,7 @@ from torch import fx
 from streamfx.dialect.collectives import ALL_REDUCE
 from streamfx.ir.collective_ops import find_group
 from streamfx.ir.joint import bound_arguments
-from streamfx.ir.operator_table import Kind, of_kind
+from streamfx.ir.operator_table import COPIES, Kind, of_kind
 from streamfx.passes.ops.traits import is_random
 from streamfx.torch_private import OpOverload
 
@@ -36,8 +36,8 @@ COALESCED = {  # by collective, its coalesced variant, which sends several value
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter_tensor_coalesced",
 }
 LINEAR_REDUCTIONS = ("sum", "avg")
-# operators that assemble a tensor from shards, or cut it into shards, in addition to those that only move elements
-REASSEMBLES = of_kind(Kind.SLICE, Kind.SPLIT, Kind.CONCAT, Kind.PAD) | {operator.getitem}
+# operators that assemble a tensor from shards, or cut it into shards, and keep the order of elements in memory
+REASSEMBLES = COPIES | of_kind(Kind.RESHAPE, Kind.SLICE, Kind.SPLIT, Kind.CONCAT, Kind.PAD) | {operator.getitem}
 
 
 def is_collective(node: fx.Node) -> bool:

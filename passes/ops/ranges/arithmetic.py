@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from streamfx.ir.joint import is_tensor
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.ranges import INFINITY, Number, Range, cast_range, constant, full_range, hull, widen_range
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.patterns import is_largest_of, is_share_of
@@ -84,12 +85,12 @@ def _quotient(x: Number, y: Number) -> float:
     return float(x) / float(y) if not (isinstance(x, int) and abs(x) > 2**1000) else math.copysign(INFINITY, x)
 
 
-@elementwise(aten.add.Tensor, aten.add.Scalar)
+@elementwise(*of_kind(Kind.ADD))
 def _add(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Range:
     return _plus_scaled(self, other, alpha, call.dtype)
 
 
-@elementwise(aten.sub.Tensor, aten.sub.Scalar)
+@elementwise(*of_kind(Kind.SUBTRACT))
 def _sub(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Range:
     """Return the range of `self - alpha * other`. If `other` is provably the maximum of `self`, it is at most zero."""
     difference = _plus_scaled(self, negated(other), alpha, call.dtype)
@@ -98,7 +99,7 @@ def _sub(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Rang
     return difference
 
 
-@elementwise(aten.rsub.Tensor, aten.rsub.Scalar)
+@elementwise(*of_kind(Kind.SUBTRACT_FROM))
 def _rsub(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Range:
     return _plus_scaled(other, negated(self), alpha, call.dtype)
 
@@ -111,12 +112,12 @@ def _plus_scaled(a: Range, b: Range, alpha: Range, dtype: torch.dtype) -> Range:
     return hull(plus(a, scaled), plus(a, cast_range(scaled, dtype)))
 
 
-@elementwise(aten.mul.Tensor, aten.mul.Scalar)
+@elementwise(*of_kind(Kind.MULTIPLY))
 def _mul(self: Range, other: Range) -> Range:
     return times(self, other)
 
 
-@elementwise(aten.div.Tensor, aten.div.Scalar)
+@elementwise(*of_kind(Kind.DIVIDE))
 def _div(call: RangeCall, self: Range, other: Range) -> Range:
     """Return the range of `self / other`.
 

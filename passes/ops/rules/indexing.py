@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.ranges import is_exact_in
 from streamfx.ir.signature import LabelShape, Signature, full_axes
 from streamfx.node_meta import VALUE, WRITES_EACH_ONCE
@@ -106,7 +107,7 @@ def index_select(call: RuleCall) -> Signature | None:
     return Signature((labels, index), (result,), index=full_axes(dim))
 
 
-@rule(aten.index.Tensor, aten._unsafe_index.Tensor)
+@rule(*of_kind(Kind.LOOKUP))
 def index(call: RuleCall) -> Signature | None:
     """Axis rule of `x[i, j, :]`: index tensors are broadcast together, and the dimensions that they index are needed in full.
 
@@ -119,7 +120,7 @@ def index(call: RuleCall) -> Signature | None:
     return Signature((source, *indices), (result,), full_axes(*indexed))
 
 
-@rule(aten.index_put.default, aten._unsafe_index_put.default)
+@rule(*of_kind(Kind.PUT))
 def index_put(call: RuleCall) -> Signature | None:
     """Axis rule of `target[i, j, :] = values`, or `+=` with `accumulate`: the indexed dimensions are needed in full.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.signature import Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, rule, signatures
 
@@ -41,7 +42,7 @@ def solve_triangular(call: RuleCall) -> Signature | None:
     return Signature((matrix, labels), (labels,), index=full_axes(solved_dim, rank, rank + 1))
 
 
-@rule(aten.addmm.default, aten.baddbmm.default)
+@rule(*of_kind(Kind.ADDMM))
 def add_product(call: RuleCall) -> Signature | None:
     """Axis rule of `bias + a @ b`, a [..., m, k] and b [..., k, n]; the bias is broadcast to [..., m, n].
 

@@ -33,7 +33,7 @@ def _label_each_dim(rank: int) -> LabelShape:
     return tuple((label,) for label in range(rank))
 
 
-@rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default)
+@rule(*of_kind(Kind.RESHAPE))
 def view(call: RuleCall) -> Signature | None:
     """Axis rule of `view`: [(b t) d] -> [b t d] regroups axis factors (b, t and d), with one label per factor.
 
@@ -108,7 +108,7 @@ def unsqueeze(call: RuleCall) -> Signature:
     return Signature((tuple(labels),), (tuple(result),))
 
 
-@rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+@rule(*of_kind(Kind.SQUEEZE))
 def squeeze(call: RuleCall) -> Signature:
     """Axis rule of `squeeze`: the requested dimensions that have size one disappear; others keep their labels."""
     removed = squeezed_dims(call.node)
@@ -387,7 +387,7 @@ def slice_scatter(call: RuleCall) -> Signature:
     return Signature((labels, written), (labels,), index=full_axes(dim, rank))
 
 
-@rule(aten.flip.default, aten.roll.default)
+@rule(*of_kind(Kind.REORDER))
 def reorder(call: RuleCall) -> Signature:
     """Axis rule of `flip` and `roll`: rows move along some dimensions, which are needed in full and new in the result."""
     rank = len(call.shape)

@@ -19,12 +19,12 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import descendants, is_tensor, node_argument, shape_of_node
-from streamfx.ir.operator_table import Kind, is_kind, returns_view
+from streamfx.ir.operator_table import returns_view
 from streamfx.ir.recurrence import ScanPlan, separate_axes
 from streamfx.ir.structural_hash import structure
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import GRAPH, VALUE
-from streamfx.passes.ops.traits import READS_LAYOUT, is_random
+from streamfx.passes.ops.traits import READS_LAYOUT, before_copies, is_random
 from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
 from streamfx.runtime.outer import COPYING_VIEWS
 from streamfx.runtime.scan import ChunkedScan
@@ -181,7 +181,7 @@ def _emit_without_steps(call: ScanOperator, indices: Sequence[int], writer: Grap
     operands = dict(zip(call.step.inputs, call.operands, strict=True))
     varying = descendants(call.step.inputs[:num_varying], call.step.operators)
     for index in indices:
-        value = _source_of_copy(call.step.results[index])
+        value = before_copies(call.step.results[index])
         if value in call.step.inputs[num_carried:num_varying]:
             outputs[index] = operands[value]
         elif value not in varying:
@@ -189,13 +189,6 @@ def _emit_without_steps(call: ScanOperator, indices: Sequence[int], writer: Grap
             length = size_arguments(call.rows[0], writer)[0]
             outputs[index] = writer.call(aten.expand.default, row, [length, *(-1 for _ in shape_of_node(value))])
     return outputs
-
-
-def _source_of_copy(node: fx.Node) -> fx.Node:
-    """Return the value before `clone`, `detach` and `alias`."""
-    while is_kind(node, Kind.ALIAS, Kind.COPY):
-        node = node_argument(node)
-    return node
 
 
 def _emit_loop_invariant(value: fx.Node, emitted: dict[fx.Node, fx.Node], writer: GraphWriter) -> fx.Node:

@@ -31,6 +31,8 @@ aten = torch.ops.aten
 ROW_WRITES = of_kind(Kind.OVERWRITE_ROWS)
 MIN_PIECES = 3  # fewer pieces cannot be rerolled into a loop (`passes/scan/row_access.py`)
 PADS = of_kind(Kind.PAD) | {aten.slice_backward.default}
+WRITES_OR_EMBEDS = ROW_WRITES | {aten.slice_backward.default}
+WRITES_OR_PADS = ROW_WRITES | PADS
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def slice_of_writes_to_cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None
     Also y[3:5] -> b[0:2], and rows that were never written. Does not apply if the result would concatenate parts of values.
     """
     buffer = node_argument(node)
-    rows = sliced_rows(node, buffer) if buffer.target in ROW_WRITES | {aten.slice_backward.default} else None
+    rows = sliced_rows(node, buffer) if buffer.target in WRITES_OR_EMBEDS else None
     if rows is None or not is_static_shape(shape_of_node(buffer)):
         return None
     pieces = _find_pieces(buffer, *rows)
@@ -182,7 +184,7 @@ def _match_written_piece(node: fx.Node, dim: int) -> _Piece | None:
 
     Return None for any other operator, or if it writes along another dimension, its bounds are not static, or it converts.
     """
-    if node.target not in ROW_WRITES | PADS:
+    if node.target not in WRITES_OR_PADS:
         return None
     rows = node_argument(node, 1 if node.target in ROW_WRITES else 0)
     if not has_same_type(rows, node) or not is_static_shape(shape_of_node(rows)):
