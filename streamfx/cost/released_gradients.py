@@ -53,7 +53,7 @@ def _release(results: dict[int, Any], released: ReleasedGradients, inputs: Seque
     """Remove gradients from `results` one by one; if its layout differs from its input's, autograd copies a gradient."""
     for index in sorted(released.input_of_gradient.keys() & results.keys()):
         gradient, input_value = results.pop(index), inputs[released.input_of_gradient[index]]
-        if isinstance(input_value, Tensor) and gradient.shape == input_value.shape and not needs_no_copy(gradient, input_value):
+        if is_copied(gradient, input_value):
             meter.add_peak(Delta(gradient.nbytes, {GRADIENTS: gradient.nbytes}))
 
 
@@ -78,21 +78,23 @@ def _segments_of(backward: fx.GraphModule, released: ReleasedGradients) -> Segme
 
 def largest_copied_bytes(inputs: Iterable[Any], gradients: Iterable[Any]) -> int:
     """Return the bytes of the largest gradient that is copied. Gradients are copied one by one, after all of them exist."""
-    copied = (
-        gradient.nbytes
-        for value, gradient in zip(inputs, gradients, strict=False)
-        if isinstance(value, Tensor) and isinstance(gradient, Tensor) and gradient.layout is torch.strided
-        if gradient.shape == value.shape and not needs_no_copy(gradient, value)
-    )
+    copied = (gradient.nbytes for value, gradient in zip(inputs, gradients, strict=False) if is_copied(gradient, value))
     return max(copied, default=0)
 
 
-def needs_no_copy(gradient: Tensor, input_value: Tensor) -> bool:
-    """Return whether autograd stores a gradient without a copy: strides of a dense input, or else contiguous."""
+def is_copied(gradient: Any, input_value: Any) -> bool:
+    """Return whether autograd copies the gradient of an input before it stores it.
+
+    It copies a strided gradient that has not the strides of a dense input, or, if the input is not dense, is not contiguous.
+    """
+    if not (isinstance(input_value, Tensor) and isinstance(gradient, Tensor) and gradient.layout is torch.strided):
+        return False
+    if gradient.shape != input_value.shape:
+        return False
     if not _is_dense(input_value):
-        return gradient.is_contiguous()
+        return not gradient.is_contiguous()
     strides = zip(gradient.shape, gradient.stride(), input_value.stride(), strict=True)
-    return all(size == 1 or gradient_stride == value_stride for size, gradient_stride, value_stride in strides)
+    return any(size != 1 and gradient_stride != value_stride for size, gradient_stride, value_stride in strides)
 
 
 def _is_dense(value: Tensor) -> bool:

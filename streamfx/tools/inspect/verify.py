@@ -353,10 +353,9 @@ def _check_arguments(model: Any, loss: Any, tensors: Sequence[Tensor]) -> None:
     do = "give a function from the output to a tensor with one element"
     refuse(loss is None or callable(loss), found=f"loss is {_type_text(loss)}", do=do)
     refuse_partitioned(parameters_of(model).values())
-    for tensor in tensors:
-        has_data = not isinstance(tensor, FakeTensor) and not tensor.is_meta
-        do = "give real tensors, or use streamfx.explain, which needs none"
-        refuse(has_data, found=f"{_type_text(tensor)} holds no data", do=do)
+    without_data = next((tensor for tensor in tensors if isinstance(tensor, FakeTensor) or tensor.is_meta), None)
+    do = "give real tensors, or use streamfx.explain, which needs none"
+    refuse(without_data is None, found=f"{_type_text(without_data)} holds no data", do=do)
 
 
 def _checked_nonzero(verification: Verification, inputs: Any) -> Verification:

@@ -139,8 +139,8 @@ def plan(
 def _run_request(request: PlanRequest) -> PlanReport:
     """Check the request, build the model on the meta device, and predict one step or search for the largest."""
     _check_values(request)
-    _check_combinations(request)
     objective = objective_by_name(request.objective, request.group)
+    _check_combinations(request)
     ranks = checked_sharding(request.world, request.shard, request.tensor, request.context)
     _check_ranks(request, ranks)
     with pause_gc():
@@ -223,8 +223,8 @@ def _check_combinations(request: PlanRequest) -> None:
     require(is_limited, PlanError, f"{asked} needs a limit of memory", "", "give memory, as in memory='80GiB'")
     asked = "group has no effect: it is the number of answers per prompt in grpo"
     found = f"group={request.group}, and the objective {request.objective!r}"
-    has_group = request.objective == "grpo" or request.objective not in OBJECTIVES
-    require(request.group == GROUP or has_group, PlanError, asked, found, "plan the objective 'grpo', or omit group")
+    has_effect = request.group == GROUP or request.objective == "grpo"
+    require(has_effect, PlanError, asked, found, "plan the objective 'grpo', or omit group")
     offload = "none" if request.host_memory is None else resolve_options(request.options).offload
     found = f"host_memory={request.host_memory!r}, and offload={offload!r}"
     asked, do = (

@@ -247,9 +247,18 @@ def _program_lines(facts: Facts) -> Lines:
         yield "no program: the graph runs unchunked"
         return
     labels, axes = AxisNames(facts.joint, facts.axes), facts.axes
-    values = [node for node in (*facts.joint.sources, *facts.joint.nodes) if is_tensor(node)]
-    shapes = {node.name: labels.shape(axes.shapes[node], _roles_of_value(node, facts)) for node in values}
-    yield from program_lines(facts.program, ListingContext(shapes, {id(node.meta[VALUE]): node.name for node in values}))
+    shapes = {node.name: labels.shape(axes.shapes[node], _roles_of_value(node, facts)) for node in _tensors(facts)}
+    yield from program_lines(facts.program, _context(facts, shapes))
+
+
+def _tensors(facts: Facts) -> list[fx.Node]:
+    """Return the tensors of the joint graph: its sources, and then the results of its operators."""
+    return [node for node in (*facts.joint.sources, *facts.joint.nodes) if is_tensor(node)]
+
+
+def _context(facts: Facts, shapes: dict[str, str]) -> ListingContext:
+    """Return how listings name values: by the joint graph's nodes, with the text of each value's axes from `shapes`."""
+    return ListingContext(shapes, {id(node.meta[VALUE]): node.name for node in _tensors(facts)})
 
 
 def _roles_of_value(node: fx.Node, facts: Facts) -> dict[int, Role]:
@@ -323,8 +332,7 @@ def _host_programs(facts: Facts, placeholder: str) -> Iterator[str]:
         return
     if facts.program is None:
         return
-    values = [node for node in (*facts.joint.sources, *facts.joint.nodes) if is_tensor(node)]
-    yield from outer_lines(facts.program, ListingContext({}, {id(node.meta[VALUE]): node.name for node in values}))
+    yield from outer_lines(facts.program, _context(facts, {}))
 
 
 def _chain_text(subgraph: Subgraph) -> str:

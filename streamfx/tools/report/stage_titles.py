@@ -48,7 +48,7 @@ def names_together(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class SpanFigure:
-    """The keys that an attention sees: its kind, and bounds as returned by `details.bounds_of`."""
+    """The keys that an attention sees: its kind, and bounds as returned by `stage_table.bounds_of`."""
 
     kind: str
     bounds: Sequence[int | None] | None
