@@ -70,7 +70,7 @@ def _apply_rule(rule: RewriteRule, node: fx.Node, writer: GraphWriter) -> bool:
     num_nodes_before = len(writer.new_nodes)
     result = rule.rewrite(node, writer.move_before(node))
     new_nodes = {*writer.new_nodes[num_nodes_before:]}
-    replacements = _replacements(node, result)
+    replacements = _replacement_by_node(node, result)
     if any(_reads(new, old, new_nodes) for old, new in replacements.items() if old is not new):  # the graph would have a cycle
         raise AssertionError(f"rule {rule.name}: a replacement depends on the node that it replaces")
     changes = [replace(old, new, is_new=new in new_nodes) for old, new in replacements.items()]
@@ -89,7 +89,7 @@ def _reads(new: fx.Node, old: fx.Node, new_nodes: Collection[fx.Node]) -> bool:
     return False
 
 
-def _replacements(node: fx.Node, result: Replacement) -> Mapping[fx.Node, fx.Node]:
+def _replacement_by_node(node: fx.Node, result: Replacement) -> Mapping[fx.Node, fx.Node]:
     """Return a rule's result as a map from replaced nodes to replacements, empty if the rule did not apply."""
     if result is None:
         return {}

@@ -41,7 +41,7 @@ class RewriteRule:
         return inspect.getdoc(self.rewrite) or ""
 
 
-def map_getitems(node: fx.Node, other: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+def emit_getitems(node: fx.Node, other: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
     """Emit a `getitem` of the operator `other` for each `getitem` of `node`, with the same index; return {old: new}.
 
     A `getitem` beyond the results of `other` has no replacement. All users of `node` are `getitem` nodes.

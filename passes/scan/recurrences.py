@@ -368,7 +368,7 @@ class _Family:
         return [root for root in roots if root in readers][:1]
 
     def _unrolled_loop(self, nodes: list[fx.Node], concats: list[ConcatAccess]) -> UnrolledLoop:
-        """Return the loop of these operators, with the rows that it reads, and those of `concats` that no other loop computes."""
+        """Return the loop of these operators: with the rows that it reads, and with `concats` that no other loop computes."""
         inside = set(nodes)
         concats = [
             concat for concat in concats if all(value in inside for value in concat.values if self._is_computed_in_step(value))

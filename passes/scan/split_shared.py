@@ -76,7 +76,7 @@ def _insert_views(joint: JointGraph, axes: AxisFacts, shared: set[AxisFactor]) -
     """
     writer = GraphWriter(joint.graph)
     aliases: list[fx.Node] = []
-    tables = _tables(joint)
+    tables = _find_tables(joint)
     for table in tables:
         has_shared_axis = is_tensor(table) and any(shared.intersection(axes.table.resolve(dim)) for dim in axes.shapes[table])
         if has_shared_axis:
@@ -88,7 +88,7 @@ def _insert_views(joint: JointGraph, axes: AxisFacts, shared: set[AxisFactor]) -
     return aliases
 
 
-def _tables(joint: JointGraph) -> dict[fx.Node, None]:
+def _find_tables(joint: JointGraph) -> dict[fx.Node, None]:
     """Return the values computed from parameters, buffers and constants alone, in graph order (a dict used as an ordered set)."""
     tables = dict.fromkeys(node for node in joint.sources if _is_constant(node))
     for node in joint.nodes:

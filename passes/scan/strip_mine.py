@@ -96,7 +96,7 @@ def stack_sliced_blocks(joint: JointGraph, writer: GraphWriter) -> StackedBlocks
     if not block_shapes:
         return StackedBlocks((), ())
     concatenated = [
-        (_stack_concat_operands(node, blocks, _operands(node)[: blocks.count], writer), blocks)
+        (_stack_concat_operands(node, blocks, _concat_operands(node)[: blocks.count], writer), blocks)
         for node, blocks in concats.items()
         if blocks.shape in block_shapes
     ]
@@ -171,7 +171,7 @@ def _split_outputs(split: fx.Node) -> Iterator[tuple[RowSlice, fx.Node]]:
 def _matching_blocks(
     row_ranges: Collection[RowSlice], shape: Sequence[Any], block_shapes: Collection[BlockShape]
 ) -> Blocks | None:
-    """Return blocks with one of `block_shapes` of which each is in `row_ranges`; the first or the last block may be missing.
+    """Return blocks with one of `block_shapes`, each in `row_ranges`; the first or the last block may be missing.
 
     None if there are none. `row_ranges`: the slices of one value; `shape`: the value's shape.
     """
@@ -212,7 +212,7 @@ def _select_blocks_from_view(
 # -- concatenations
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
+def _concat_operands(node: fx.Node) -> list[fx.Node]:
     """Return the values that a concatenation joins."""
     return list(node.args[0])  # type: ignore[arg-type]
 
@@ -222,7 +222,7 @@ def _leading_blocks(node: fx.Node) -> Blocks | None:
 
     None if these are fewer than `MIN_ROWS`, if sizes are dynamic, or if dtypes or ranks differ.
     """
-    operands = _operands(node)
+    operands = _concat_operands(node)
     dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
     if not all(
         is_static_shape(shape_of_node(part)) and len(shape_of_node(part)) == len(shape_of_node(node)) for part in operands
@@ -237,7 +237,7 @@ def _leading_blocks(node: fx.Node) -> Blocks | None:
 def _stack_concat_operands(node: fx.Node, blocks: Blocks, values: Sequence[fx.Node], writer: GraphWriter) -> fx.Node:
     """cat([a, b, rest]) -> cat([stack([a, b]).view(...), rest]), in place; return the view. `node`: the cat; `values`: a, b."""
     view = _stack_blocks(values, blocks, writer.move_before(node))
-    rest = _operands(node)[blocks.count :]
+    rest = _concat_operands(node)[blocks.count :]
     concatenated = writer.call(aten.cat.default, [view, *rest], blocks.dim) if rest else view
     node.replace_all_uses_with(concatenated, propagate_meta=False)
     return view
@@ -272,14 +272,14 @@ def _rewrite_gradient_sums(
     concatenated: list[tuple[fx.Node, Blocks]] = []
     for node in partial_sums:
         if node.target is aten.add.Tensor and not is_summand(node, partial_sums):
-            padded, other_summands = _summands(node, partial_sums)
+            padded, other_summands = _summands_of(node, partial_sums)
             blocks = _matching_blocks(padded, shape_of_node(node), block_shapes)
             if blocks is not None:
                 concatenated += _stack_gradients(node, blocks, padded, other_summands, order, writer)
     return concatenated
 
 
-def _summands(total: fx.Node, partial_sums: Collection[fx.Node]) -> tuple[dict[RowSlice, list[fx.Node]], list[fx.Node]]:
+def _summands_of(total: fx.Node, partial_sums: Collection[fx.Node]) -> tuple[dict[RowSlice, list[fx.Node]], list[fx.Node]]:
     """Return the summands of a sum: its `slice_backward` nodes, by the row slice that is not padding, and the others.
 
     Partial sums that are used once are decomposed. For x + x, return no summands.

@@ -146,7 +146,7 @@ def _row_dim(node: fx.Node) -> int:
 def _select_padded_row(read: fx.Node, row: int, summands: Mapping[fx.Node, range], writer: GraphWriter) -> fx.Node:
     """Emit row number `row` of a sum of zero-padded values: the row of the summand that has it, or zeros if none does.
 
-    `summands` maps each `slice_backward` to its rows. With several summands, add 0: the original sum turns -0 into 0, too.
+    `summands` maps each `slice_backward` to its rows. With several summands, add 0: the original sum also turns -0 into 0.
     """
     like = read.meta[VALUE]
     for summand, rows in summands.items():

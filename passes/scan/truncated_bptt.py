@@ -127,7 +127,7 @@ def _(run: ChunkedScan, depends_on_tangents: Sequence[bool]) -> Sequence[CarryIn
     """A `scan` operator: the carry components that depend on tangents, except sums of gradients.
 
     The step graph maps (*carry, *rows, *shared operands) to (*carry, *rows). What an output depends on, the same component
-    of the next step's input depends on, too; so iterate until nothing is added.
+    of the next step's input also depends on; so iterate until nothing is added.
     """
     graph = run.plan.step
     num_carries = len(run.plan.carry)

@@ -67,7 +67,7 @@ class RowAndBlockLabels(NamedTuple):
 
 
 def _match_labels(node: fx.Node, axes: AxisFacts) -> RowAndBlockLabels | None:
-    """Return the operator's axis labels of sequence rows, and those of blocks of rows.
+    """Return the operator's axis labels of sequence rows, and its axis labels of blocks of rows.
 
     Return None if it does not have both, if it concatenates them, or if it reads a block as its rows (a view that tiles
     rows into blocks, a window of rows per block).
@@ -105,16 +105,17 @@ def _blocks_are_keys(
     An attention that knows its keys has 1000 votes, an operator that normalizes over an axis 100, a forward product that
     sums over an axis one.
     """
-    votes = 0
+    votes = 0  # positive: blocks are the keys; negative: rows are
     for node in group:
         signature, (rows, blocks) = axes.signatures[node], labels_by_node[node]
-        contracted = _contracted(node, signature, joint)
+        contracted = _summed_labels(node, signature, joint)
         for key_labels, weight in ((signature.keys, 1000), (signature.full_labels, 100), (contracted, 1)):
-            votes += weight * (bool(key_labels & blocks) - bool(key_labels & rows))
+            votes += weight if key_labels & blocks else 0
+            votes -= weight if key_labels & rows else 0
     return votes >= 0
 
 
-def _contracted(node: fx.Node, signature: Signature, joint: JointGraph) -> frozenset[AxisLabel]:
+def _summed_labels(node: fx.Node, signature: Signature, joint: JointGraph) -> frozenset[AxisLabel]:
     """Return the labels over which a forward operator sums; the empty set for a backward operator."""
     return frozenset(signature.contracted_labels()) if node in joint.forward else frozenset()
 
@@ -141,12 +142,12 @@ class _Materializer:
         for operand, labels in dict(zip(tensor_operands(node), signature.operands, strict=True)).items():
             if (key_dims := _key_dims(labels, queries, keys)) and MATERIALIZED not in operand.meta:
                 self.key_sources = {self.axis_of(operand, dim): (operand, dim) for dim in key_dims} | self.key_sources
-                node.replace_input_with(operand, self.materialized(operand, dict.fromkeys(key_dims)))
+                node.replace_input_with(operand, self.emit_materialized(operand, dict.fromkeys(key_dims)))
         for result, labels in _labeled_results(node, signature):
             if (key_dims := _key_dims(labels, queries, keys)) and not all(MATERIALIZED in user.meta for user in result.users):
                 source_by_dim = {dim: self.key_sources.get(self.axis_of(result, dim)) for dim in key_dims}
                 users = list(result.users)
-                view = self.materialized(result, source_by_dim)
+                view = self.emit_materialized(result, source_by_dim)
                 for user in users:
                     user.replace_input_with(result, view)
 
@@ -154,8 +155,8 @@ class _Materializer:
         """Return the axis of a dimension of a value, as its factors: two dimensions on one axis return the same tuple."""
         return self.axes.table.resolve(self.axes.shapes[value][dim])
 
-    def materialized(self, value: fx.Node, source_by_dim: Mapping[int, tuple[fx.Node, int] | None]) -> fx.Node:
-        """Return the materialized view of a value, which is emitted once, right after the value.
+    def emit_materialized(self, value: fx.Node, source_by_dim: Mapping[int, tuple[fx.Node, int] | None]) -> fx.Node:
+        """Return the materialized view of a value; emit it, right after the value, at the first call.
 
         `source_by_dim` goes into its metadata: the dimensions of keys, each with None for an operand. For a result, it has a
         value and its dimension on the axis of blocks or rows to which the result returns (None if it is not known).

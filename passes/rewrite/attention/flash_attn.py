@@ -59,8 +59,8 @@ class PackageLayout:
     row_dim: int  # the dimension of query positions (m)
     to_bhmd: Callable[[Any, GraphWriter], fx.Node]  # permutes heads to [b h m d]
     from_bhmd: Callable[[Any, GraphWriter], fx.Node]  # permutes heads from [b h m d] to the layout
-    lse: Callable[[Any, GraphWriter], fx.Node]  # converts the log-sum-exp [b h m] to the package's shape
-    options: Callable[[Mapping[str, Any], GraphWriter], dict[str, Any]]  # from a call's arguments to attention's mask and scale
+    lse_from_bhm: Callable[[Any, GraphWriter], fx.Node]  # converts the log-sum-exp [b h m] to the package's shape
+    attention_options: Callable[[Mapping[str, Any], GraphWriter], dict[str, Any]]  # arguments of a call -> mask and scale
 
 
 @rewrite_rule("flash_attn::_flash_attn_forward")
@@ -96,16 +96,16 @@ def _replace_calls(node: fx.Node, layout: PackageLayout, writer: GraphWriter) ->
     if unsupported:
         node.meta[FALLBACK_REASON] = UNSUPPORTED_CALL.format(operator=node.target, found=unsupported)
         return None
-    backwards = None if forward_results is None else _backward_calls(arguments, forward_results, layout)
+    backwards = None if forward_results is None else _find_backward_calls(arguments, forward_results, layout)
     if forward_results is None or backwards is None:
         found = "results in use by more than its own backward"
         node.meta[FALLBACK_REASON] = UNSUPPORTED_CALL.format(operator=node.target, found=found)
         return None
     heads = [layout.to_bhmd(arguments[name], writer) for name in ("q", "k", "v")]
-    options = layout.options(arguments, writer)
+    options = layout.attention_options(arguments, writer)
     results = writer.call(ATTENTION, *heads, **options)
     out, lse = (writer.call(operator.getitem, results, i) for i in range(2))
-    replacements = dict.fromkeys(forward_results.get(LSE, ()), layout.lse(lse, writer))
+    replacements = dict.fromkeys(forward_results.get(LSE, ()), layout.lse_from_bhm(lse, writer))
     replacements |= dict.fromkeys(forward_results.get(OUT, ()), layout.from_bhmd(out, writer))
     for backward in backwards:
         writer.move_before(backward)
@@ -134,12 +134,12 @@ def _find_unsupported(arguments: Mapping[str, Any], layout: PackageLayout) -> st
     return "" if device in KERNELS else f"tensors on {device}"
 
 
-def _backward_calls(
+def _find_backward_calls(
     arguments: Mapping[str, Any], forward_results: Mapping[int, Sequence[fx.Node]], layout: PackageLayout
 ) -> list[fx.Node] | None:
-    """Return the backward calls of a forward call; None if anything else uses its results, other than the result `out`.
+    """Return the backward calls of a forward call; None if any other node uses its results, except `out`.
 
-    `arguments` are those of the forward call; `forward_results` holds its `getitem` nodes by result index.
+    `arguments` are the arguments of the forward call by name; `forward_results` holds its `getitem` nodes by result index.
     """
     if not set(forward_results) <= {OUT, LSE, STATE}:
         return None
@@ -185,7 +185,7 @@ def _is_backward_of(
 # -- dense: [b m h d]
 
 
-def _transposed(heads: Any, writer: GraphWriter) -> fx.Node:
+def _emit_transpose(heads: Any, writer: GraphWriter) -> fx.Node:
     """Swap the dimensions of rows and heads: [b m h d] -> [b h m d], or back."""
     return writer.call(aten.transpose.int, heads, 1, 2)
 
@@ -195,7 +195,7 @@ def _identity(value: fx.Node, _: GraphWriter) -> fx.Node:
     return value
 
 
-def _window(arguments: Mapping[str, Any]) -> WindowSize:
+def _window_size(arguments: Mapping[str, Any]) -> WindowSize:
     """Return from the call's options how many keys before and after its own position a row sees (-1: all)."""
     return arguments["window_size_left"], 0 if arguments["causal"] else arguments["window_size_right"]
 
@@ -206,30 +206,38 @@ def _dense_options(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[st
     No window: nothing else. A causal call without a left bound: the causal flag. Any other window: a bias [1 1 m n].
     """
     scale = {"scale": arguments["softmax_scale"]}
-    left, right = _window(arguments)
+    left, right = _window_size(arguments)
     if left < 0 and right <= 0:
         return scale if right < 0 else {"is_causal": True, **scale}
-    size = size_arguments(arguments["q"], writer)[1]
-    return {"attn_mask": emit_window_bias(arguments["q"], size, (left, right), writer), **scale}
+    _, num_queries, *_ = size_arguments(arguments["q"], writer)
+    return {"attn_mask": emit_window_bias(arguments["q"], num_queries, (left, right), writer), **scale}
 
 
-DENSE = PackageLayout("flash_attn::_flash_attn_backward", (), 1, _transposed, _transposed, _identity, _dense_options)
+DENSE = PackageLayout(
+    backward="flash_attn::_flash_attn_backward",
+    extra_arguments=(),
+    row_dim=1,
+    to_bhmd=_emit_transpose,
+    from_bhmd=_emit_transpose,
+    lse_from_bhm=_identity,
+    attention_options=_dense_options,
+)
 
 
 # -- packed: [m h d]
 
 
-def _add_batch(heads: Any, writer: GraphWriter) -> fx.Node:
+def _emit_with_batch(heads: Any, writer: GraphWriter) -> fx.Node:
     """Permute heads [m h d] to [1 h m d]."""
     return writer.call(aten.transpose.int, writer.call(aten.unsqueeze.default, heads, 0), 1, 2)
 
 
-def _without_batch(heads: Any, writer: GraphWriter) -> fx.Node:
+def _emit_without_batch(heads: Any, writer: GraphWriter) -> fx.Node:
     """Permute heads [1 h m d] to [m h d]."""
-    return _squeeze_batch(writer.call(aten.transpose.int, heads, 1, 2), writer)
+    return _emit_squeezed_batch(writer.call(aten.transpose.int, heads, 1, 2), writer)
 
 
-def _squeeze_batch(value: Any, writer: GraphWriter) -> fx.Node:
+def _emit_squeezed_batch(value: Any, writer: GraphWriter) -> fx.Node:
     """Remove the leading dimension of size one."""
     return writer.call(aten.squeeze.dim, value, 0)
 
@@ -239,12 +247,18 @@ def _packed_options(arguments: Mapping[str, Any], writer: GraphWriter) -> dict[s
 
     The bias hides keys of other documents and keys outside the window.
     """
-    size = size_arguments(arguments["q"], writer)[0]
+    num_queries, *_ = size_arguments(arguments["q"], writer)
     ends = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
-    mask = emit_document_bias(arguments["q"], size, _window(arguments), ends, writer)
+    mask = emit_document_bias(arguments["q"], num_queries, _window_size(arguments), ends, writer)
     return {"attn_mask": mask, "scale": arguments["softmax_scale"]}
 
 
 PACKED = PackageLayout(
-    "flash_attn::_flash_attn_varlen_backward", ENDS, 0, _add_batch, _without_batch, _squeeze_batch, _packed_options
+    backward="flash_attn::_flash_attn_varlen_backward",
+    extra_arguments=ENDS,
+    row_dim=0,
+    to_bhmd=_emit_with_batch,
+    from_bhmd=_emit_without_batch,
+    lse_from_bhm=_emit_squeezed_batch,
+    attention_options=_packed_options,
 )

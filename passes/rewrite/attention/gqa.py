@@ -19,7 +19,7 @@ from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import map_getitems, rewrite_rule
+from streamfx.passes.rewrite.pattern import emit_getitems, rewrite_rule
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ def remove_repeated_heads(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, f
     sums_by_backward = [_match_sums_over_repeats(backward, *repeated) for backward in backwards]
     if any(sums is None for sums in sums_by_backward):
         return None
-    replacements = map_getitems(node, writer.call(ATTENTION, query, *heads, *node.args[3:], **node.kwargs), writer)
+    replacements = emit_getitems(node, writer.call(ATTENTION, query, *heads, *node.args[3:], **node.kwargs), writer)
     for backward, sums in zip(backwards, sums_by_backward, strict=True):
         replacements |= _emit_gradients(backward, heads, sums or {}, writer.move_before(backward))
     return replacements

@@ -283,8 +283,8 @@ def _rewrite(exchanged: ExchangedAttention, num_groups: int, writer: GraphWriter
         operands_by_group.append([_emit_group(query, group, num_groups, writer), *keys_and_values])
         calls.append(writer.call(ATTENTION, *operands_by_group[-1], **_options(exchanged.node)))
         calls[-1].meta[SPLIT_FROM] = exchanged.node.name
-        received.append(_apply_path(exchanged.outputs, _getitem(calls[-1], 0, writer), num_groups, writer))
-    _concat_groups(exchanged.outputs, received, writer)
+        received.append(_emit_path(exchanged.outputs, _emit_getitem(calls[-1], 0, writer), num_groups, writer))
+    _replace_end_of_path(exchanged.outputs, received, writer)
     for gradient in exchanged.gradients:
         _rewrite_gradient(gradient, operands_by_group, calls, num_key_groups, writer.move_before(gradient.node))
 
@@ -299,31 +299,31 @@ def _rewrite_gradient(
     """Emit one backward call per group of heads, add up the gradients of shared key heads, and replace the received gradients.
 
     `operands_by_group` has the query, keys and values of each forward call in `calls`. Each gradient is sent as soon as it
-    is complete: that of a query group at once, that of keys and values after the last query group that shares them.
+    is complete: a gradient of a query group at once, a gradient of keys or values after the last query group that shares them.
     """
     num_groups = len(operands_by_group)
     received: dict[int, list[fx.Node]] = {index: [] for index in gradient.outputs}  # by result: 0 query, 1 keys, 2 values
     running_sums = dict[int, fx.Node]()
     for group, (operands, call) in enumerate(zip(operands_by_group, calls, strict=True)):
-        out, lse = (_getitem(call, index, writer) for index in (0, 1))
+        out, lse = (_emit_getitem(call, index, writer) for index in (0, 1))
         group_cotangent = _emit_group(gradient.inputs, group, num_groups, writer)
         gradients = writer.call(ATTENTION_BACKWARD, group_cotangent, *operands, out, lse, **_options(gradient.node))
         completes_key_group = (group + 1) * num_key_groups % num_groups == 0
         for index, path in gradient.outputs.items():
-            group_gradient = _getitem(gradients, index, writer)
+            group_gradient = _emit_getitem(gradients, index, writer)
             if index and num_groups > num_key_groups:
-                group_gradient = running_sums[index] = _add_in_float32(running_sums.pop(index, None), group_gradient, writer)
+                group_gradient = running_sums[index] = _emit_sum_in_float32(running_sums.pop(index, None), group_gradient, writer)
                 if completes_key_group:
                     dtype = gradients.meta[VALUE][index].dtype
                     group_gradient = writer.call(aten._to_copy.default, group_gradient, dtype=dtype)
                     del running_sums[index]
             if index == 0 or completes_key_group:
-                received[index].append(_apply_path(path, group_gradient, num_groups if index == 0 else num_key_groups, writer))
+                received[index].append(_emit_path(path, group_gradient, num_groups if index == 0 else num_key_groups, writer))
     for index, path in gradient.outputs.items():
-        _concat_groups(path, received[index], writer)
+        _replace_end_of_path(path, received[index], writer)
 
 
-def _add_in_float32(total: fx.Node | None, part: fx.Node, writer: GraphWriter) -> fx.Node:
+def _emit_sum_in_float32(total: fx.Node | None, part: fx.Node, writer: GraphWriter) -> fx.Node:
     """Emit the sum of a running sum and a gradient, in float32 or a wider dtype; `total` is None before the first gradient."""
     if total is not None:
         return writer.call(aten.add.Tensor, total, part)
@@ -331,8 +331,8 @@ def _add_in_float32(total: fx.Node | None, part: fx.Node, writer: GraphWriter) -
     return writer.call(aten._to_copy.default, part, dtype=wide_dtype)
 
 
-def _getitem(node: fx.Node, index: int, writer: GraphWriter) -> fx.Node:
-    """Emit one result of an operator."""
+def _emit_getitem(node: fx.Node, index: int, writer: GraphWriter) -> fx.Node:
+    """Emit and return the result of an operator with several results that has this index."""
     return writer.call(operator.getitem, node, index)
 
 
@@ -346,10 +346,10 @@ def _emit_group(path: ExchangePath, group: int, num_groups: int, writer: GraphWr
     heads_dim = path.dims[0]
     num_heads = int(shape_of_node(path.source)[heads_dim]) // num_groups
     heads = writer.call(aten.slice.Tensor, path.source, heads_dim, group * num_heads, (group + 1) * num_heads)
-    return _apply_path(path, heads, num_groups, writer)
+    return _emit_path(path, heads, num_groups, writer)
 
 
-def _apply_path(path: ExchangePath, node: fx.Node, num_groups: int, writer: GraphWriter) -> fx.Node:
+def _emit_path(path: ExchangePath, node: fx.Node, num_groups: int, writer: GraphWriter) -> fx.Node:
     """Emit the operators of a path for `node`, which holds one group of heads; return the value at the end of the path.
 
     The sizes in views are divided by the number of groups along the dimension of heads. An exchange needs a contiguous
@@ -372,7 +372,7 @@ def _apply_path(path: ExchangePath, node: fx.Node, num_groups: int, writer: Grap
     return node
 
 
-def _concat_groups(path: ExchangePath, received: Sequence[fx.Node], writer: GraphWriter) -> None:
+def _replace_end_of_path(path: ExchangePath, received: Sequence[fx.Node], writer: GraphWriter) -> None:
     """Replace the last value of a path, in place, by the concatenation of the values that all groups of heads received."""
     all_heads = received[0] if len(received) == 1 else writer.call(aten.cat.default, list(received), path.result_dim)
     path.last.replace_all_uses_with(all_heads, propagate_meta=False)

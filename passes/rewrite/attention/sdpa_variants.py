@@ -16,7 +16,7 @@ from streamfx.ir.joint import bound_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.kernels.sdpa import KERNELS
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import getitems_by_index, map_getitems, rewrite_rule
+from streamfx.passes.rewrite.pattern import emit_getitems, getitems_by_index, rewrite_rule
 
 aten = torch.ops.aten
 
@@ -49,10 +49,10 @@ def sdpa_to_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.No
 def _backward_calls(node: fx.Node) -> list[fx.Node] | None:
     """Return the backward calls of a forward call, in graph order; None if the call cannot be replaced.
 
-    It cannot if it uses dropout, or if anything but a backward of this call reads another result than the first (`out`):
+    It cannot if it uses dropout, or if anything but a backward of this call reads a result other than the first (`out`):
     the log-sum-exp, a random seed.
     """
-    arguments, getitems = _arguments(node), getitems_by_index(node)
+    arguments, getitems = _common_arguments(node), getitems_by_index(node)
     if getitems is None or arguments["dropout_p"] != 0.0 or arguments.get("return_debug_mask") or _is_aligned_at_end(node):
         return None
     readers = {
@@ -68,7 +68,7 @@ def _is_aligned_at_end(node: fx.Node) -> bool:
 
     `streamfx::attention` aligns the first row with the first key. Both are the same for as many rows as keys: return False.
     """
-    arguments = _arguments(node)
+    arguments = _common_arguments(node)
     rows, keys = (shape_of_node(arguments[name])[2] for name in ("query", "key"))
     return node.target is aten._scaled_dot_product_flash_attention.default and arguments["is_causal"] and rows != keys
 
@@ -77,9 +77,9 @@ def _is_backward_of(node: fx.Node, forward: fx.Node, forward_results: dict[int, 
     """Return whether a backward call reads the operands, options and results of this forward call.
 
     `forward_results` has the forward call's `getitem` nodes by result index (0: out, 1: log-sum-exp). Of the backward's
-    results, only the gradients of query, key and value may be used: not that of a bias.
+    results, only the gradients of query, key and value may be used, not the gradient of a bias.
     """
-    arguments, forward_arguments, results = _arguments(node), _arguments(forward), getitems_by_index(node)
+    arguments, forward_arguments, results = _common_arguments(node), _common_arguments(forward), getitems_by_index(node)
     has_equal_operands = all(
         arguments.get(name) == forward_arguments.get(name)
         for name in ("query", "key", "value", "attn_mask", "is_causal", "scale")
@@ -94,8 +94,8 @@ def _is_backward_of(node: fx.Node, forward: fx.Node, forward_results: dict[int, 
     )
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a device's operator by name; some of its names are replaced by those of `streamfx::attention`."""
+def _common_arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a device's operator by name: by the names of `streamfx::attention` if it has the argument."""
     return {COMMON_NAMES.get(name, name): value for name, value in bound_arguments(node).items()}
 
 
@@ -104,7 +104,7 @@ def _emit_call(node: fx.Node, target: Any, writer: GraphWriter) -> dict[fx.Node,
 
     Return {old getitem: new getitem} for the results that both have. Options that are not set are omitted.
     """
-    arguments = _arguments(node)
+    arguments = _common_arguments(node)
     names = [argument.name for argument in target._schema.arguments]
     optional = {"attn_mask", "is_causal", "scale"}
     options = {name: arguments[name] for name in names if name in optional and name in arguments}
@@ -112,4 +112,4 @@ def _emit_call(node: fx.Node, target: Any, writer: GraphWriter) -> dict[fx.Node,
         name: value for name, value in options.items() if value is not None and value is not False
     }  # keep a scale of 0.0
     replacement = writer.call(target, *(arguments[name] for name in names if name not in optional), **set_options)
-    return map_getitems(node, replacement, writer)
+    return emit_getitems(node, replacement, writer)

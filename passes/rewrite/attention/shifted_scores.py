@@ -71,7 +71,7 @@ def reshapes_to_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | 
     if not _is_shift(arguments, shape_of_node(x), shape_of_node(reshaped), shape_of_node(node)):
         return None
     rows, width = size_arguments(x, writer)[dim : dim + 2]
-    return writer.call(RELATIVE_SHIFT, x, dim, rows, _plus(width, -1, writer))
+    return writer.call(RELATIVE_SHIFT, x, dim, rows, _emit_size_plus(width, -1, writer))
 
 
 @rewrite_rule(*of_kind(Kind.RESHAPE))
@@ -89,16 +89,16 @@ def reshapes_to_relative_shift_backward(node: fx.Node, writer: GraphWriter) -> f
     if gradient is None:
         return None
     rows, columns = size_arguments(gradient, writer)[dim : dim + 2]
-    return writer.call(RELATIVE_SHIFT_BACKWARD, gradient, dim, rows, _plus(columns, 1, writer))
+    return writer.call(RELATIVE_SHIFT_BACKWARD, gradient, dim, rows, _emit_size_plus(columns, 1, writer))
 
 
-def _plus(size: Any, number: int, writer: GraphWriter) -> Any:
+def _emit_size_plus(size: Any, number: int, writer: GraphWriter) -> Any:
     """Return size + number: an integer, or a new node if the size is a node (a dynamic size)."""
     return size + number if isinstance(size, int) else writer.call(operator.add, size, number)
 
 
 def _is_shift(slice_arguments: dict[str, Any], x: tuple[Size, ...], reshaped: tuple[Size, ...], result: tuple[Size, ...]) -> bool:
-    """Return whether three shapes and a slice are those of a relative shift: view x [t w], slice off t elements, view the rest.
+    """Return whether a view, a slice and a view are a relative shift: view x [t w], slice off t elements, view the rest.
 
     `x` is the shape before, `reshaped` [.. w t] the shape that is sliced, and `result` [.. t, w - 1] the shape after. Element
     j of row i of the result is then element t + i * (w - 1) + j of x: index t - i + j of row i, continued into the next row.
@@ -111,7 +111,7 @@ def _is_shift(slice_arguments: dict[str, Any], x: tuple[Size, ...], reshaped: tu
         or not isinstance(start, int)
     ):
         return False
-    row_dims = slice(dim, dim + 2)  # the dimension of rows, and the one within a row
+    row_dims = slice(dim, dim + 2)  # the dimension of rows, and the dimension of elements within a row
     other_sizes = [(*shape[:dim], *shape[dim + 2 :]) for shape in (x, reshaped, result)]
     (rows, width), (result_rows, columns) = x[row_dims], result[row_dims]
     return (

@@ -4,9 +4,9 @@ Unfused attention is the products and the softmax as separate operators. The sin
 dropped after the softmax: it only takes a share of the probabilities. A kernel returns its result and the log-sum-exp of
 its scores. The sink only adds to this sum:
 
-    softmax(cat([s, k]))[..., :-1] v = out w,   w = exp(lse - total) = sigmoid(lse - k),   total = logaddexp(lse, k)
+    softmax(cat([s, k]))[..., :-1] v = out w,   w = exp(lse - total_lse) = sigmoid(lse - k),   total_lse = logaddexp(lse, k)
 
-A kernel's backward recomputes the probabilities as exp(s - lse); with the total instead of lse, they include the sink.
+A kernel's backward recomputes the probabilities as exp(s - lse); with `total_lse` instead of lse, they include the sink.
 The rest of the backward only uses the result, in sum(gradient * result) per row. So the backward is called with the total
 and the scaled result. The sink's gradient is -u sum(gradient * result), u = sigmoid(k - lse).
 
@@ -31,7 +31,7 @@ from streamfx.node_meta import VALUE
 from streamfx.passes.ops.ranges.analysis import ValueRanges
 from streamfx.passes.rewrite.attention.softmax_sink import (
     SinkColumn,
-    cast_to,
+    emit_cast,
     has_only_matched_uses,
     is_slice_of,
     match_sink_column,
@@ -57,7 +57,7 @@ def softmax_with_sink_to_attention(node: fx.Node, writer: GraphWriter) -> dict[f
 
 
 def _has_ordinary_range(sink: fx.Node) -> bool:
-    """Return whether the sink's value range is proven to be that of ordinary numbers: finite, and at least about -1e28.
+    """Return whether the sink is proven to be an ordinary number: finite, and at least about -1e28.
 
     Then exp(score - sink) is zero for scores that a mask has set to a huge negative number.
     """
@@ -138,30 +138,30 @@ class _SinkReplacement:
     def forward(self, writer: GraphWriter) -> None:
         """Emit the attention operator, and store what the replacements read.
 
-        `out` is the result, scaled by the keys' share sigmoid(lse - sink); `total` the log-sum-exp with the sink, which the
+        `out` is the result, scaled by the keys' share sigmoid(lse - sink); `total_lse` the log-sum-exp with the sink, which the
         backward reads; `sink_share` is sigmoid(sink - lse). All operands have the shape [b h m d].
         """
         scores, write = self.attention.scores, writer.call
         assert self.attention.values is not None
-        self.query, self.values = self.with_heads(scores.query, writer), self.with_heads(self.attention.values, writer)
-        self.keys = write(aten.transpose.int, self.with_heads(scores.keys, writer), 2, 3)
+        self.query, self.values = self.emit_with_heads(scores.query, writer), self.emit_with_heads(self.attention.values, writer)
+        self.keys = write(aten.transpose.int, self.emit_with_heads(scores.keys, writer), 2, 3)
         self.options = {"scale": scores.scale} if scores.mask is None else {"attn_mask": scores.mask, "scale": scores.scale}
         attention = write(ATTENTION, self.query, self.keys, self.values, **self.options)
-        out, lse = (cast_to(writer, write(operator.getitem, attention, i), self.precision) for i in range(2))
-        sink = write(aten.squeeze.dim, cast_to(writer, self.column.column, self.precision), 3)
-        self.total = write(aten.logaddexp.default, lse, sink)
+        out, lse = (emit_cast(writer, write(operator.getitem, attention, i), self.precision) for i in range(2))
+        sink = write(aten.squeeze.dim, emit_cast(writer, self.column.column, self.precision), 3)
+        self.total_lse = write(aten.logaddexp.default, lse, sink)
         self.sink_share = write(aten.sigmoid.default, write(aten.sub.Tensor, sink, lse))
         share = write(aten.sigmoid.default, write(aten.sub.Tensor, lse, sink))
         zero_or_nan = write(aten.sum.dim_IntList, write(aten.mul.Tensor, self.query, 0), [3])
         share = write(aten.add.Tensor, share, zero_or_nan)  # NaN if the query is NaN: the CPU kernel returns zeros
-        self.out = cast_to(writer, write(aten.mul.Tensor, out, write(aten.unsqueeze.default, share, 3)), self.dtype)
+        self.out = emit_cast(writer, write(aten.mul.Tensor, out, write(aten.unsqueeze.default, share, 3)), self.dtype)
 
     def backward(self, writer: GraphWriter, sink_gradients: list[fx.Node]) -> dict[fx.Node, fx.Node]:
         """Emit the attention's backward, and return the replacements of all gradients, of operands and of the sink."""
         attention = self.attention
         assert attention.gradient is not None
-        gradient = self.with_heads(attention.gradient, writer)
-        operands = gradient, self.query, self.keys, self.values, self.out, self.total
+        gradient = self.emit_with_heads(attention.gradient, writer)
+        operands = gradient, self.query, self.keys, self.values, self.out, self.total_lse
         gradients = writer.call(ATTENTION_BACKWARD, *operands, **self.options)
         query_gradient, key_gradient, value_gradient = (writer.call(operator.getitem, gradients, i) for i in range(3))
         transposed = writer.call(aten.transpose.int, key_gradient, 2, 3)
@@ -179,12 +179,12 @@ class _SinkReplacement:
 
         `gradient` is the gradient of the attention's result, [b h m d].
         """
-        wide = (cast_to(writer, item, self.precision) for item in (gradient, self.out))
+        wide = (emit_cast(writer, item, self.precision) for item in (gradient, self.out))
         row_sums = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, *wide), [3])
         product = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, self.sink_share), row_sums)
-        return cast_to(writer, writer.call(aten.unsqueeze.default, product, 3), self.column.column.meta[VALUE].dtype)
+        return emit_cast(writer, writer.call(aten.unsqueeze.default, product, 3), self.column.column.meta[VALUE].dtype)
 
-    def with_heads(self, node: fx.Node, writer: GraphWriter) -> fx.Node:
+    def emit_with_heads(self, node: fx.Node, writer: GraphWriter) -> fx.Node:
         """Return a value [bh m d] as [b h m d]: the operand of the view that flattened it, or else a new view."""
         unflattened = through_views(node)
         batch_and_heads = shape_of_node(self.column.scores)[:2]

@@ -78,7 +78,7 @@ def _match_scores(gradient: fx.Node) -> fx.Node | None:
 def _is_gradient_of_max(node: Any, gradient: fx.Node, scores: fx.Node) -> bool:
     """Return whether a value is the gradient that autograd adds to the scores x for the maximum in x - max(x).
 
-    `gradient` is that of x - max(x). Its sum over keys, plus or minus, is written to one key per row (the backward of
+    `gradient` is the gradient of x - max(x). Its sum over keys, plus or minus, is written to one key per row (the backward of
     `max`), or divided among the keys with the largest score (the backward of `amax`):
     scatter(zeros, dim, index, sum), or sum / largest.sum(dim) * largest with largest = (x == max(x)).
     """

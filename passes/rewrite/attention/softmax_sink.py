@@ -6,7 +6,7 @@ slice, times this slice's share of the sum, and the shares are a softmax of two 
     softmax(cat([s, k]))[..., :-1] = softmax(s) * w,   w, u = softmax([logsumexp(s - k), 0])
 
 If a row sees no key, all its scores are minus infinity and w is zero. The result must then be zero, as with the column;
-softmax(s) times zero would be NaN. The backward is rewritten, too: with p = softmax(s) * w and its gradient g, the
+softmax(s) times zero would be NaN. The backward is also rewritten: with p = softmax(s) * w and its gradient g, the
 gradient of the scores is p * (g - sum(g * p)), and the gradient of the column is -u * sum(g * p). u is computed
 separately, because 1 - w loses its digits if the column's share is small. Nothing is rewritten unless all uses match.
 """
@@ -63,7 +63,7 @@ def softmax_with_sink_to_softmax(node: fx.Node, writer: GraphWriter) -> dict[fx.
 def match_sink_column(softmax: fx.Node) -> SinkColumn | None:
     """Match a softmax of scores that are concatenated, along the softmax's dimension, with one extra column (size 1).
 
-    Return None if its operand is no such concatenation.
+    Return None if its operand is not such a concatenation.
     """
     options = bound_arguments(softmax)
     concat = options["self"]
@@ -85,7 +85,7 @@ def match_sink_column(softmax: fx.Node) -> SinkColumn | None:
 def has_only_matched_uses(column: SinkColumn) -> bool:
     """Return whether all uses of the softmax are a slice without the column, or its backward.
 
-    All uses of the backward's result must slice either the gradient of the scores or that of the column.
+    All uses of the backward's result must slice either the gradient of the scores or the gradient of the column.
     """
     return all(is_slice_of(user, column, column.scores_range) or _is_backward(user, column) for user in column.softmax.users)
 
@@ -108,13 +108,15 @@ def _slice_bounds(node: fx.Node, column: SinkColumn) -> tuple[int, int] | None:
     end = length if end is None else end
     if not isinstance(end, int):
         return None
-    return start + length * (start < 0), min(end + length * (end < 0), length)
+    start = start + length if start < 0 else start
+    end = end + length if end < 0 else end
+    return start, min(end, length)
 
 
 def _is_backward(node: fx.Node, column: SinkColumn) -> bool:
     """Return whether a node is the backward of the column's softmax, and only slices of scores and column use its result.
 
-    Its incoming gradient must be that of the slice without the column: slice_backward(gradient of the probabilities).
+    Its incoming gradient must be the gradient of the slice without the column: slice_backward(gradient of the probabilities).
     """
     if node.target is not aten._softmax_backward_data.default:
         return False
@@ -137,11 +139,13 @@ def _emit_without_column(match: SinkColumn, writer: GraphWriter) -> dict[fx.Node
     """
     softmax, dim = match.softmax, match.dim
     dtype = softmax.meta[VALUE].dtype
-    scores, column = (cast_to(writer, value, torch.promote_types(dtype, torch.float32)) for value in (match.scores, match.column))
+    scores, column = (
+        emit_cast(writer, value, torch.promote_types(dtype, torch.float32)) for value in (match.scores, match.column)
+    )
     share, column_share = _emit_shares(writer, scores, column, dim)
     probabilities = writer.call(aten.mul.Tensor, writer.call(aten._softmax.default, scores, dim, False), share)
     probabilities = writer.call(aten.masked_fill.Scalar, probabilities, writer.call(aten.eq.Scalar, share, 0), 0)
-    result = cast_to(writer, probabilities, dtype)
+    result = emit_cast(writer, probabilities, dtype)
     replacements = {user: result for user in softmax.users if user.target is aten.slice.Tensor}
     for user in softmax.users:
         if user not in replacements:
@@ -174,17 +178,17 @@ def _emit_gradients(
     padded_gradient = bound_arguments(backward)["grad_output"]
     gradient = bound_arguments(padded_gradient)["grad_output"]
     dtype = backward.meta[VALUE].dtype
-    gradient = cast_to(writer, gradient, probabilities.meta[VALUE].dtype)
+    gradient = emit_cast(writer, gradient, probabilities.meta[VALUE].dtype)
     row_sums = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, gradient, probabilities), [match.dim], True)
     scores_gradient = writer.call(aten.mul.Tensor, probabilities, writer.call(aten.sub.Tensor, gradient, row_sums))
     column_gradient = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, column_share), row_sums)
     gradient_by_range = {
-        match.scores_range: cast_to(writer, scores_gradient, dtype),
-        match.column_range: cast_to(writer, column_gradient, dtype),
+        match.scores_range: emit_cast(writer, scores_gradient, dtype),
+        match.column_range: emit_cast(writer, column_gradient, dtype),
     }
     return {user: gradient_by_range[_slice_bounds(user, match)] for user in backward.users}  # type: ignore[index]
 
 
-def cast_to(writer: GraphWriter, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+def emit_cast(writer: GraphWriter, value: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Return a value in a dtype; emit a cast if necessary."""
     return value if value.meta[VALUE].dtype == dtype else writer.call(aten._to_copy.default, value, dtype=dtype)

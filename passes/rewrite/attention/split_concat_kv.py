@@ -36,7 +36,7 @@ from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.rules.attention import M, N
-from streamfx.passes.rewrite.attention.softmax_sink import cast_to
+from streamfx.passes.rewrite.attention.softmax_sink import emit_cast
 from streamfx.passes.rewrite.views.concat_propagation import ConcatSlices
 
 aten = torch.ops.aten
@@ -202,7 +202,7 @@ def _key_axis(node: fx.Node, axes: AxisFacts) -> AxisFactor | None:
 # -- writing the replacement
 
 
-def _write_forward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool]) -> None:
+def _split_forward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool]) -> None:
     """Emit one attention per slice of keys, and replace the results by their sum weighted by the share of each slice.
 
     total_lse = logaddexp over slices of lse_i, out = sum of exp(lse_i - total_lse) * out_i. `shows_own` says for each slice
@@ -224,10 +224,10 @@ def _write_forward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool
     out: fx.Node | None = None
     for slice_out, lse in zip(outs, lses, strict=True):
         weight = call(aten.unsqueeze.default, call(aten.exp.default, call(aten.sub.Tensor, lse, finite_lse)), 3)
-        weighted = call(aten.mul.Tensor, cast_to(slices.writer, slice_out, lse_dtype), weight)
+        weighted = call(aten.mul.Tensor, emit_cast(slices.writer, slice_out, lse_dtype), weight)
         out = weighted if out is None else call(aten.add.Tensor, out, weighted)
     assert out is not None
-    _replace_results(node, (cast_to(slices.writer, out, dtype), total_lse))
+    _replace_results(node, (emit_cast(slices.writer, out, dtype), total_lse))
 
 
 def _emit_masked_lse(lse: fx.Node, mask: fx.Node, writer: GraphWriter) -> fx.Node:
@@ -237,7 +237,7 @@ def _emit_masked_lse(lse: fx.Node, mask: fx.Node, writer: GraphWriter) -> fx.Nod
     return writer.call(aten.masked_fill.Scalar, lse, sees_no_key, -math.inf)
 
 
-def _write_backward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool]) -> None:
+def _split_backward(node: fx.Node, slices: ConcatSlices, shows_own: Sequence[bool]) -> None:
     """Emit one attention backward per slice of keys, and replace the results of the old one.
 
     The gradient of the queries is the sum over slices; the gradients of keys and values are concatenated. A node that
@@ -312,6 +312,6 @@ def _replace_results(node: fx.Node, results: Sequence[fx.Node]) -> None:
 
 
 SPLITTERS: dict[object, Callable[[fx.Node, ConcatSlices, Sequence[bool]], None]] = {
-    ATTENTION: _write_forward,
-    ATTENTION_BACKWARD: _write_backward,
+    ATTENTION: _split_forward,
+    ATTENTION_BACKWARD: _split_backward,
 }

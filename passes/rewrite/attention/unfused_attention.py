@@ -2,7 +2,7 @@
 
     s = c q k^T + m,  o = p v,  dv = p^T do,  dp = do v^T,  dq = c ds k,  dk = c ds^T q
 
-s are the scores, p = softmax(s) the probabilities, m a mask, do the gradient of the result o, and ds that of the scores. In
+s are the scores, p = softmax(s) the probabilities, m a mask, do and ds the gradients of the result o and of the scores. In
 shapes, `bh` is the batch and the heads in one dimension, as in `bmm`; m and n are query and key positions. Values are
 matched through views (also copies and aliases) that keep their elements and at most merge or split batch and heads.
 """
@@ -53,7 +53,7 @@ class Scores:
     def _match_product(node: fx.Node, mask: fx.Node | None, shape: Shape) -> Scores | None:
         """Match `node` as a product, times or divided by a number, and return it as scores with the given mask.
 
-        `shape` [b h m n] is the shape of the scores. The product must have it, too, because adding the mask may not
+        `shape` [b h m n] is the shape of the scores. The product must also have it, because adding the mask may not
         broadcast it. Return None if nothing matches.
         """
         node = through_views(node)

@@ -32,7 +32,7 @@ def emit_window_bias(query: fx.Node, size: Any, window: WindowSize, writer: Grap
     The bias gets the dtype and device of `query`.
     """
     rows, keys = (_emit_indices(query, size, writer) for _ in range(2))
-    return _emit_bias(_emit_window_conditions(*_broadcast(rows, keys, size, writer), window, writer), query, writer)
+    return _emit_bias(_emit_window_conditions(*_emit_broadcast(rows, keys, size, writer), window, writer), query, writer)
 
 
 def emit_document_bias(
@@ -51,10 +51,10 @@ def emit_document_bias(
     row_documents = call(aten.bucketize.Tensor, rows, row_ends, right=True)
     key_documents = call(aten.bucketize.Tensor, keys, key_ends, right=True)
     if not _is_same_value(row_ends, key_ends):
-        rows = _offset_from_end(rows, row_documents, row_ends, writer)
-        keys = _offset_from_end(keys, key_documents, key_ends, writer)
-    is_same_document = call(aten.eq.Tensor, *_broadcast(row_documents, key_documents, size, writer))
-    window_conditions = _emit_window_conditions(*_broadcast(rows, keys, size, writer), window, writer)
+        rows = _emit_offset_from_end(rows, row_documents, row_ends, writer)
+        keys = _emit_offset_from_end(keys, key_documents, key_ends, writer)
+    is_same_document = call(aten.eq.Tensor, *_emit_broadcast(row_documents, key_documents, size, writer))
+    window_conditions = _emit_window_conditions(*_emit_broadcast(rows, keys, size, writer), window, writer)
     return _emit_bias([is_same_document, *window_conditions], query, writer)
 
 
@@ -68,8 +68,8 @@ def _emit_indices(query: fx.Node, size: Any, writer: GraphWriter) -> fx.Node:
     return writer.call(aten.arange.default, size, device=query.meta[VALUE].device)
 
 
-def _offset_from_end(indices: fx.Node, documents: fx.Node, ends: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Emit each row's index minus the end of its document: -3 -2 -1 for three rows. Works for keys, too.
+def _emit_offset_from_end(indices: fx.Node, documents: fx.Node, ends: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Emit each row's index minus the end of its document: -3 -2 -1 for three rows; keys likewise.
 
     `documents` has the index into `ends` for each row. Rows after the last document have no entry: their end is 0.
     """
@@ -78,7 +78,7 @@ def _offset_from_end(indices: fx.Node, documents: fx.Node, ends: fx.Node, writer
     return call(aten.sub.Tensor, indices, call(aten.index.Tensor, padded, [documents]))
 
 
-def _broadcast(rows: fx.Node, keys: fx.Node, size: Any, writer: GraphWriter) -> tuple[fx.Node, fx.Node]:
+def _emit_broadcast(rows: fx.Node, keys: fx.Node, size: Any, writer: GraphWriter) -> tuple[fx.Node, fx.Node]:
     """Reshape a vector over rows to [1 1 m 1], and one over keys to [1 1 1 n]; m = n = `size`."""
     call = writer.call
     return call(aten.reshape.default, rows, [1, 1, size, 1]), call(aten.reshape.default, keys, [1, 1, 1, size])
@@ -92,12 +92,12 @@ def _emit_window_conditions(rows: fx.Node, keys: fx.Node, window: WindowSize, wr
     """
     (left, right), call = window, writer.call
 
-    def rows_plus(offset: int) -> fx.Node:
+    def emit_rows_plus(offset: int) -> fx.Node:
         """Emit the row indices plus an offset."""
         return call(aten.add.Tensor, rows, offset) if offset else rows
 
-    after = [call(aten.le.Tensor, keys, rows_plus(right))] if right >= 0 else []
-    before = [call(aten.ge.Tensor, keys, rows_plus(-left))] if left >= 0 else []
+    after = [call(aten.le.Tensor, keys, emit_rows_plus(right))] if right >= 0 else []
+    before = [call(aten.ge.Tensor, keys, emit_rows_plus(-left))] if left >= 0 else []
     return after + before
 
 

@@ -76,7 +76,7 @@ class Unshard:
 def remove_gathers(joint: JointGraph) -> dict[fx.Node, Gather]:
     """Turn each input that is a shard into the full weight, in place, and return the removed gather of each such input.
 
-    wait(all_gather(primal)) -> t -> mm   ->   primal -> t -> mm, and the primal's fake value is that of the full weight.
+    wait(all_gather(primal)) -> t -> mm   ->   primal -> t -> mm, and the primal's fake value becomes the full weight's.
     """
     gathers: dict[fx.Node, Gather] = {}
     for primal, derived in nodes_by_only_input(joint).items():
@@ -241,7 +241,7 @@ def _merge_reductions(gradient: fx.Node, primal: fx.Node) -> fx.Node:
 
     add(wait(reduce_scatter(a)), wait(reduce_scatter(b))) -> wait(reduce_scatter(add(a, b)))
 
-    Return the new gradient, or the given node if it is no such sum. Addends that are sums themselves are merged first.
+    Return the new gradient, or the given node if it is not such a sum. Addends that are sums themselves are merged first.
     """
     if gradient.target is not aten.add.Tensor or gradient.kwargs or not all(map(is_tensor, gradient.args)):
         return gradient
@@ -295,7 +295,7 @@ def _may_be_in_reduction(node: fx.Node) -> bool:
 def _nodes_between(source: fx.Node, target: fx.Node, allowed: set[fx.Node]) -> set[fx.Node]:
     """Return the nodes after `source`, up to `target`, on paths of allowed nodes; they compute `target` from `source`.
 
-    Return the empty set if there is no path, or if these nodes read another value as well.
+    Return the empty set if there is no path, or if these nodes also read another value.
     """
     descendants, todo = set[fx.Node](), [source]
     while todo:

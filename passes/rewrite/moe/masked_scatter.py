@@ -85,7 +85,7 @@ def _match_row_mask(mask: fx.Node) -> fx.Node | None:
     if mask.meta[VALUE].dtype != torch.bool:
         return None
     mask = _before_clones(mask)
-    if mask.target is aten._to_copy.default:  # the one that casts to bool: an earlier cast may turn 0.5 into 0
+    if mask.target is aten._to_copy.default:  # the cast to bool: an earlier cast may turn 0.5 into 0
         mask = _before_clones(node_argument(mask))
     if mask.target is not aten.expand.default:
         return None

@@ -10,7 +10,7 @@ sequence are contiguous:
 The proof is an induction over operators. A permuted value v has an unpermuted value w (its *twin*) with v[i] = w[order[i]].
 If an operator's rule treats all rows alike (their axis label is not special), the operator maps unpermuted operands to the
 unpermuted result; if the operator sums over the rows, both results are equal, and the result is called *restored*. A
-look-up at the inverse permutation restores rows, too. Restored values are then replaced by their twins. The graph changes
+look-up at the inverse permutation also restores rows. Restored values are then replaced by their twins. The graph changes
 only if a permutation disappears completely. A *handler* records the results of one kind of operator in `Permutations`.
 """
 
@@ -206,7 +206,7 @@ def _find_row_label(signature: Signature, permuted_operands: list[Permuted | Non
     """Return the axis label of the permuted dimensions, if the operator treats all rows along it alike; else None.
 
     `permuted_operands` has the record of each operand, or None for an operand that is not permuted. For `a b, b c -> a c`
-    with the first operand permuted along dimension 0, return a. The label must be that of all permuted dimensions and of no
+    with the first operand permuted along dimension 0, return a. The label must be the label of all permuted dimensions and of no
     other dimension.
     """
     labels: set[AxisLabel] = set()

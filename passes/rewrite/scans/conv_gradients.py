@@ -61,7 +61,7 @@ def split_convolution_backward(node: fx.Node, writer: GraphWriter) -> dict[fx.No
 def _has_axis_rule(arguments: dict[str, Any], x: fx.Node, weight: fx.Node) -> bool:
     """Return whether later passes know the axes of a convolution: kernel size 1, or stride 1 along one spatial axis.
 
-    `arguments` are those of the convolution's backward, by name; `x` and `weight` are real.
+    `arguments` are the arguments of the convolution's backward, by name; `x` and `weight` are real.
     """
     weight_shape = shape_of_node(weight)
     if not all(item.meta[VALUE].is_floating_point() for item in (x, weight)):  # gradients of complex tensors contain conjugates

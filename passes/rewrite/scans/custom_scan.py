@@ -157,7 +157,7 @@ def _is_backward_of(declared: Stateful, backward: ScanCall, call: ScanCall) -> b
 
 
 def _check_names(declared: Stateful, call: ScanCall, backward: bool = False) -> None:
-    """Raise a NotStatefulError if a call's argument names are not those of the declaration.
+    """Raise a NotStatefulError if a call's argument names differ from the declaration's.
 
     They differ if another version of a package has changed its operator. `backward`: the call is one of the backward.
     """
@@ -188,14 +188,14 @@ def emit_recurrences(
     _check_results(call, results, computed_results)
     plans = [(backward, _plan_backward(declared, plan, call, backward, results, writer)) for backward in backwards]
     forward = writer.call(Forward(plan), *call.operands(plan.operands))
-    replacements = _map_results(call, plan, forward, writer)
+    replacements = _emit_getitems(call, plan, forward, writer)
     for backward, backward_call_plan in plans:
-        # a backward that recomputes saved results reads the forward call's operands, too
+        # a backward that recomputes saved results also reads the forward call's operands
         all_arguments = {**call.arguments, **backward.arguments}
         operands = [all_arguments[name] for name in backward_call_plan.operands]
         new_backward = writer.move_before(backward.node).call(Backward(backward_call_plan), *operands)
         new_backward.meta[FORWARD_OPERATOR] = forward
-        replacements |= _map_results(backward, backward_call_plan, new_backward, writer)
+        replacements |= _emit_getitems(backward, backward_call_plan, new_backward, writer)
     return replacements
 
 
@@ -222,7 +222,7 @@ def _plan_backward(
     return plan
 
 
-def _map_results(call: ScanCall, plan: StatefulPlan, recurrence: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+def _emit_getitems(call: ScanCall, plan: StatefulPlan, recurrence: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
     """Emit a `getitem` for each result of a recurrence; return {old getitem of the call: new getitem}.
 
     `plan.results` has the index, among the call's results, of each result of the recurrence.
@@ -237,7 +237,7 @@ def _map_results(call: ScanCall, plan: StatefulPlan, recurrence: fx.Node, writer
 
 
 def _check_saved(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCall]) -> None:
-    """Raise a NotStatefulError if a result that has no rows, and is no state, is used by anything but these backwards.
+    """Raise a NotStatefulError if a result that neither has rows nor is a state is used by anything but these backwards.
 
     Such a result of the full sequence is not computed: the backward recomputes it for each chunk, if it is declared as
     saved.
@@ -253,7 +253,7 @@ def _check_saved(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCal
 
 
 def _check_results(call: ScanCall, results: Sequence[Any], indices: Sequence[int]) -> None:
-    """Raise a NotStatefulError if a result has another shape or dtype in the plan (`results`) than in the traced call.
+    """Raise a NotStatefulError if the shape or dtype of a result differs between the plan (`results`) and the traced call.
 
     `indices` are the results that are used. An operator may return other results if it also returns its state.
     """

@@ -58,7 +58,7 @@ class ScanStep:
         """Return the operators of the step's graph."""
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
 
-    def rearranged(self, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> ScanStep:
+    def rearrange(self, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> ScanStep:
         """Return a copy of the step with its placeholders in the order `inputs`, and with the given results; drop unused nodes.
 
         `inputs` and `results` are nodes of this step.
@@ -75,7 +75,7 @@ class ScanStep:
 
         This is correct because nothing writes to the values of a step.
         """
-        step = self.rearranged(self.inputs, self.results)
+        step = self.rearrange(self.inputs, self.results)
         for node in step.operators:
             view_operator = _find_view_operator(node.target)
             node.target = COPYING_VIEWS.get(view_operator, view_operator)
@@ -225,7 +225,7 @@ def _with_shared_operands(call: ScanOperator) -> ScanOperator:
     new_order = [*inputs[:start], *varying_inputs, *inputs[stop:], *repeated_inputs]
     shared = (*call.shared, *(repeated_by_input[placeholder] for placeholder in repeated_inputs))
     return ScanOperator(
-        call.step.rearranged(new_order, call.step.results),
+        call.step.rearrange(new_order, call.step.results),
         call.initial_carry,
         tuple(rows_by_input[placeholder] for placeholder in varying_inputs),
         shared,  # type: ignore[arg-type]
@@ -246,7 +246,7 @@ def _repeated_row(rows: fx.Node) -> fx.Node | None:
 
 
 def _emit_recurrence(call: ScanOperator, indices: Sequence[int], writer: GraphWriter) -> dict[int, fx.Node]:
-    """Emit a recurrence that runs the steps; return those of its results that have these indices in the `scan`, by index.
+    """Emit a recurrence that runs the steps; return its results that have these indices in the `scan`, by index.
 
     Results below `num_carried` are final carries, the others outputs. If a scanned operand is flipped, the recurrence runs
     from the last row to the first, on operands that are not flipped, and the outputs are flipped.
@@ -256,11 +256,11 @@ def _emit_recurrence(call: ScanOperator, indices: Sequence[int], writer: GraphWr
     outputs = [i for i in indices if i >= num_carried]
     reverse = any(_is_flipped(rows) for rows in call.rows)
     results = [*call.step.results[:num_carried], *(call.step.results[index] for index in outputs)]
-    rows = tuple(_flip(item, writer) if reverse else item for item in call.rows)
-    call = ScanOperator(call.step.rearranged(call.step.inputs, results), call.initial_carry, rows, call.shared)
+    rows = tuple(_emit_flip(item, writer) if reverse else item for item in call.rows)
+    call = ScanOperator(call.step.rearrange(call.step.inputs, results), call.initial_carry, rows, call.shared)
     scanned = writer.call(ChunkedScan(_scan_plan(call, tuple(final_carries), reverse)), *call.operands)
     getitems = {index: writer.call(operator.getitem, scanned, i) for i, index in enumerate((*final_carries, *outputs))}
-    return {index: _flip(value, writer) if reverse and index >= num_carried else value for index, value in getitems.items()}
+    return {index: _emit_flip(value, writer) if reverse and index >= num_carried else value for index, value in getitems.items()}
 
 
 def _scan_plan(call: ScanOperator, final_carries: tuple[int, ...], reverse: bool) -> ScanPlan:
@@ -286,7 +286,7 @@ def _is_flipped(rows: fx.Node) -> bool:
     return rows.target is aten.flip.default and _flipped_dims(rows) == {0}
 
 
-def _flip(rows: fx.Node, writer: GraphWriter) -> fx.Node:
+def _emit_flip(rows: fx.Node, writer: GraphWriter) -> fx.Node:
     """Emit flip(rows, [0]); if the rows are flip(x, [0]) already, return x."""
     return node_argument(rows) if _is_flipped(rows) else writer.call(aten.flip.default, rows, [0])
 

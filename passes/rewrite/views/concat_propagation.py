@@ -62,7 +62,7 @@ class ConcatSlices:
         return True
 
     def _has_axis_alone(self, value: fx.Node) -> bool:
-        """Return whether at most one dimension of a value contains the axis, and is no product of it and other axes."""
+        """Return whether at most one dimension of a value contains the axis, and is not a product of it and other axes."""
         dims = [self.axes.table.resolve(dim) for dim in self.axes.shapes[value]]
         return [dim for dim in dims if self.axis in dim] in ([], [(self.axis,)])
 
@@ -128,7 +128,7 @@ def _concat_dim(node: fx.Node) -> int:
 
 
 def first_operator_after(value: fx.Node) -> fx.Node:
-    """Return the first node after a value, in graph order, that is no input and no `get_attr`: new nodes go before it."""
+    """Return the first node after a value, in graph order, that is neither an input nor a `get_attr`: new nodes go before it."""
     node = value.next
     while node.op in ("placeholder", "get_attr"):
         node = node.next

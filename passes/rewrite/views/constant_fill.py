@@ -45,5 +45,7 @@ def full_like_of_row_to_full(node: fx.Node, writer: GraphWriter) -> fx.Node | No
     fill = find_fill(node)
     if row.target is not aten.select.int or fill is None or not all(isinstance(size, int) for size in value.shape):
         return None
-    number = fill if value.is_floating_point() else (bool(fill) if value.dtype == torch.bool else int(fill))
+    number: float = fill
+    if not value.is_floating_point():
+        number = bool(fill) if value.dtype == torch.bool else int(fill)
     return writer.call(aten.full.default, list(value.shape), number, dtype=value.dtype, device=value.device)

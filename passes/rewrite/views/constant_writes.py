@@ -123,7 +123,7 @@ def _match_written_boxes(node: fx.Node) -> list[tuple[Box, float]] | None:
     """Return the boxes that one operator writes, as (box, constant) in order; None if it writes anything but constants.
 
     The written value is a constant, or constants were written into a constant or into a view of the same rows of the buffer:
-    x[r][: r - 2] = c writes row r of x, of which a slice was overwritten.
+    x[r][: r - 2] = c writes row r of x after a slice of it was overwritten.
     """
     target_rows = _find_rows(node) if node.target in ROW_WRITES else None
     if target_rows is None or not has_same_type(node_argument(node, 1), node):

@@ -41,7 +41,7 @@ class _Bags:
     is_mean: bool
     writer: GraphWriter
 
-    def mask_padding(self, values: fx.Node, rank: int) -> fx.Node:
+    def emit_masked_padding(self, values: fx.Node, rank: int) -> fx.Node:
         """Emit the values with zeros for padding indices; `values` are [n k], or [n k d] if `rank` is 3."""
         if self.is_counted is None:
             return values
@@ -50,7 +50,7 @@ class _Bags:
         counted = self.writer.call(aten.unsqueeze.default, self.is_counted, 2) if rank == 3 else self.is_counted
         return self.writer.call(aten.where.self, counted, values, zero)
 
-    def divide_for_mean(self, values: fx.Node) -> fx.Node:
+    def emit_mean(self, values: fx.Node) -> fx.Node:
         """Emit values [n d], divided by the number of indices in each bag that are not padding (at least 1).
 
         Return them unchanged if the bags are sums.
@@ -76,22 +76,22 @@ def embedding_bag_to_embedding(node: fx.Node, writer: GraphWriter) -> Mapping[fx
     getitems = getitems_by_index(node)
     if not getitems or not any(getitem.users for getitem in getitems.get(0, [])):  # only the bags, result 0, are replaced
         return None
-    bags = _match_bags(node, writer)
+    bags = _emit_bags(node, writer)
     if bags is None:
         return None
     table = bound_arguments(node)["weight"]
-    rows = bags.mask_padding(bags.apply_weights(writer.call(aten.embedding.default, table, bags.indices)), 3)
-    reduced = bags.divide_for_mean(writer.call(aten.sum.dim_IntList, rows, [1]))
+    rows = bags.emit_masked_padding(bags.apply_weights(writer.call(aten.embedding.default, table, bags.indices)), 3)
+    reduced = bags.emit_mean(writer.call(aten.sum.dim_IntList, rows, [1]))
     return dict.fromkeys(getitems[0], reduced)
 
 
 @rewrite_rule(aten._embedding_bag_backward.default)
 def embedding_bag_backward_to_embedding_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """embedding_bag_backward(d, i.view(n * k), arange(0, n * k, k)) -> embedding_dense_backward(expand(d[:, None], k), i)"""
-    bags, arguments = _match_bags(node, writer), bound_arguments(node)
+    bags, arguments = _emit_bags(node, writer), bound_arguments(node)
     if bags is None:
         return None
-    bag_gradient = writer.call(aten.unsqueeze.default, bags.divide_for_mean(arguments["grad"]), 1)  # [n 1 d]
+    bag_gradient = writer.call(aten.unsqueeze.default, bags.emit_mean(arguments["grad"]), 1)  # [n 1 d]
     sizes = [*size_arguments(bags.indices, writer), size_arguments(arguments["grad"], writer)[1]]
     row_gradients = bags.apply_weights(writer.call(aten.expand.default, bag_gradient, sizes))  # [n k d]
     options = arguments["num_weights"], arguments["padding_idx"], False  # False: scale_grad_by_freq
@@ -101,16 +101,16 @@ def embedding_bag_backward_to_embedding_backward(node: fx.Node, writer: GraphWri
 @rewrite_rule(aten._embedding_bag_per_sample_weights_backward.default)
 def embedding_bag_weights_backward_to_product(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """embedding_bag_per_sample_weights_backward(d, table, i, arange(0, n * k, k)) -> (d[:, None] * embedding(table, i)).sum(2)"""
-    bags, arguments = _match_bags(node, writer), bound_arguments(node)
+    bags, arguments = _emit_bags(node, writer), bound_arguments(node)
     if bags is None:
         return None
     looked_up = writer.call(aten.embedding.default, arguments["weight"], bags.indices)
     products = writer.call(aten.mul.Tensor, writer.call(aten.unsqueeze.default, arguments["grad"], 1), looked_up)
-    per_index = bags.mask_padding(writer.call(aten.sum.dim_IntList, products, [2]), 2)
+    per_index = bags.emit_masked_padding(writer.call(aten.sum.dim_IntList, products, [2]), 2)
     return writer.call(aten.view.default, per_index, size_arguments(arguments["indices"], writer))
 
 
-def _match_bags(node: fx.Node, writer: GraphWriter) -> _Bags | None:
+def _emit_bags(node: fx.Node, writer: GraphWriter) -> _Bags | None:
     """Emit views [n k] of a bag operator's indices, padding mask and weights, and return them.
 
     If the operator is not supported, or the lengths of its bags may differ, return None, and record the reason at the node

@@ -46,11 +46,11 @@ class _OneHotIndex:
 
     @property
     def rank(self) -> int:
-        """The rank of the values that are looked up or written: that of the source, or of its view, minus one."""
+        """The rank of the values that are looked up or written: the rank of the source, or of its view, minus one."""
         trailing_dims = len(shape_of_node(self.source)) - self.indexed_dim - 1
         return self.num_row_dims + trailing_dims if self.is_viewed else len(shape_of_node(self.source)) - 1
 
-    def view(self, value: fx.Node, writer: GraphWriter) -> fx.Node:
+    def emit_view(self, value: fx.Node, writer: GraphWriter) -> fx.Node:
         """Return a value of the source's shape in the shape of the view whose rows are enumerated: [(b t) v] -> [b t v].
 
         Emit nothing if the source itself is indexed.
@@ -60,7 +60,7 @@ class _OneHotIndex:
         sizes = [*size_arguments(self.numbers, writer), *size_arguments(self.source, writer)[self.indexed_dim :]]
         return writer.call(aten.reshape.default, value, sizes)
 
-    def unview(self, value: fx.Node, writer: GraphWriter) -> fx.Node:
+    def emit_unview(self, value: fx.Node, writer: GraphWriter) -> fx.Node:
         """Return a value of the view's shape in the source's shape: [b t v] -> [(b t) v]. This is the inverse of `view`."""
         return writer.call(aten.reshape.default, value, size_arguments(self.source, writer)) if self.is_viewed else value
 
@@ -74,7 +74,7 @@ def index_per_row_to_masked_sum(node: fx.Node, writer: GraphWriter) -> fx.Node |
     index = _match_index(node)
     if index is None or not node.meta[VALUE].is_floating_point() or any(_is_written_back(user, index) for user in node.users):
         return None
-    source, mask = index.view(index.source, writer), _emit_mask(index, writer)
+    source, mask = index.emit_view(index.source, writer), _emit_mask(index, writer)
     signs = writer.call(aten.copysign.Tensor, _emit_scalar(1.0, source, writer), source)
     magnitude, sign = (_emit_masked_sum(mask, values, index.dim, writer) for values in (source, signs))
     return writer.call(aten.copysign.Tensor, magnitude, sign)
@@ -101,11 +101,11 @@ def index_put_per_row_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | 
     if arguments["accumulate"] and not dtype.is_floating_point:
         return None
     if not arguments["accumulate"] and _is_computed_from_lookup(values, index):  # x[index] = f(x[index])
-        new_values = writer.call(values.target, index.view(target, writer), *values.args[1:], **values.kwargs)
+        new_values = writer.call(values.target, index.emit_view(target, writer), *values.args[1:], **values.kwargs)
     elif not is_zero(target):
         new_values = _broadcast_to_mask(values, index, writer)
         if arguments["accumulate"]:
-            new_values = writer.call(aten.add.Tensor, index.view(target, writer), new_values)
+            new_values = writer.call(aten.add.Tensor, index.emit_view(target, writer), new_values)
     else:  # x is zeros: the gradient of a look-up
         new_values = values
         if arguments["accumulate"]:  # 0 + -0 is 0
@@ -116,8 +116,9 @@ def index_put_per_row_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | 
             _broadcast_to_mask(new_values, index, writer),
             _emit_scalar(0.0, target, writer),
         )
-        return index.unview(selected, writer)
-    return index.unview(writer.call(aten.where.self, _emit_mask(index, writer), new_values, index.view(target, writer)), writer)
+        return index.emit_unview(selected, writer)
+    written = writer.call(aten.where.self, _emit_mask(index, writer), new_values, index.emit_view(target, writer))
+    return index.emit_unview(written, writer)
 
 
 def _broadcast_to_mask(values: fx.Node, index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
@@ -147,7 +148,7 @@ def _is_computed_from_lookup(values: fx.Node, index: _OneHotIndex) -> bool:
 
 
 def _match_index(node: fx.Node) -> _OneHotIndex | None:
-    """Match an `index` or `index_put` by two or more tensors of which all but one enumerate rows; None for any other index.
+    """Match an `index` or `index_put` by several tensors, all but one of which enumerate rows; None for any other index.
 
     In x[arange(b)[:, None], numbers, arange(v)], tensor 0 enumerates dimension 0 of the selected values [b v], and tensor 2
     their dimension 1. `numbers` [b v] indexes dimension 1 of x.
@@ -182,7 +183,7 @@ def _match_index_of_view(source: fx.Node, indices: Sequence[fx.Node]) -> _OneHot
 def _match_enumerated_dim(index: fx.Node, rows: Size, rank: int) -> int | None:
     """Return the dimension along which an index tensor is 0, 1, ..., `rows` - 1, if it is the same along all others; else None.
 
-    The dimension is that of the tensor broadcast to `rank` dimensions: for arange(3)[:, None] and rank 3, return 1.
+    The dimension is a dimension of the tensor broadcast to `rank` dimensions: for arange(3)[:, None] and rank 3, return 1.
     """
     broadcast_shape = shape_of_node(index)
     while is_kind(index, Kind.UNSQUEEZE, Kind.EXPAND, Kind.RESHAPE):
@@ -222,12 +223,12 @@ def _emit_mask(index: _OneHotIndex, writer: GraphWriter) -> fx.Node:
     positions = writer.call(aten.arange.default, size, device=numbers.meta[VALUE].device)
     for _ in range(index.dim):
         positions = writer.call(aten.unsqueeze.default, positions, 0)
-    positions = _append_dims(positions, index.dim + 1, index.num_row_dims + 1, writer)
+    positions = _emit_appended_dims(positions, index.dim + 1, index.num_row_dims + 1, writer)
     mask = writer.call(aten.eq.Tensor, positions, writer.call(aten.unsqueeze.default, numbers, index.dim))
-    return _append_dims(mask, index.num_row_dims + 1, index.rank + 1, writer)
+    return _emit_appended_dims(mask, index.num_row_dims + 1, index.rank + 1, writer)
 
 
-def _append_dims(node: fx.Node, rank: int, target_rank: int, writer: GraphWriter) -> fx.Node:
+def _emit_appended_dims(node: fx.Node, rank: int, target_rank: int, writer: GraphWriter) -> fx.Node:
     """Emit a value of this rank with dimensions of size one appended, so that it has `target_rank` dimensions."""
     for dim in range(rank, target_rank):
         node = writer.call(aten.unsqueeze.default, node, dim)

@@ -214,7 +214,7 @@ def _match_column_vector(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | N
 def find_row_index(node: fx.Node) -> fx.Node | None:
     """Return the vector that indexes dimension 0 in an `index`, `index_put`, `index_add` or similar operator.
 
-    Return None if it is no vector, or if another dimension is indexed (as well).
+    Return None if it is not a vector, or if another dimension is indexed (as well).
     """
     arguments = bound_arguments(node)
     if "indices" in arguments:

@@ -151,7 +151,7 @@ def _emit_constant(piece: _Piece, dim: int, node: fx.Node, writer: GraphWriter) 
 
 
 def _find_pieces(value: fx.Node, dim: int, low: int, high: int) -> list[_Piece]:
-    """Return the pieces of which rows [low, high) of the buffer `value` consist, in order.
+    """Return the pieces that make up rows [low, high) of the buffer `value`, in order.
 
     Walk back over the writes that led to it. Each write fills the intervals of rows that no later write has filled
     (`open_rows`); a padding, a constant, or else the value before all writes fills the rest.

@@ -3,9 +3,9 @@
 as_strided(slice(x, 1, 1), ...)    ->   strided(x, ..., offset)     it reads the memory of x
 
 Rewrites preserve elements but not strides. An operator without an axis rule (*opaque*) may depend on the strides of its
-operands, and AOTAutograd and the user on those of the results. So both are recorded in metadata, and restored when the graph
-runs. `as_strided` and its relatives read memory beyond their operand: they become operators on the value at the start of
-the chain of views.
+operands; AOTAutograd and the user may depend on the strides of results. So both are recorded in metadata, and restored
+when the graph runs. `as_strided` and its relatives read memory beyond their operand: they become operators on the value at
+the start of the chain of views.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def record_layouts(graph: fx.Graph, num_outputs: int) -> None:
     output.meta[RESULT_VIEWS] = tuple(
         place if place and (has_dynamic_sizes or _is_observable(place.base, views_by_base)) else None for place in places
     )
-    output.meta[TRACED_STRIDES] = tuple(map(_strides, results))
+    output.meta[TRACED_STRIDES] = tuple(map(_result_strides, results))
     output.meta[ALIASES] = tuple(
         frozenset(value.name for value in memories(item)) if is_tensor(item) else None for item in results
     )
@@ -104,7 +104,7 @@ def _makes_view(node: fx.Node) -> bool:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """Return the value of which `node` is a view, directly or through other views; the node itself if it is no view.
+    """Return the value that `node` views, directly or through other views; the node itself if it is not a view.
 
     Operators' schemas declare views.
     """
@@ -112,7 +112,7 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def view_chain(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield a value, then the value of which it is a view, and so on. Operators' schemas declare views, as for autograd."""
+    """Yield a value, then the value that it views, and so on. Operators' schemas declare views, as for autograd."""
     while True:
         yield node
         producer = node_argument(node) if node.target is operator.getitem else node
@@ -129,8 +129,8 @@ def _has_dynamic_size(node: fx.Node) -> bool:
     return not all(isinstance(size, int) for size in (*value.shape, *value.stride(), value.storage_offset()))
 
 
-def _strides(item: Any) -> tuple[Size, ...] | None:
-    """Return the strides of a result; None if it is no tensor, or has less than two dimensions: its layout is then known."""
+def _result_strides(item: Any) -> tuple[Size, ...] | None:
+    """Return the strides of a result; None if it is not a tensor, or has fewer than two dimensions: its layout is then known."""
     value = item.meta[VALUE] if is_tensor(item) else None
     return None if value is None or value.dim() < 2 else tuple(size_of(stride) for stride in value.stride())
 
@@ -138,7 +138,7 @@ def _strides(item: Any) -> tuple[Size, ...] | None:
 def _is_only_view(node: fx.Node) -> bool:
     """Return whether an `as_strided` is only a view: it keeps the operand's layout, or reads a contiguous operand in order.
 
-    PyTorch's decomposition of group norm ends with such an operator. An explicit offset must be that of the operand, and the
+    PyTorch's decomposition of group norm ends with such an operator. An explicit offset must equal the operand's, and the
     memory must not be an input's: its offset may differ in later calls.
     """
     if node.target is not aten.as_strided.default:

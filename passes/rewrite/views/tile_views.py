@@ -206,7 +206,7 @@ def _shape_with_blocks(shape: tuple[Size, ...], dim: int, size: int) -> tuple[Si
 def _largest_sum_with(node: fx.Node) -> fx.Node:
     """Return the sum that a value ends in: follow additions from `node` as long as each value has one user.
 
-    For (node + a) + b, return the second addition; return the node itself if its only user is no addition.
+    For (node + a) + b, return the second addition; return the node itself if its only user is not an addition.
     """
     while len(node.users) == 1 and (user := next(iter(node.users))).target is aten.add.Tensor:
         node = user
