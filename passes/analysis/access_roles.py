@@ -35,6 +35,7 @@ from streamfx.passes.ops.collectives import is_reduced_over_ranks, is_wait
 from streamfx.passes.ops.opaque import is_nested_result
 from streamfx.passes.ops.traits import is_expensive, is_random
 
+ATTENTION_WEIGHT, SOFTMAX_WEIGHT, PRODUCT_WEIGHT = 1000, 100, 1  # of the evidence that a label is keys
 MAX_STATIC_WIDTH = 4096  # elements per row of values that are computed once, in full: positions, rotary tables, labels
 DEPENDS_ON_INDEX = "{target} depends on row indices along a dimension that is not the sequence alone"
 REDUCES_PAIRS = "query-by-key values are reduced over ranks, and ranks may differ in the keys that a chunk sees"
@@ -94,15 +95,15 @@ class _Analysis:
 
     def _unchunk_cheap_neighbors(self) -> None:
         """Change cheap operators with unchunked operands and users, such as sums of a few gradients, from ROWS to WHOLE."""
-        candidates = set[fx.Node]()  # cheap operators from which a path of such leads to one that falls back (`reasons`)
+        candidates = set[fx.Node]()  # cheap operators that reach one that falls back (`reasons`) through cheap operators alone
         for node in reversed(self.joint.nodes):
             if any(user in candidates or user in self.reasons for user in node.users) and self._is_cheap_unchunked(node):
                 candidates.add(node)
         for node in (node for node in self.joint.nodes if node in candidates):
-            rows = [operand for operand in tensor_operands(node) if self._dims(operand)]
-            if not rows and not any(user in self.reasons for user in node.users):
+            with_rows = [operand for operand in tensor_operands(node) if self._dims(operand)]
+            if not with_rows and not any(user in self.reasons for user in node.users):
                 continue
-            if all(self.storage_classes[operand][0] is StorageClass.WHOLE for operand in rows):
+            if all(self.storage_classes[operand][0] is StorageClass.WHOLE for operand in with_rows):
                 self.storage_classes[node] = (StorageClass.WHOLE,)
 
     def _is_cheap_unchunked(self, node: fx.Node) -> bool:
@@ -149,7 +150,7 @@ class _Analysis:
         computed value does. A set whose relations contradict each other gets WHOLE.
         """
         parity = ParityUnionFind()
-        votes = dict[Hashable, tuple[int, int]]()  # by root, from computed and static values: positive if the root is keys
+        votes = dict[Hashable, tuple[int, int]]()  # by root: of computed and of static values, positive if the root is keys
         pairs = [node for node in self.axes.signatures if self._is_pair(node)]
         for node in pairs:
             self._relate(node, parity)
@@ -166,7 +167,8 @@ class _Analysis:
                 if root in parity.broken:
                     roles[node, label] = Role.WHOLE
                 else:
-                    is_keys = (votes.get(root, (-1, 0)) > (0, 0)) != bool(flipped)
+                    is_root_keys = votes.get(root, (-1, 0)) > (0, 0)  # static votes count if computed ones sum to 0
+                    is_keys = is_root_keys != bool(flipped)
                     roles[node, label] = Role.KEYS if is_keys else Role.ROWS
         return roles
 
@@ -176,7 +178,10 @@ class _Analysis:
         return self._sequence_dim_count(self.axes.signatures[node], labels) == 2 and not self._has_blocks(node, labels)
 
     def _relate(self, node: fx.Node, parity: ParityUnionFind) -> None:
-        """Record in `parity`: an operator's two sequence labels are opposite; each equals the dimensions that it labels."""
+        """Record in `parity`: an operator's two sequence labels are opposite; each equals the dimensions that it labels.
+
+        The elements of `parity` are labels, (operator, label), and dimensions of values, (value, ("dim", index)).
+        """
         signature, labels = self.axes.signatures[node], self._sequence_labels(node)
         shifted = [label for label in labels if label in signature.windows and signature.windows[label].source in labels]
         for label in shifted:
@@ -204,15 +209,15 @@ class _Analysis:
     def _key_labels(self, node: fx.Node) -> list[tuple[AxisLabel, int]]:
         """Return (label, weight) for each sequence label of an operator for which there is evidence that it is keys.
 
-        Attention declares its keys (1000); a softmax needs keys in full (100); a product in the forward contracts keys (1).
+        Attention declares its keys, a softmax needs keys in full, and a product in the forward graph contracts keys.
         """
         signature, labels = self.axes.signatures[node], self._sequence_labels(node)
         if signature.keys:
-            return [(label, 1000) for label in signature.keys if label in labels]
-        votes = [(label, 100) for label in labels if label in signature.full_labels]
+            return [(label, ATTENTION_WEIGHT) for label in signature.keys if label in labels]
+        evidence = [(label, SOFTMAX_WEIGHT) for label in labels if label in signature.full_labels]
         if node in self.joint.forward and node not in self.axes.static:
-            votes += [(label, 1) for label in labels if label in signature.contracted_labels()]
-        return votes
+            evidence += [(label, PRODUCT_WEIGHT) for label in labels if label in signature.contracted_labels()]
+        return evidence
 
     # -- storage classes
 
@@ -268,20 +273,20 @@ class _Analysis:
 
         It must be narrow, and its operands must not be chunked: a sum of a mask must not compute the full mask.
         """
-        if node not in self.axes.static or not all(self._is_narrow(shape) for shape in result_dims):
+        if node not in self.axes.static or not all(self._is_narrow(dims) for dims in result_dims):
             return False
         storage_classes = [self.storage_classes[operand][0] for operand in tensor_operands(node)]
         return not {StorageClass.ROWS, StorageClass.PAIR}.intersection(storage_classes) and not self._is_filled_later(node)
 
-    def _is_narrow(self, shape: DimAxes) -> bool:
-        """Return whether a static value is small enough to compute in full: one sequence dimension, and a limited width."""
-        dims, table = self.axes.sequence_dims(shape), self.axes.table
-        others = product(table.size_of_dim(dim) for i, dim in enumerate(shape) if i not in dims)
-        other_factors = (factor for i in dims for factor in table.resolve(shape[i]) if not self._is_sequence_axis(factor))
-        inner = product(map(table.size, other_factors))
-        width = product((others, inner))
-        materialized = sum(not self._materialized_factors.isdisjoint(table.resolve(dim)) for dim in shape)
-        return len(dims) + materialized <= 1 and numeric(width) <= MAX_STATIC_WIDTH
+    def _is_narrow(self, dims: DimAxes) -> bool:
+        """Return whether a static value is small enough to compute in full: one sequence dimension, and a limited width.
+
+        The width is its number of elements per row of the sequence.
+        """
+        factors = [self.axes.table.resolve(dim) for dim in dims]
+        width = product(self.axes.table.size(factor) for dim in factors for factor in dim if not self._is_sequence_axis(factor))
+        num_materialized = sum(not self._materialized_factors.isdisjoint(dim) for dim in factors)
+        return len(self.axes.sequence_dims(dims)) + num_materialized <= 1 and numeric(width) <= MAX_STATIC_WIDTH
 
     @cached_property
     def _materialized_factors(self) -> frozenset[int]:
@@ -310,9 +315,9 @@ class _Analysis:
     def _has_sequence_twice(self, node: fx.Node) -> bool:
         """Return whether a dimension is a product of two sequence axes, `(t t)`, so that rows cannot be sliced."""
         members = self.axes.sequence.members if self.axes.sequence else {}
-        shapes: list[DimAxes] = [self.axes.shapes[operand] for operand in tensor_operands(node)]
-        shapes += list(self.axes.results[node])
-        return any(sum(factor in members for factor in self.axes.table.resolve(dim)) > 1 for shape in shapes for dim in shape)
+        operands: list[DimAxes] = [self.axes.shapes[operand] for operand in tensor_operands(node)]
+        dims = (dim for value in (*operands, *self.axes.results[node]) for dim in value)
+        return any(sum(factor in members for factor in self.axes.table.resolve(dim)) > 1 for dim in dims)
 
     def _roles(
         self, node: fx.Node, signature: Signature, labels: list[AxisLabel], orientation: dict[tuple[fx.Node, AxisLabel], Role]
@@ -361,11 +366,8 @@ class _Analysis:
         is_backward = node not in self.joint.forward
         index = signature.index[label]
         is_in_order = isinstance(index, SingleRow) or index == RunningSum(reverse=is_backward)
-        return len(labels) == 1 and self._is_single_axis(node, label) and is_in_order
-
-    def _is_single_axis(self, node: fx.Node, label: AxisLabel) -> bool:
-        """Return whether a label stands for one axis factor, so that an index along it is a row index."""
-        return len(self.axes.table.resolve(self.axes.labels[node][label])) == 1
+        has_one_factor = len(self.axes.table.resolve(self.axes.labels[node][label])) == 1  # an index along it is a row index
+        return len(labels) == 1 and has_one_factor and is_in_order
 
     def _is_row_shift(self, node: fx.Node, label: AxisLabel, source: AxisLabel, roles: dict[AxisLabel, Role]) -> bool:
         """Return whether rows of the label `label` are rows of the label `source` at a fixed distance, so that loops can run.

@@ -326,6 +326,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> AxisFactor | None:
         factor: sum(chunked_elements.get(member, 0) for member in find_derived_axes(factor, axes)[0]) for factor in candidates
     }
     ranked = sorted(
-        candidates, key=lambda a: (a in unsuitable, a in drawn, -total[a], a in inner, -numeric(axes.table.size(a)), -a)
+        candidates,
+        key=lambda axis: (axis in unsuitable, axis in drawn, -total[axis], axis in inner, -numeric(axes.table.size(axis)), -axis),
     )
     return ranked[0] if ranked else None

@@ -59,7 +59,7 @@ def homogeneous_gradients(stage: Stage, facts: Facts) -> tuple[Homogeneous, ...]
     """Pair each gradient that the stage's loops compute with the first cotangent scale in which it is homogeneous.
 
     A scale is a tangent, or a value without rows that depends on tangents. Return `()` if a gradient has no such scale (for
-    example, because it depends on a sum over rows that is complete only after the forward loop), or if a scale, or a
+    example, because it depends on a sum over chunks that is complete only after the forward loop), or if a scale, or a
     gradient outside loops, depends on values that are computed with a scale of ones.
     """
     finder = _HomogeneityFinder(stage, facts)
@@ -155,8 +155,8 @@ class _HomogeneityFinder:
         ordered = [node for node in self.stage.backward if node in operators]
         if self._waits_for_sums(ordered):
             return None
-        scale_shape, gradient_shape = (tuple(map(self.axes.table.resolve, self.axes.shapes[node])) for node in (scale, gradient))
-        if align(scale_shape, gradient_shape) is None:
+        scale_axes, gradient_axes = (tuple(map(self.axes.table.resolve, self.axes.shapes[node])) for node in (scale, gradient))
+        if align(scale_axes, gradient_axes) is None:
             return None
         path = _LinearPath(scale, gradient, self.axes, self.storage_classes)
         for node in ordered:
@@ -171,7 +171,7 @@ class _HomogeneityFinder:
         return all(scale not in node.all_input_nodes for node in self._operators_between(gradient, row_mask_node))
 
     def _waits_for_sums(self, nodes: Iterable[fx.Node]) -> bool:
-        """Return whether one of these operators (in program order) computes rows from a sum over rows that they compute.
+        """Return whether one of these operators (in program order) computes rows from a sum over chunks that they compute.
 
         Then one loop would have to end before the next starts.
         """
@@ -222,9 +222,9 @@ class _LinearPath:
         """Start at the scale; `scaled` is empty if the scale has an axis twice, or a dtype that cannot represent the gradient."""
         self.axes, self.storage_classes, self.scaled = axes, storage_classes, {scale}
         self.dtypes = (scale.meta[VALUE].dtype, gradient.meta[VALUE].dtype)
-        self.shape = tuple(map(self._resolved, axes.shapes[scale]))
+        self.scale_axes = tuple(map(self._resolved, axes.shapes[scale]))
         self.row_masks: dict[fx.Node, RowMask] = {}
-        self.factors: tuple[AxisFactor, ...] = tuple(factor for dim in self.shape for factor in dim)
+        self.factors: tuple[AxisFactor, ...] = tuple(factor for dim in self.scale_axes for factor in dim)
         if len(set(self.factors)) < len(self.factors) or not all_preserve_scale(scale, *self.dtypes):
             self.scaled.clear()
 
@@ -284,11 +284,11 @@ class _LinearPath:
         all rows of the scale needs no record.
         """
         condition = row_mask.condition
-        shape = tuple(map(self._resolved, self.axes.shapes[condition]))
-        if {factor for dim in shape for factor in dim}.isdisjoint(self.factors):  # the same for all rows of the scale
+        condition_axes = tuple(map(self._resolved, self.axes.shapes[condition]))
+        if {factor for dim in condition_axes for factor in dim}.isdisjoint(self.factors):  # the same for all rows of the scale
             return True
-        scale_dims = [dim for dim in self.shape if dim]
-        condition_dims = [dim for dim in shape if not set(dim).isdisjoint(self.factors)]
+        scale_dims = [dim for dim in self.scale_axes if dim]
+        condition_dims = [dim for dim in condition_axes if not set(dim).isdisjoint(self.factors)]
         is_known_before_loop = condition in self.axes.static and self.storage_classes[condition] in (
             (StorageClass.OUTSIDE,),
             (StorageClass.WHOLE,),

@@ -106,7 +106,7 @@ def _leaves_loops(node: fx.Node, joint: JointGraph, access: AccessFacts) -> bool
 
 
 def _recomputed_per_consumer(pairs: list[fx.Node], axes: AxisFacts, access: AccessFacts) -> frozenset[fx.Node]:
-    """Return those of `pairs` (operators with keys) that need no span: static ones, whose result at a key needs that key alone.
+    """Return the operators with keys (of `pairs`) that need no span: static ones whose result at a key needs that key alone.
 
     Masks, biases and decays are cheap and have the same result for any span, so each consumer recomputes them for its keys.
     A softmax or a prefix sum of positions needs a span, and so do its consumers.
@@ -174,6 +174,7 @@ def _needed_interval(node: fx.Node, masks: Masks, axes: AxisFacts, access: Acces
             for operand in tensor_operands(node)
             if len(axes.sequence_dims(axes.shapes[operand])) == 2 and is_linear(node, [operand])
         ]
+        # each interval suffices alone: one operand that is zero makes the product zero
         return max(intervals, key=_finite_ends) if intervals else DeltaInterval(None, None)
     return None
 

@@ -195,13 +195,13 @@ class Masks:
         """Return a buffer's pattern (facts by column - row) as facts by delta; `user` decides which are keys."""
         roles = self._operand_roles(operand, user)
         keys_last = roles[-2:] == [Role.ROWS, Role.KEYS]
-        offsets = self._pattern_offset(operand, keys_last)
-        if (not keys_last and roles[-2:] != [Role.KEYS, Role.ROWS]) or offsets is None:
+        delta_at_origin = self._pattern_delta_at_origin(operand, keys_last)
+        if (not keys_last and roles[-2:] != [Role.KEYS, Role.ROWS]) or delta_at_origin is None:
             return constant_pieces(self.values.of(operand))
         pattern = self._patterns[operand]
         if not keys_last:  # the buffer's column - row is -delta
             pattern = Pieces(tuple(1 - bound for bound in reversed(pattern.bounds)), tuple(reversed(pattern.facts)))
-        return Pieces(tuple(bound + offsets for bound in pattern.bounds), pattern.facts)
+        return Pieces(tuple(bound + delta_at_origin for bound in pattern.bounds), pattern.facts)
 
     def _operand_roles(self, operand: fx.Node, user: fx.Node) -> list[Role | None]:
         """Return the role (rows, keys, or None) of each dimension of an operand for its user; `[]` if unknown."""
@@ -211,7 +211,7 @@ class Masks:
         labels = signature.operands[tensor_operands(user).index(operand)]
         return [next((roles[label] for label in dim if label in roles), None) for dim in labels]
 
-    def _pattern_offset(self, node: fx.Node, keys_last: bool) -> int | None:
+    def _pattern_delta_at_origin(self, node: fx.Node, keys_last: bool) -> int | None:
         """Return delta at index (0, 0) of a buffer's last two dimensions; `keys_last`: rows, keys. None if unknown."""
         rank = len(shape_of_node(node))
         last, before = self._offset(node, rank - 1), self._offset(node, rank - 2)
@@ -262,16 +262,16 @@ class Masks:
         arguments, roles = bound_arguments(node), self._roles_by_dim(node)
         source, diagonal, rank = arguments["self"], arguments["diagonal"], len(shape_of_node(node))
         last_role, other_role = roles.get(rank - 1), roles.get(rank - 2)
-        offsets = self._key_offset_less_row_offset(node)
-        if not isinstance(diagonal, int) or offsets is None or {last_role, other_role} != {Role.ROWS, Role.KEYS}:
+        delta_at_origin = self._delta_at_origin(node)
+        if not isinstance(diagonal, int) or delta_at_origin is None or {last_role, other_role} != {Role.ROWS, Role.KEYS}:
             return self._range_of_all(node)
-        sign = 1 if last_role is Role.KEYS else -1  # column - row = sign * delta, plus the offsets of the axes
+        sign = 1 if last_role is Role.KEYS else -1  # column - row = sign * (delta - delta_at_origin)
         relation = "le" if node.target is aten.tril.default else "ge"
-        inside = compare_slope(relation, Slope(sign, -sign * offsets), diagonal)
+        inside = compare_slope(relation, Slope(sign, -sign * delta_at_origin), diagonal)
         facts = self._operand_facts(source, node)
         return combine_pieces(lambda keep, fact: constant_pieces(fact if keep == constant(True) else constant(0)), inside, facts)
 
-    def _key_offset_less_row_offset(self, node: fx.Node) -> int | None:
+    def _delta_at_origin(self, node: fx.Node) -> int | None:
         """Return delta at row 0 and key 0 of a value: the offset of its key axis less that of its row axis; None if unknown."""
         offsets = {role: self._offset(node, dim) for dim, role in self._roles_by_dim(node).items()}
         keys, rows = offsets.get(Role.KEYS), offsets.get(Role.ROWS)

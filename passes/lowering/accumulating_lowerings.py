@@ -71,14 +71,14 @@ def _add_outer(builder: BodyBuilder, node: fx.Node) -> tuple[Any, tuple[Any, ...
     return add_outer, (x, y, *sort_by_group(builder, group, builder.scalar_argument(node.args[3])))
 
 
-def sort_by_group(builder: BodyBuilder, group: fx.Node, groups: Any) -> tuple[fx.Node, fx.Node]:
+def sort_by_group(builder: BodyBuilder, group: fx.Node, num_groups: Any) -> tuple[fx.Node, fx.Node]:
     """Emit the sort of the chunk's rows by group (expert), once for all products with the same groups.
 
-    `group`: the group of each row; `groups`: the number of groups. Return the two results: the order, and the group ends.
+    `group`: the group of each row, as a tensor. Return the two results: the order, and the group ends.
     """
-    key = ("sorted by group", group, groups)
+    key = ("sorted by group", group, num_groups)
     if key not in builder.lowered:
-        pair = builder.graph.call_function(ARRANGE, (group, groups))
+        pair = builder.graph.call_function(ARRANGE, (group, num_groups))
         builder.lowered[key] = tuple(builder.graph.call_function(operator.getitem, (pair, i)) for i in range(2))
     return builder.lowered[key]  # type: ignore[no-any-return]
 

@@ -160,7 +160,7 @@ class BodyBuilder(BodyInputs):
         return selected is not None and (selected.rows == placement.rows or (placement.outer, placement.inner) == (1, 1))
 
     def _chunk_rows(self, access: OperandAccess) -> fx.Node:
-        """Return the chunk's rows of a value of this loop, as far as the reader's axis, as x[:, 8:16], has them (a slice)."""
+        """Return the chunk's rows of a value of this loop, sliced if the reader's axis, such as x[:, 8:16], lacks some."""
         value, length = self.value(access.operand), self.length
         for placement, _, selector in access.sequence_dims:
             axis_rows, common = placement.rows, self.layout.shown_rows(placement, selector)
@@ -229,9 +229,9 @@ class BodyBuilder(BodyInputs):
     def emit_carry(
         self, node: fx.Node, shape: Sequence[Size], dtype: torch.dtype, keeps_states: bool
     ) -> tuple[fx.Node, fx.Node | None]:
-        """Allocate the buffer of a scan's carry, which each chunk reads and overwrites; return its placeholder, and another.
+        """Allocate the buffer of a scan's carry, which each chunk reads and overwrites, and one for its states.
 
-        The second is that of the buffer of states: the carry at the start of each chunk. None unless `keeps_states`.
+        Return the placeholders of both buffers. The states are the carry at the start of each chunk; None unless `keeps_states`.
         """
         device = device_of_value(node)
         self.buffers.append(Buffer(f"{node.name}_carry", tuple(shape), dtype, device, zeroed=True))

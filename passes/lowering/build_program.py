@@ -267,5 +267,5 @@ def symbols_of(joint: JointGraph, outer: HostProgramBuilder) -> dict[sympy.Symbo
 
 
 def _identifier(name: str) -> str:
-    """Return a stage's name as an identifier of labels, digits and underscores."""
+    """Return a stage's name as an identifier of letters, digits and underscores."""
     return re.sub(r"\W+", "_", name).strip("_") or "stage"

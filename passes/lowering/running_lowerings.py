@@ -66,51 +66,55 @@ def lower_recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
 
     Raise `FallbackError` if the states are missing, or if chunks would start inside a block of its rows.
     """
-    run: Recurrence = node.target  # type: ignore[assignment]
-    layout, rows = builder.layout, run.axes.rows
+    recurrence: Recurrence = node.target  # type: ignore[assignment]
+    layout, rows = builder.layout, recurrence.axes.rows
     if layout.access.roles.get(node, {}).get(rows) is not Role.ROWS:
         return emit_copy(builder, node)
     axis_rows = layout.rows(layout.axes.labels[node][rows])
-    if run.block != 1 and (axis_rows.block != 1 or not isinstance(axis_rows.offset, int) or axis_rows.offset % run.block):
-        raise FallbackError(node, INSIDE_BLOCKS.format(target=node.target, block=run.block))
-    rows_before = _rows_before(builder, axis_rows, run.reverse)
-    rows_after = _rows_before(builder, axis_rows, not run.reverse)
+    if recurrence.block != 1 and (
+        axis_rows.block != 1 or not isinstance(axis_rows.offset, int) or axis_rows.offset % recurrence.block
+    ):
+        raise FallbackError(node, INSIDE_BLOCKS.format(target=node.target, block=recurrence.block))
+    rows_before = _rows_before(builder, axis_rows, recurrence.reverse)
+    rows_after = _rows_before(builder, axis_rows, not recurrence.reverse)
     chunk, operands = builder.size_argument(CHUNK), builder.operands(node)
     forward = node.meta.get(FORWARD_OPERATOR, node)
     stored_states = builder.outer_states(forward) if forward is not None else None
     states = None if stored_states is None else builder.feed(f"{forward.name}_states", Broadcast(), stored_states)
     if node in layout.truncations:
-        run = TruncatedRecurrence(run, layout.truncations[node])
-    if run.reverse:
-        if not builder.reverse or (run.needs_states and stored_states is None):
+        recurrence = TruncatedRecurrence(recurrence, layout.truncations[node])
+    if recurrence.reverse:
+        if not builder.reverse or (recurrence.needs_states and stored_states is None):
             raise FallbackError(node, NO_STATES)
-        carry, _ = builder.emit_carry(node, run.carry_shape, run.carry_type, keeps_states=False)
-        if (kept_steps := _kept_steps(builder, forward, run)) is not None:
-            return builder.graph.call_function(run.retreat_from, (rows_before, rows_after, carry, kept_steps, *operands))
-        return builder.graph.call_function(run.retreat, (rows_before, rows_after, carry, states, chunk, *operands))
+        carry, _ = builder.emit_carry(node, recurrence.carry_shape, recurrence.carry_type, keeps_states=False)
+        if (kept_steps := _kept_steps(builder, forward, recurrence)) is not None:
+            return builder.graph.call_function(recurrence.retreat_from, (rows_before, rows_after, carry, kept_steps, *operands))
+        return builder.graph.call_function(recurrence.retreat, (rows_before, rows_after, carry, states, chunk, *operands))
     if builder.reverse:
         if stored_states is None:
             raise FallbackError(node, OPPOSITE_DIRECTION.format(target="a loop over rows"))
-        return builder.graph.call_function(run.resume, (rows_before, rows_after, states, chunk, *operands))
-    carry, new_states = builder.emit_carry(node, run.carry_shape, run.carry_type, keeps_states=stored_states is None)
-    return builder.graph.call_function(run.advance, (rows_before, rows_after, carry, new_states, chunk, *operands))
+        return builder.graph.call_function(recurrence.resume, (rows_before, rows_after, states, chunk, *operands))
+    carry, new_states = builder.emit_carry(
+        node, recurrence.carry_shape, recurrence.carry_type, keeps_states=stored_states is None
+    )
+    return builder.graph.call_function(recurrence.advance, (rows_before, rows_after, carry, new_states, chunk, *operands))
 
 
-def _kept_steps(builder: BodyBuilder, forward: fx.Node | None, run: Recurrence) -> fx.Node | None:
+def _kept_steps(builder: BodyBuilder, forward: fx.Node | None, backward: Recurrence) -> fx.Node | None:
     """Return the intermediate values of the forward recurrence if this body recomputes its rows; otherwise None.
 
     Then its steps run only once: the recomputing call also returns them.
     """
     recomputed = builder.lowered.get(forward)
-    recurrence = None if forward is None else forward.target
+    forward_recurrence = None if forward is None else forward.target
     if (
         recomputed is None
-        or not isinstance(recurrence, Recurrence)
-        or recomputed.target != recurrence.resume
-        or not run.can_reuse_kept(recurrence)
+        or not isinstance(forward_recurrence, Recurrence)
+        or recomputed.target != forward_recurrence.resume
+        or not backward.can_reuse_kept(forward_recurrence)
     ):
         return None
-    recomputed.target = recurrence.resume_kept
+    recomputed.target = forward_recurrence.resume_kept
     return builder.graph.call_function(operator.getitem, (recomputed, -1))
 
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import fx
 
@@ -91,6 +91,14 @@ def kept_bytes(facts: Facts) -> int:
     return sum(bytes_like(node.meta[VALUE]) for nodes in facts.plan.kept for node in nodes if node not in offloaded)
 
 
+class _FittingPlan(NamedTuple):
+    """A plan that fits into the budget: the estimated seconds of a step, the facts with its program, and its working set."""
+
+    seconds: float
+    facts: Facts
+    working_set: int | None
+
+
 @dataclass
 class _BudgetSearch:
     """Searches for the fastest plan within a budget, for inputs of these lengths; caches plans and costs.
@@ -114,7 +122,7 @@ class _BudgetSearch:
         after the first one that fits, while candidates are faster than the previous one. Raise `OverBudgetError` if none fits.
         """
         fallback: tuple[Candidate, Facts] | None = None
-        fastest: tuple[float, Facts, int | None] | None = None
+        fastest: _FittingPlan | None = None
         for candidate in self.candidates():
             facts = self.facts_with_program(candidate)
             program = known(facts.program)
@@ -123,9 +131,9 @@ class _BudgetSearch:
             if cost.peak <= self.available_bytes:
                 working_set = self.largest_working_set(candidate, program, efficient_set, cost)
                 seconds = self.seconds(self.simulate(candidate, program, working_set))
-                if fastest is not None and seconds >= fastest[0]:
+                if fastest is not None and seconds >= fastest.seconds:
                     break
-                fastest = seconds, facts, working_set
+                fastest = _FittingPlan(seconds, facts, working_set)
             elif fastest is not None:
                 break
             elif efficient_set != min_set and fallback is None:
@@ -133,7 +141,7 @@ class _BudgetSearch:
                 if cost.peak <= self.available_bytes:
                     fallback = candidate, facts
         if fastest is not None:
-            return self.with_chosen_plan(*fastest[1:])
+            return self.with_chosen_plan(fastest.facts, fastest.working_set)
         if fallback is None:
             raise over_budget_error(self.budget, self.held, self.smallest)
         candidate, facts = fallback
@@ -172,7 +180,8 @@ class _BudgetSearch:
         Whether one may fit is estimated: the simulated peak at the required level, plus the bytes that it keeps.
         """
         program = known(self.facts.program)
-        base = self.simulate(Candidate(self.min_level, keep_every), program, self.working_sets(program)[1])
+        _, efficient_set = self.working_sets(program)
+        base = self.simulate(Candidate(self.min_level, keep_every), program, efficient_set)
         by_kept: dict[Any, Candidate] = {}  # the first of several levels that keep the same values
         for level in SAVE_LEVELS[SAVE_LEVELS.index(self.min_level) + 1 :]:
             candidate = Candidate(level, keep_every)

@@ -43,8 +43,7 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
     """
     chunk_alignment = known(facts.axes.sequence).chunk_alignment  # each chunk has a multiple of so many rows
     stream_bytes = max((_row_bytes(stage.outputs, facts) for stage in facts.stages), key=numeric)  # of a row at a cut
-    held = model_bytes(facts)
-    num_boundaries = len(facts.stages)
+    held_bytes = model_bytes(facts)
     rates = rates_of(device_of(facts.joint.graph))
     efficient_rows = -(-rates.tokens * _length(facts) // tokens(facts))  # with enough tokens to keep the device busy
 
@@ -55,13 +54,21 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
         row_bytes = _row_bytes((*stage.forward, *stage.backward), facts) // VALUES_PER_LIVE_VALUE
         worthwhile = worthwhile_rows(stage, facts, rates)
         busy = max(min(worthwhile, efficient_rows), min_collective_rows(stage, facts))
-        return AutoChunk(row_bytes, stream_bytes, worthwhile, held, num_boundaries, busy, chunk_alignment=chunk_alignment)
+        return AutoChunk(
+            row_bytes=row_bytes,
+            stream_bytes=stream_bytes,
+            worthwhile_rows=worthwhile,
+            held_bytes=held_bytes,
+            num_boundaries=len(facts.stages),
+            busy_rows=busy,
+            chunk_alignment=chunk_alignment,
+        )
 
-    def requested(stage: Stage) -> int | str:
+    def requested_rows(stage: Stage) -> int | str:
         """Return the rows per chunk that the options request for a stage, or "auto"."""
         return options.loss_chunk_size if is_loss_stage(stage, facts) else options.chunk_size
 
-    return tuple(size(stage, requested(stage)) for stage in facts.stages)
+    return tuple(size(stage, requested_rows(stage)) for stage in facts.stages)
 
 
 def is_loss_stage(stage: Stage, facts: Facts) -> bool:

@@ -22,17 +22,19 @@ from torch import fx
 from streamfx.passes.ops.traits import is_expensive
 
 
-def sink_operators(nodes: Sequence[fx.Node], starts: Sequence[int], bytes_of: Callable[[fx.Node], int]) -> list[fx.Node]:
+def sink_operators(
+    nodes: Sequence[fx.Node], attention_starts: Sequence[int], bytes_of: Callable[[fx.Node], int]
+) -> list[fx.Node]:
     """Return the forward operators in an order in which fewer bytes are alive at attentions, where the graph is cut.
 
-    `starts` are the positions at which attentions begin. `bytes_of` returns the bytes of a sequence-shaped value (one that
+    `attention_starts`: the positions at which attentions begin. `bytes_of` returns the bytes of a sequence-shaped value (one that
     loops compute chunk by chunk), and 0 for others.
     """
-    if len(starts) < 2:
+    if len(attention_starts) < 2:
         return list(nodes)
-    segments = [list(nodes[low:high]) for low, high in zip((0, *starts), (*starts, len(nodes)), strict=True)]
-    segment_of = {node: bisect_right(starts, i) for i, node in enumerate(nodes)}
-    movable = _movable(nodes, {nodes[start] for start in starts}, bytes_of)
+    segments = [list(nodes[low:high]) for low, high in zip((0, *attention_starts), (*attention_starts, len(nodes)), strict=True)]
+    segment_of = {node: bisect_right(attention_starts, i) for i, node in enumerate(nodes)}
+    movable = _movable(nodes, {nodes[start] for start in attention_starts}, bytes_of)
     for segment_index in range(1, len(segments) - 1):
         for group in _groups(node for node in segments[segment_index] if node in movable):
             later_segments = {segment_of[user] for node in group for user in node.users if user in segment_of} - {segment_index}

@@ -263,8 +263,11 @@ class _StorageChooser:
         for loop_index in range(count - 1, -1, -1):
             self.choose_for_loop(loop_index)
 
-    def _is_stored_product(self, value: int) -> bool:
-        """Return whether a value is the sequence-shaped result of an expensive operator."""
+    def _is_worth_storing(self, value: int) -> bool:
+        """Return whether a later loop reads a value that an earlier one computes, instead of computing it twice.
+
+        It does for results of expensive operators (matmuls) that have rows of the sequence.
+        """
         return self.table[value].is_expensive and self.table[value].storage_class is StorageClass.ROWS
 
     def request_in_full(self, value: int) -> None:
@@ -282,12 +285,8 @@ class _StorageChooser:
     def choose_for_loop(self, loop_index: int) -> None:
         """Choose the values that a loop computes (`self.computed`), and request the others that it reads from earlier loops."""
         outputs = self.stacked[loop_index] | self.summed[loop_index] | self.key_sums[loop_index]
-        products = {
-            value
-            for earlier in range(loop_index)
-            for value in self.computed_by_loop.get(earlier, ())
-            if self._is_stored_product(value)
-        }
+        computed_before = (value for earlier in range(loop_index) for value in self.computed_by_loop.get(earlier, ()))
+        products = {value for value in computed_before if self._is_worth_storing(value)}
         rematerialization = Rematerialization(loop_index, self.table, self.loop_indices, self.sizes, products)
         stored = rematerialization.values_to_store(outputs, set().union(*self.stacked.values(), *self.key_sums.values()))
         computed = set(outputs)

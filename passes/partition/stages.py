@@ -303,17 +303,17 @@ class _StageFinder:
         elements = numeric(product(self.axes.table.size_of_dim(dim) for dim in self.axes.shapes[node]))
         return elements * int(node.meta[VALUE].element_size())
 
-    def crossing_forward(self, nodes: Sequence[fx.Node], stage_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
+    def crossing_forward(self, nodes: Sequence[fx.Node], stage_of: dict[fx.Node, int], stage_index: int) -> list[fx.Node]:
         """Return the chunked values among `nodes` (the stage's forward operators) that later stages read or the graph returns.
 
-        `stage_of`: the stage index of each forward node; `stage`: the index of this one.
+        `stage_of`: the stage index of each forward node; `stage_index`: of this stage.
         """
         return [
             node
             for node in nodes
             if is_tensor(node)
             and self.is_chunked(node)
-            and (node in self.outputs or any(stage_of.get(user, stage) > stage for user in node.users))
+            and (node in self.outputs or any(stage_of.get(user, stage_index) > stage_index for user in node.users))
         ]
 
     def backward_segments(self, stage_of: dict[fx.Node, int], num_stages: int, stored: set[fx.Node]) -> list[list[fx.Node]]:
@@ -361,13 +361,14 @@ class _StageFinder:
             sort_key[node] = max(sort_key[operand] for operand in operands) if reads_only_sums else position
         return sorted(nodes, key=sort_key.__getitem__)  # stable: with equal keys, an operator stays after its operands
 
-    def crossing_backward(self, nodes: Sequence[fx.Node], segment_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
+    def crossing_backward(self, nodes: Sequence[fx.Node], segment_of: dict[fx.Node, int], stage_index: int) -> list[fx.Node]:
         """Return the values among `nodes` (the stage's backward segment) that segments of earlier stages, which run later,
-        read, or that the graph returns. `segment_of`: the stage index of each backward node; `stage`: the index of this one.
+        read, or that the graph returns. `segment_of`: the stage index of each backward node; `stage_index`: of this stage.
         """
         gradients = {gradient for gradient in self.facts.joint.gradients if isinstance(gradient, fx.Node)}
         return [
             node
             for node in nodes
-            if is_tensor(node) and (node in gradients or any(segment_of.get(user, stage) < stage for user in node.users))
+            if is_tensor(node)
+            and (node in gradients or any(segment_of.get(user, stage_index) < stage_index for user in node.users))
         ]

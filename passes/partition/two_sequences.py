@@ -60,7 +60,8 @@ def find_split(facts: Facts, graph: fx.Graph, peak: Callable[[], int]) -> fx.Nod
         if sum(results[i].size for i in only_other) >= min_bytes:
             bytes_of_axes = [_bytes_by_index(results, only_other), _bytes_by_index(results, only_main)]
             splits += _split_costs(passed_bytes_at, bytes_of_axes, len(nodes))
-    return nodes[min(splits)[1]] if splits else None
+    _, split_index = min(splits, default=(0, None))
+    return None if split_index is None else nodes[split_index]
 
 
 def _bytes_by_index(results: Sequence[ForwardOperator], chosen: Iterable[int]) -> Counter[int]:

@@ -7,7 +7,7 @@ the table. Equal layers have equal tables, so each *placement* (the loop of each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from torch import fx
@@ -101,24 +101,20 @@ def _table_entry(
     """
     storage_class, producer = layout.access.storage_class(node), producer_of(node)
     if storage_class in NOT_IN_LOOPS:
-        return RegionValue(storage_class, (), _table_indices(tensor_inputs(node), index, available), (), is_expensive(node))
-    needs = layout.operand_accesses(producer)  # an element of a tuple has the needs of its operator
-    operands = _table_indices((need.operand for need in needs), index, available, keep_missing=True)
-    pairs = zip(operands, needs, strict=True)
-    accesses = tuple(_operand_access(operand, need, layout, reverse) for operand, need in pairs if operand is not None)
+        sources = (_table_index(source, index, available) for source in tensor_inputs(node))
+        return RegionValue(storage_class, (), tuple(i for i in sources if i is not None), (), is_expensive(node))
+    needs = tuple(  # an element of a tuple has the needs of its operator
+        _operand_access(operand, access, layout, reverse)
+        for access in layout.operand_accesses(producer)
+        if (operand := _table_index(access.operand, index, available)) is not None
+    )
     siblings = () if producer is node else tuple(index[user] for user in producer.users if user in index)
-    return RegionValue(storage_class, accesses, (), siblings, is_expensive(node))
+    return RegionValue(storage_class, needs, (), siblings, is_expensive(node))
 
 
-def _table_indices(
-    nodes: Iterable[fx.Node], index: dict[fx.Node, int], available: Callable[[fx.Node], bool], keep_missing: bool = False
-) -> tuple[int, ...]:
-    """Return the table indices of values. Available values have none: they are omitted, or None if `keep_missing`.
-
-    Raise `KeyError` for another value without an entry.
-    """
-    indices = [index.get(node) if node in index or available(node) else index[node] for node in nodes]
-    return tuple(indices) if keep_missing else tuple(i for i in indices if i is not None)  # type: ignore[arg-type]
+def _table_index(node: fx.Node, index: dict[fx.Node, int], available: Callable[[fx.Node], bool]) -> int | None:
+    """Return the table index of a value; None if it exists before the loops. Raise `KeyError` for another value without one."""
+    return None if node not in index and available(node) else index[node]
 
 
 def _operand_access(operand: int, need: OperandAccess, layout: Layout, reverse: bool) -> Access:
