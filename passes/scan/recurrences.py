@@ -16,6 +16,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,7 @@ from torch import fx
 
 from streamfx.ir.axis_table import Dim
 from streamfx.ir.facts import AxisFacts, Facts
-from streamfx.ir.joint import JointGraph, joint_graph
+from streamfx.ir.joint import JointGraph, connected_components, joint_graph
 from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.sizes import shape_of
 from streamfx.ir.writer import GraphWriter
@@ -114,7 +115,7 @@ class _Family:
         self.concat_nodes = {concat.node for concat in self.concats}
         self.reads_of_other_intervals: set[fx.Node] = set()
         self.step: dict[fx.Node, int] = {}
-        self.component: dict[fx.Node, fx.Node] = {}  # union-find: the parent of each operator
+        self.component: dict[fx.Node, fx.Node] = {}  # by operator, the first operator of its connected component
         self._forward_steps()
         self._backward_steps()
         self._drop_other_intervals()
@@ -246,12 +247,12 @@ class _Family:
 
     def loops(self, other_family_nodes: Container[fx.Node] = ()) -> list[UnrolledLoop]:
         """Return the loops: connected components of operators that belong to a step, backward with the forward ones they use."""
-        self._merge_components(self.useful)
-        self._add_sums_over_steps(self.useful, other_family_nodes)
+        self._find_components()
+        self._add_sums_over_steps(other_family_nodes)
         nodes_of_component: dict[fx.Node, list[fx.Node]] = {}
         for node in self.nodes:
             if node in self.component:
-                nodes_of_component.setdefault(self._component_of(node), []).append(node)
+                nodes_of_component.setdefault(self.component[node], []).append(node)
         return self._pair_components(nodes_of_component)
 
     def _useful(self) -> list[fx.Node]:
@@ -263,29 +264,23 @@ class _Family:
                 useful.update(s for s in node.all_input_nodes if self._is_operator_of(s, self.is_forward(node)))
         return [node for node in self.nodes if node in useful and node not in self.reads]
 
-    def _add_sums_over_steps(self, useful: Mapping[fx.Node, None], other_family_nodes: Container[fx.Node]) -> None:
+    def _add_sums_over_steps(self, other_family_nodes: Container[fx.Node]) -> None:
         """Add sums over steps to the loop's component, such as a weight's gradient: no concatenated row depends on them.
 
         These are operators that depend on one component, and come before its last operator in the graph, or equal one of
-        its operators in type and shape; and operators that only operators of one component use. `useful`: operators on which
-        concatenated rows depend. Operators in `other_family_nodes`, and those after them, are not added.
+        its operators in type and shape; and operators that only operators of one component use. Operators in
+        `other_family_nodes`, and those after them, are not added.
         """
-        last_position: dict[fx.Node, int] = {}  # in the graph, by component
+        last_position = {self.component[node]: self.order[node] for node in self.useful}  # in the graph, by component
         kinds: set[Any] = set()  # (component, operator and shape)
-        for node in useful:
-            last_position[self._component_of(node)] = self.order[node]
         after_loop: set[fx.Node] = set()
         for node in self.nodes:
             if node in self.component:
-                kinds.add((self._component_of(node), _operator_and_shape(node)))
+                kinds.add((self.component[node], _operator_and_shape(node)))
             if node in self.component or node in self.reads or node not in self.step:
                 continue
             sources, forward = node.all_input_nodes, self.is_forward(node)
-            source_roots = {
-                self._component_of(source)
-                for source in sources
-                if source in self.component and self._is_operator_of(source, forward)
-            }
+            source_roots = {self.component[s] for s in sources if s in self.component and self._is_operator_of(s, forward)}
             is_after = node in other_family_nodes or any(source in after_loop for source in sources)
             root = source_roots.pop() if len(source_roots) == 1 and not is_after else None
             if root in last_position and (self.order[node] < last_position[root] or (root, _operator_and_shape(node)) in kinds):
@@ -298,7 +293,7 @@ class _Family:
                 forward = self.is_forward(node)
                 # uses in the other graph are ignored: the backward graph saves or recomputes the values that it needs
                 users = [user for user in node.users if self.is_forward(user) == forward]
-                roots = {self._component_of(user) if self._is_operator_of(user, forward) else None for user in users}
+                roots = {self.component.get(user) if self._is_operator_of(user, forward) else None for user in users}
                 if len(roots) == 1 and None not in roots and roots <= last_position.keys():
                     self.component[node] = roots.pop()  # type: ignore[assignment]
 
@@ -310,24 +305,17 @@ class _Family:
         """Return whether a step computes a value; a row that it selects from outside is not computed."""
         return value in self.step and value not in self.reads
 
-    def _merge_components(self, useful: Iterable[fx.Node]) -> None:
-        """Put operators that read each other, and values that one result concatenates, into one component (union-find)."""
-        for node in useful:
-            self.component.setdefault(node, node)
-            for source in node.all_input_nodes:
-                if source in self.component and self._is_operator_of(source, self.is_forward(node)):
-                    self.component[self._component_of(source)] = self._component_of(node)
+    def _find_components(self) -> None:
+        """Set `self.component` of useful operators: a component has operators that read each other, or whose rows one result has."""
+        links = [
+            (source, node)
+            for node in self.useful
+            for source in node.all_input_nodes
+            if source in self.useful and self._is_operator_of(source, self.is_forward(node))
+        ]
         for concat in self.concats:
-            values = [value for value in concat.values if value in self.component]
-            for value in values[1:]:
-                self.component[self._component_of(value)] = self._component_of(values[0])
-
-    def _component_of(self, node: fx.Node) -> fx.Node:
-        """Return the representative of a node's component (union-find with path halving)."""
-        while (parent := self.component.get(node, node)) is not node:
-            self.component[node] = self.component.get(parent, parent)
-            node = parent
-        return node
+            links += pairwise(value for value in concat.values if value in self.useful)
+        self.component = {node: nodes[0] for nodes in connected_components(self.useful, links) for node in nodes}
 
     def _pair_components(self, nodes_of_component: dict[fx.Node, list[fx.Node]]) -> list[UnrolledLoop]:
         """Return loops: a backward component with the forward components whose values it uses, or a forward component alone.
@@ -339,7 +327,7 @@ class _Family:
         for root, nodes in nodes_of_component.items():
             if not self.is_forward(nodes[0]):
                 sources = [s for node in nodes for s in node.all_input_nodes if self._is_operator_of(s, forward=True)]
-                roots_used = dict.fromkeys(self._component_of(source) for source in sources if source in self.component)
+                roots_used = dict.fromkeys(self.component[source] for source in sources if source in self.component)
                 forward_roots = [used for used in roots_used if used in nodes_of_component]
                 for forward_root in forward_roots or self._components_sharing_reads(nodes, nodes_of_component):
                     if loop_roots[forward_root] is not loop_roots[root]:
@@ -348,8 +336,8 @@ class _Family:
         concats: dict[int, list[ConcatAccess]] = defaultdict(list)  # by the id of the list of roots
         for concat in self.concats:
             own_value = next((value for value in concat.values if value in self.component), None)
-            if own_value is not None and self._component_of(own_value) in loop_roots:
-                concats[id(loop_roots[self._component_of(own_value)])].append(concat)
+            if own_value is not None and self.component[own_value] in loop_roots:
+                concats[id(loop_roots[self.component[own_value]])].append(concat)
         loops = []
         for roots in {id(roots): roots for roots in loop_roots.values()}.values():
             nodes = sorted((node for root in roots for node in nodes_of_component[root]), key=self.order.__getitem__)
@@ -362,9 +350,8 @@ class _Family:
         """
         uses = ((source, node) for node in backward for source in node.all_input_nodes if source in self.reads)
         rows = [row for row, node in uses if self.is_forward(self.reads[row].source) and self.step[row] != self.step[node]]
-        readers = {
-            self._component_of(user) for row in rows for user in row.users if user in self.component and self.is_forward(user)
-        }
+        users = (user for row in rows for user in row.users)
+        readers = {self.component[user] for user in users if user in self.component and self.is_forward(user)}
         return [root for root in roots if root in readers][:1]
 
     def _unrolled_loop(self, nodes: list[fx.Node], concats: list[ConcatAccess]) -> UnrolledLoop:
