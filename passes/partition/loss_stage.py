@@ -10,7 +10,6 @@ and no trained weight. A minimum cut selects which of their ancestors it contain
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
@@ -72,18 +71,17 @@ class _LossSearch:
         operands. `heads` must be in the last stage, `earlier` in earlier stages.
         """
         network, nodes = networkx.DiGraph(), set(self.nodes)
-        for node in heads:
-            network.add_edge(LAST, (node, "in"), capacity=math.inf)
+        network.add_edges_from((LAST, (node, "in")) for node in heads)  # edges without `capacity` have no limit
         for node in self.nodes:
             if node in earlier:
                 continue
             network.add_edge((node, "out"), (node, "in"), capacity=self._bytes(node))
             for source in nodes.intersection(node.all_input_nodes):
-                network.add_edge((node, "in"), (source, "out"), capacity=math.inf)
+                network.add_edge((node, "in"), (source, "out"))
                 if source in earlier:
                     network.add_edge((source, "out"), EARLIER, capacity=self._bytes(source))
                 else:  # descendants of a value of the last stage are in the last stage
-                    network.add_edge((source, "in"), (node, "in"), capacity=math.inf)
+                    network.add_edge((source, "in"), (node, "in"))
         return network
 
     def _heads(self) -> set[fx.Node]:

@@ -11,7 +11,6 @@ A *region* is all loops of a stage in one direction. A value is an integer here:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -54,9 +53,8 @@ class Rematerialization:
             return set()
         # Of all minimum cuts, networkx returns the one closest to the loop. The choice of algorithm affects the speed only.
         _, (earlier_side, loop_side) = networkx.minimum_cut(network, EARLIER_LOOPS, THIS_LOOP, flow_func=boykov_kolmogorov)
-        return {
-            value for value in self._storable_values(network) if (value, "in") in earlier_side and (value, "out") in loop_side
-        }
+        edges = network.edges(data="capacity")
+        return {start[0] for start, end, size in edges if size is not None and start in earlier_side and end in loop_side}
 
     def must_be_stored(self, need: Access) -> bool:
         """Return whether an operand must be stored in full, because this loop cannot recompute the rows that a chunk reads."""
@@ -88,28 +86,24 @@ class Rematerialization:
     def _network(self, outputs: Iterable[int], stored: Collection[int]) -> Any:
         """Build the flow network whose minimum cut, between `EARLIER_LOOPS` and `THIS_LOOP`, is the values to store.
 
-        Edges lead from each operand to its users. Each value of an earlier loop is two vertices; the edge from "in" to "out" has
-        the bytes to store it as capacity.
+        Edges lead from each operand to its users, and have no capacity limit. Each value of an earlier loop is two vertices; the
+        edge from "in" to "out" has the bytes to store it as capacity. All values of this loop are the vertex `THIS_LOOP`.
         """
         network = networkx.DiGraph()
         network.add_node(THIS_LOOP)
         for value, need in self.walk(outputs, lambda need: not self._is_read_from_earlier_loop(need)):
             operand = need.operand
-            network.add_edge(self._out(operand), self._in(value), capacity=math.inf)
+            network.add_edge(self._vertex(operand, "out"), self._vertex(value, "in"))
             if self.loop_indices[operand] != self.loop_index:
                 network.add_edge((operand, "in"), (operand, "out"), capacity=self._bytes(operand, stored))
             if self._is_read_from_earlier_loop(need):
-                network.add_edge(EARLIER_LOOPS, self._in(operand), capacity=math.inf)
+                network.add_edge(EARLIER_LOOPS, self._vertex(operand, "in"))
         network.remove_edges_from([(THIS_LOOP, THIS_LOOP)])
         return network
 
-    def _in(self, value: int) -> Any:
-        """Return a value's entry node in the flow network; values of this loop share one node."""
-        return THIS_LOOP if self.loop_indices[value] == self.loop_index else (value, "in")
-
-    def _out(self, value: int) -> Any:
-        """Return a value's exit node in the flow network; values of this loop share one node."""
-        return THIS_LOOP if self.loop_indices[value] == self.loop_index else (value, "out")
+    def _vertex(self, value: int, side: str) -> Any:
+        """Return a value's vertex in the flow network, where operands enter ("in") or users leave ("out")."""
+        return THIS_LOOP if self.loop_indices[value] == self.loop_index else (value, side)
 
     def _bytes(self, value: int, stored: Collection[int]) -> int:
         """Return the bytes to store a value for this loop: 0 for sums, and for values that are stored anyway."""
@@ -119,7 +113,3 @@ class Rematerialization:
         assert self.sizes is not None
         size = self.sizes.traced[value]
         return size * PAIR_COST_FACTOR if storage_class is StorageClass.PAIR else size
-
-    def _storable_values(self, network: Any) -> list[int]:
-        """Return the values of earlier loops in the flow network: vertices are `(value, "in")` and `(value, "out")`."""
-        return [vertex[0] for vertex in network if isinstance(vertex, tuple) and vertex[1] == "in"]

@@ -306,7 +306,10 @@ class _Family:
         return value in self.step and value not in self.reads
 
     def _find_components(self) -> None:
-        """Set `self.component` of useful operators: a component has operators that read each other, or whose rows one result has."""
+        """Set `self.component` of each useful operator.
+
+        Operators that read each other, and those whose values one result concatenates, are in one component.
+        """
         links = [
             (source, node)
             for node in self.useful
