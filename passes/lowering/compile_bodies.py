@@ -90,7 +90,7 @@ def split(spec: LoopSpec) -> list[CodeCall]:
         nodes = [node for node, segment in segments.segment_of.items() if segment == index and node.op in CALLS]
         compiled = [node for node in nodes if segments.is_compiled(node)]
         if compiled:
-            calls.append(_segment_call(compiled))
+            calls.append(_extract_segment(compiled))
         calls.extend(single_call(node, spec.body) for node in nodes if not segments.is_compiled(node))
     return calls
 
@@ -194,8 +194,11 @@ def has_no_users(node: fx.Node) -> bool:
     return all(user.op == "output" for user in node.users)
 
 
-def _segment_call(nodes: list[fx.Node]) -> CodeCall:
-    """Return a call of a segment: a graph with copies of these operators, and its inputs and outputs in the body."""
+def _extract_segment(nodes: list[fx.Node]) -> CodeCall:
+    """Return a call of a segment: a graph with copies of `nodes` (in the body's order), and its inputs and outputs in the body.
+
+    A tuple is no output: its elements (`getitem`) are in its segment, and are outputs themselves.
+    """
     inside = set(nodes)
     inputs = [source for node in nodes for source in node.all_input_nodes if source not in inside]
     inputs = list(dict.fromkeys(inputs))

@@ -94,7 +94,7 @@ class _HostGraph:
         self.region_index: dict[fx.Node, int] = {}
         self.last_computing_region: dict[fx.Node, int] = {}  # region of the last computing node at or before a node
         self.first_computing: dict[int, fx.Node] = {}  # by region
-        self.first_inserted: dict[fx.Node, fx.Node] = {}  # the first node that was inserted before a node
+        self.first_wait_before: dict[fx.Node, fx.Node] = {}  # the first wait, or descendant of one, inserted before a node
         region_index = last_computing_region = 0
         for node in self.graph.nodes:
             region_index = self.region_index[node] = max(region_index, node.meta.get(REGION, 0))
@@ -161,13 +161,14 @@ class _HostGraph:
     def _insert_subgraph(self, subgraph: Subgraph, source: fx.Node, start_before: fx.Node, wait_before: fx.Node) -> fx.Node:
         """Insert a subgraph with `source` as its input; return its result.
 
-        Waits and their descendants are inserted before `wait_before`, other operators before `start_before`.
+        Waits and their descendants are inserted before `wait_before`. The other operators start collectives: they are inserted
+        before `start_before`, and before the waits that are already there, so that a transfer starts before the host waits.
         """
         late = _waits_and_descendants(subgraph)
-        start = self.first_inserted.get(start_before, start_before)
+        start = self.first_wait_before.get(start_before, start_before)
         inserted = subgraph.insert_into(source, lambda node: wait_before if node in late else start)
         for node in late:
-            self.first_inserted.setdefault(wait_before, inserted[node])
+            self.first_wait_before.setdefault(wait_before, inserted[node])
         return inserted[subgraph.result]
 
 

@@ -83,9 +83,12 @@ class Recurrences:
 
 
 def _families_of_length(joint: JointGraph, rows: RowAccesses, length: int, axes: AxisFacts) -> list[_Family]:
-    """Return a family for each interval of the sequence with `length` rows: for example blocks, and equally many rows after them.
+    """Return a family for each interval of the sequence with `length` rows, the first interval first.
 
-    A row whose interval is unknown belongs to each family; `_drop_other_intervals` decides by the rows it is combined with.
+    Two intervals may differ in their first row, or in how many rows of the sequence a row covers: 8 blocks of 4 rows, then 8
+    single rows. Each family gets the reads of all intervals, because it counts its steps over all of them before it drops the
+    others. A read whose interval is unknown belongs to each family; `_drop_other_intervals` decides by the rows it is combined
+    with.
     """
     reads = {node: sequence_start_and_block(row, axes) for node, row in rows.reads.items() if row.length == length}
     intervals: list[SourceRows | None] = [*sorted({interval for interval in reads.values() if interval is not None})] or [None]

@@ -50,15 +50,17 @@ def find_total(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ten
 
 
 def bytes_of_total(func: Any, args: Sequence[Any], total: Tensor) -> int:
-    """Return the bytes of the total that an operator reads and writes.
+    """Return the bytes that an operator moves to add a product to its total: it reads and writes the total.
 
-    If a grouped product adds group by group, only groups with rows count: at most as many as there are rows.
+    A grouped product that adds group by group (by a Triton kernel, or by one product per group) moves only the groups that
+    have rows: at most as many as there are rows. PyTorch's grouped kernel writes the sums of all groups to a temporary tensor
+    first, whose bytes are added.
     """
     if func is not ADD_ARRANGED_OUTER:
         return 2 * total.nbytes
     _, x, y, order, ends = args
     if grouped_mm.has_kernel(x, y) and not grouped_mm.adds_by_group(total, x, y):
-        addend_bytes = total.numel() * x.element_size()  # written, filled with zeros for empty groups, and added
+        addend_bytes = total.numel() * x.element_size()  # (below, 4 x: written; read and written by `masked_fill_`; added)
         return 2 * total.nbytes + 4 * addend_bytes
     num_groups = max(len(ends), 1)
     return 2 * total.nbytes * min(len(order), num_groups) // num_groups

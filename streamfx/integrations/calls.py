@@ -92,9 +92,13 @@ class Calls:
         return self._was_off_at_start or is_switched_off()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module compiled, or its original forward if it is being traced, generates, or compilation is off."""
+        """Run the module compiled, or its original forward if it is being traced, generates, or compilation is off.
+
+        If an engine has wrapped the module since `enable`, `_enable_engine_modules` has removed this object and enabled the
+        engine's modules, so the call is repeated through them.
+        """
         is_traced = is_traced_here()
-        if not is_traced and self._was_wrapped_later():
+        if not is_traced and self._enable_engine_modules():
             return self.module(*args, **kwargs)
         if is_traced or generates(kwargs) or self.is_off:
             self.counts.plain += 1
@@ -105,10 +109,10 @@ class Calls:
         args = (packing.find_boundaries(args, kwargs), *args) if self.needs_boundaries else args
         return run(call, self.module, args, kwargs, compiled_graphs=None if self.enabled is None else self.enabled.compiled)
 
-    def _was_wrapped_later(self) -> bool:
-        """Return whether an engine (FSDP, DeepSpeed) has taken over the weights since `enable`.
+    def _enable_engine_modules(self) -> bool:
+        """Enable the modules that an engine (FSDP, DeepSpeed) wraps in place of this one, if it took over the weights later.
 
-        Then the modules that it wraps are enabled in place of this one. Submodules are only checked at the first call.
+        Return whether it did, since `enable`. Submodules are only checked at the first call.
         """
         with_parts = not self._has_checked_parts
         self._has_checked_parts = True

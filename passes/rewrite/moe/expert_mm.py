@@ -112,7 +112,7 @@ def _prove_groups(orders: Permutations, node: fx.Node, order: fx.Node, ends: Any
     """Return the group index of each row, in the original order; None, with a reason at `node`, without a proof.
 
     `order` sorts the rows by keys. They are the group indices if `ends` is proven to count them: ends[i] is the number of
-    keys that are at most i.
+    keys in [0, i], and no key is negative.
     """
     keys = orders.sort_keys[order]
     if num_groups == 1 and _is_single_full_group(ends, keys):  # all rows are in group 0, for any keys
@@ -183,9 +183,10 @@ def _holds_counts(dtype: torch.dtype, counted_shape: tuple[Size, ...]) -> bool:
 
 
 def _match_counts(orders: Permutations, ends: fx.Node, num_groups: Any, keys: fx.Node) -> fx.Node | None:
-    """Return the integers that `ends` counts: ends[i] is proven to be the number of these integers that are at most i.
+    """Return the integers that `ends` counts: ends[i] is proven to be the number of these integers in [0, i].
 
-    `ends` has `num_groups` entries. Return None without a proof, or if there are not as many integers as `keys`.
+    `ends` has `num_groups` entries. The caller excludes negative integers. Return None without a proof, or if there are not
+    as many integers as `keys`: the dtypes of the counts are proven exact for that many only.
     """
     counts = _cumsum_operand(ends, shape_of_node(keys))
     if counts is None:
