@@ -13,6 +13,7 @@ from torch import Tensor
 
 from streamfx.dialect.attention import ATTENTION
 from streamfx.kernels import plain_attention, sdpa
+from streamfx.kernels.attention_call import AttentionCall
 from streamfx.kernels.device_kinds import DeviceKind, pretend_device
 from tests.support.canonical import INF, NAN, Case, graphs, plain, targets
 from tests.support.cuda_kernels import in_their_place
@@ -52,9 +53,13 @@ class Drawn(NamedTuple):
     how: tuple[Tensor | None, bool, float | None]
     layouts: list[Callable[[Tensor], Tensor]]
 
+    @property
+    def call(self) -> AttentionCall:
+        return AttentionCall(*self.heads, *self.how)
+
     def by_plain(self) -> list[Tensor]:
-        out, lse = plain_attention.forward(*self.heads, *self.how)
-        return [out, lse, *plain_attention.backward(self.gradient, *self.heads, out, lse, *self.how)]
+        out, lse = plain_attention.forward(self.call)
+        return [out, lse, *plain_attention.backward(self.call, self.gradient, out, lse)]
 
 
 def drawn(seed: int) -> Drawn:
@@ -82,8 +87,8 @@ def check(seed: int) -> None:
     case = drawn(seed)
     wanted = case.by_plain()
     kept, kept_lse = case.layouts[0](wanted[0]), case.layouts[1](wanted[1][..., None])[..., 0]
-    made = sdpa.backward(case.gradient, *case.heads, kept, kept_lse, *case.how)
-    near([*sdpa.forward(*case.heads, *case.how), *made], wanted, TOLERANCE, seed)
+    made = sdpa.backward(case.call, case.gradient, kept, kept_lse)
+    near([*sdpa.forward(case.call), *made], wanted, TOLERANCE, seed)
 
 
 @pytest.mark.parametrize("device", ["cpu", "half", "single"])
@@ -100,8 +105,9 @@ def test_attention_is_as_exact_as_its_type_allows(dtype: torch.dtype, tolerance:
         for seed in range(40):
             case = drawn(seed)
             q, k, v, gradient = (item.to(dtype) for item in (*case.heads, case.gradient))
-            out, lse = sdpa.forward(q, k, v, *case.how)
-            found = sdpa.backward(gradient, q, k, v, out, lse, *case.how)
+            call = AttentionCall(q, k, v, *case.how)
+            out, lse = sdpa.forward(call)
+            found = sdpa.backward(call, gradient, out, lse)
             assert lse.dtype == torch.float32 and {item.dtype for item in (out, *found)} == {dtype}
             near([out, lse, *found], case.by_plain(), tolerance, seed)
 
@@ -159,8 +165,8 @@ def test_a_causal_mask_with_a_negative_scale_is_exact(scale: float) -> None:
 def test_a_row_that_sees_no_key_has_no_weights() -> None:
     q, k, v, gradient = torch.randn(4, 1, 2, 5, 4, dtype=torch.float64)
     bias = torch.zeros(1, 1, 5, 5, dtype=torch.float64).index_fill(2, torch.tensor(3), float("-inf"))
-    out, lse = plain_attention.forward(q, k, v, bias, False, None)
-    made = plain_attention.backward(gradient, q, k, v, out, lse, bias, False, None)
+    out, lse = plain_attention.forward(AttentionCall(q, k, v, bias))
+    made = plain_attention.backward(AttentionCall(q, k, v, bias), gradient, out, lse)
     assert all(item.isfinite().all() for item in (out, *made))
     assert not out[:, :, 3].any() and not made[0][:, :, 3].any()
 

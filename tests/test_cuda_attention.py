@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from streamfx.frontend.backend import Compilation
 from streamfx.kernels import chunk_attention, cuda_attention, cuda_cudnn, flash_varlen, flash_window, plain_attention, sdpa
+from streamfx.kernels.attention_call import BOTTOM_RIGHT, AttentionCall, BottomRightCausal
 from streamfx.kernels.mask_tiles import TileKind, tiles_of_mask
-from streamfx.kernels.plain_attention import BOTTOM_RIGHT, BottomRightCausal
 from streamfx.torch_private import NoMaskForCudnn
 from tests.support import cuda_documents as stand_in
 from tests.support import cuda_kernels
@@ -152,7 +152,7 @@ def test_incorrect_kernels_are_not_called(fault: Any, back: Any, calls: list[Cal
 def test_a_scale_that_is_not_positive_splits_documents(scale: float, calls: list[Call]) -> None:
     """Flash attention seeks the greatest score before it scales."""
     heads, mask = drawn(1, LENGTH, LENGTH), bias_of(seen_by(STARTS, LENGTH))
-    truth = plain_attention.forward(*heads, mask, False, scale)
+    truth = plain_attention.forward(AttentionCall(*heads, mask, False, scale))
     torch.testing.assert_close(chunk_attention.forward(*heads, as_mask(mask), None, None, scale=scale), truth)
     assert not calls
 
@@ -190,7 +190,7 @@ def test_documents_with_different_windows_take_several_calls(name: str, calls: l
 
 def test_the_backward_of_one_document_uses_the_window_kernel(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     """Many keys of one document are taken in blocks there, which a call of documents does not do."""
-    keys = noted(monkeypatch, flash_window, "backward", lambda *items: items[2].shape[2])
+    keys = noted(monkeypatch, flash_window, "backward", lambda call, *_: call.key.shape[2])
     check_mask(bias_of(seen_by([0], 40, left=6)))
     assert keys == [40] and not calls
 
@@ -200,10 +200,9 @@ def test_the_backward_of_one_document_uses_the_window_kernel(calls: list[Call], 
 WIDTH, KEYS = 8, 24
 
 
-def shape_of_call(*given: Any) -> tuple[int, int, bool]:
+def shape_of_call(call: AttentionCall, *_: Any) -> tuple[int, int, bool]:
     """Rows, keys, and whether there is a causal mask."""
-    q, k = given[1:3] if len(given) > 5 else given[:2]
-    return q.shape[2], k.shape[2], next(item for item in given[::-1] if isinstance(item, bool))
+    return call.query.shape[2], call.key.shape[2], bool(call.causal)
 
 
 @pytest.fixture
@@ -248,7 +247,7 @@ def test_unsupported_calls_use_other_kernels(name: str, hopper: list[Any]) -> No
     heads = drawn(1, rows, keys, width=width)
     found = chunk_attention.forward(*heads, *how, scale=scale)
     bias, causal = truth
-    torch.testing.assert_close(found, plain_attention.forward(*heads, bias, causal, scale))
+    torch.testing.assert_close(found, plain_attention.forward(AttentionCall(*heads, bias, causal, scale)))
     assert hopper == [[], []]
 
 
@@ -284,21 +283,21 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [
 def test_a_plan_for_another_layout_is_never_reused(hopper: list[Any]) -> None:
     """Results and gradients have many layouts; a user's call of one sequence may have cached a plan for another."""
     q, k, v = drawn(1, 8, 8)
-    out, lse = plain_attention.forward(q, k, v, None, True, None)
+    call = AttentionCall(q, k, v, causal=True)
+    out, lse = plain_attention.forward(call)
     gradient = torch.randn_like(out).contiguous()
-    wanted = plain_attention.backward(gradient, q, k, v, out, lse, None, True, None)
+    wanted = plain_attention.backward(call, gradient, out, lse)
     for layout in LAYOUTS:
-        given = layout(gradient), q, k, v, layout(out), layout(lse)
-        torch.testing.assert_close(cuda_attention.backward(*given, None, True, None), wanted)
+        torch.testing.assert_close(cuda_attention.backward(call, layout(gradient), layout(out), layout(lse)), wanted)
     assert len(hopper[1]) == len(LAYOUTS) and len(cuda_kernels.PLANS) == 1
     expanded = torch.ones(1, 1, 1, 1, dtype=torch.float64).expand_as(gradient)
-    made = cuda_attention.backward(expanded, q, k, v, out, lse, None, True, None)
-    torch.testing.assert_close(made, plain_attention.backward(expanded, q, k, v, out, lse, None, True, None))
+    made = cuda_attention.backward(call, expanded, out, lse)
+    torch.testing.assert_close(made, plain_attention.backward(call, expanded, out, lse))
     cuda_kernels.PLANS.clear()
     seed = torch.zeros((), dtype=torch.int64)
     as_eager = gradient, q, k, v, plain(q, k, v, None, True, None)[0], lse.unsqueeze(-1), seed, seed
     cuda_kernels.cudnn_backward(*as_eager, None, None, None, 8, 8, 0.0, True)
-    torch.testing.assert_close(cuda_attention.backward(gradient, q, k, v, out, lse, None, True, None), wanted)
+    torch.testing.assert_close(cuda_attention.backward(call, gradient, out, lse), wanted)
 
 
 @pytest.mark.parametrize(("groups", "length"), [(4, 32), (1, 19)])
@@ -310,8 +309,8 @@ def test_programs_stream_with_cudnn(groups: int, length: int, hopper: list[Any])
     assert {is_causal for *_, is_causal in hopper[0]} == {True, False}
 
 
-def at_the_last(real: Any, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: float | None) -> Any:
-    return real(q, k, v, causal, scale) if causal else plain(q, k, v, None, True, scale, last=True)
+def at_the_last(real: Any, call: AttentionCall) -> Any:
+    return real(call) if call.causal else plain(*call[:3], None, True, call.scale, last=True)
 
 
 def no_gradient(real: Any, *given: Any) -> Any:
@@ -325,8 +324,8 @@ def test_incorrect_kernels_of_cudnn_are_not_called(fault: Any, back: Any) -> Non
         wrong(cuda_cudnn.matches_reference, cuda_cudnn, ("forward", "backward"), fault, back),
     ):
         assert not cuda_cudnn.matches_reference(CPU, torch.float64, WIDTH, WIDTH)
-        assert not cuda_cudnn.supports(*drawn(1, 8, 8), None, True, None)
-        assert sdpa.supports_bottom_right(*drawn(1, 8, KEYS), None, BOTTOM_RIGHT)
+        assert not cuda_cudnn.supports(AttentionCall(*drawn(1, 8, 8), causal=True))
+        assert sdpa.supports_bottom_right(AttentionCall(*drawn(1, 8, KEYS)), BOTTOM_RIGHT)
 
 
 def test_flash_attention_3_replaces_both_kernels(hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +336,7 @@ def test_flash_attention_3_replaces_both_kernels(hopper: list[Any], monkeypatch:
     class Handle:
         def remove(self) -> None: ...
 
-    calls = noted(monkeypatch, cuda_attention, "_flash_tile", lambda *given: (given[1].shape[2], given[2].shape[2]))
+    calls = noted(monkeypatch, cuda_attention, "_flash_tile", lambda call, *_: (call.query.shape[2], call.key.shape[2]))
     of_torch, tried = torch.nn.attention, len(flash_window.masks_correctly._outcomes)
     of_torch.register_flash_attention_impl("stand-in", register_fn=Handle)
     of_torch.activate_flash_attention_impl("stand-in")

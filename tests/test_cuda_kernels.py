@@ -16,10 +16,10 @@ from torch import Tensor
 from streamfx.cost.meter import Meter
 from streamfx.dialect.products import ADD_PRODUCT
 from streamfx.kernels import chunk_attention, cuda_attention, cuda_products, efficient_bottom_right, flash_window, sdpa
-from streamfx.kernels.plain_attention import BOTTOM_RIGHT
+from streamfx.kernels.attention_call import BOTTOM_RIGHT, AttentionCall
 from streamfx.torch_private import FakeTensorMode
 from tests.support.calls import noted
-from tests.support.cuda_kernels import Heads, another_gradient, check, drawn, in_their_place, refuses, wrong
+from tests.support.cuda_kernels import Heads, another_gradient, check, check_kernels, drawn, in_their_place, refuses, wrong
 from tests.support.cuda_reading import plain
 from tests.support.tracing import compare_function, traced
 
@@ -134,7 +134,7 @@ def test_unsupported_attention_keeps_its_operator(name: str, half: None) -> None
 @pytest.mark.parametrize("width", [HEAD, 5])
 def test_a_chunk_takes_one_call(width: int, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a kernel whose causal mask ends at the last row and key; nothing is merged or joined."""
-    calls = noted(monkeypatch, flash_window, "forward", lambda query, key, *_: (query.shape[2], key.shape[2]))
+    calls = noted(monkeypatch, flash_window, "forward", lambda call: (call.query.shape[2], call.key.shape[2]))
     monkeypatch.setattr(chunk_attention, "_merge", None)
     q, k, v = drawn(2, 21, 21, width=width)
     with in_their_place(half):
@@ -151,10 +151,10 @@ def test_a_chunk_takes_one_call(width: int, half: bool, monkeypatch: pytest.Monk
 )
 def test_many_keys_take_several_calls(rows: int, keys: int, causal: Any, half: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where heads share keys, the kernel makes the gradients of all heads before it adds them up."""
-    calls = noted(monkeypatch, cuda_attention, "_flash_tile", lambda *given: given[2].shape[2])
+    calls = noted(monkeypatch, cuda_attention, "_flash_tile", lambda call, *_: call.key.shape[2])
     heads = drawn(2, rows, keys)
     monkeypatch.setattr(cuda_attention, "MAX_EXPANDED_BYTES", 6 * 2 * heads[0][:, :, 0].nbytes)
-    check(cuda_attention, heads, (None, causal, None), (None, causal, None))
+    check_kernels(AttentionCall(*heads, causal=causal))
     assert sum(calls) == keys and len(calls) >= 1 + (keys > rows + 6) and max(calls) <= max(6, rows) + rows
 
 
@@ -172,9 +172,9 @@ def test_many_rows_take_several_calls(
     count: int, groups: int, causal: Any, rows: int, keys: int, half: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel sums the queries' gradient in single precision, and makes that of keys for all heads: those of a block alone."""
-    calls = noted(monkeypatch, cuda_attention, "_flash_tile", lambda *given: (*given[1].shape[1:3], given[2].shape[2]))
+    calls = noted(monkeypatch, cuda_attention, "_flash_tile", lambda call, *_: (*call.query.shape[1:3], call.key.shape[2]))
     monkeypatch.setattr(cuda_attention, "MAX_ACCUMULATOR_BYTES", 2 * (count // groups) * 8 * (1 + HEAD) * 4)
-    check(cuda_attention, drawn(2, rows, keys, count, groups), (None, causal, None), (None, causal, None))
+    check_kernels(AttentionCall(*drawn(2, rows, keys, count, groups), causal=causal))
     assert len(calls) > 1 and all(own == count // groups and size <= 8 and seen <= 16 for own, size, seen in calls)
     pairs = sum(size * seen for _, size, seen in calls) // groups
     assert pairs < rows * keys or not causal or keys > rows  # keys that no row sees are omitted
@@ -182,14 +182,15 @@ def test_many_rows_take_several_calls(
 
 def test_a_top_left_causal_mask_over_more_keys_is_exact(half: None) -> None:
     """With more keys than rows flash attention's mask begins elsewhere: another kernel takes them."""
-    check(cuda_attention, drawn(2, 5, 9), (None, True, None), (None, True, None))
+    check_kernels(AttentionCall(*drawn(2, 5, 9), causal=True))
 
 
 @pytest.mark.parametrize("bias", [None, torch.zeros(1, 1, 9, 9, dtype=torch.bfloat16)], ids=["flash", "efficient"])
 def test_merged_results_have_the_type_of_the_kernel(bias: Tensor | None, half: None) -> None:
     q, k, v = (item.bfloat16() for item in drawn(2, 9, 9, groups=4))
-    out, lse = cuda_attention.forward(q, k, v, bias, False, None)
-    made = cuda_attention.backward(torch.ones_like(out).float(), q, k, v, out.float(), lse, bias, False, None)
+    call = AttentionCall(q, k, v, bias)
+    out, lse = cuda_attention.forward(call)
+    made = cuda_attention.backward(call, torch.ones_like(out).float(), out.float(), lse)
     assert [part.dtype for part in made] == [torch.bfloat16] * 3
 
 
@@ -220,12 +221,12 @@ def test_a_window_takes_one_call_without_a_bias(
         check_window(drawn(2, rows, keys, width=width), -left)
 
 
-def at_the_first(real: Any, q: Tensor, k: Tensor, v: Tensor, left: int, scale: float | None) -> Any:
-    return plain(q, k, v, None, True, scale)
+def at_the_first(real: Any, call: AttentionCall, left: int) -> Any:
+    return plain(*call[:3], None, True, call.scale)
 
 
-def one_key_more(real: Any, q: Tensor, k: Tensor, v: Tensor, left: int, scale: float | None) -> Any:
-    return real(q, k, v, left + 1, scale)
+def one_key_more(real: Any, call: AttentionCall, left: int) -> Any:
+    return real(call, left + 1)
 
 
 FAULTS = [(refuses, None), (at_the_first, None), (one_key_more, None), (None, another_gradient)]

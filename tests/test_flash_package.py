@@ -125,7 +125,7 @@ def test_more_keys_than_queries_fall_back() -> None:
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.long)], ids=["one tensor", "two"])
 def test_documents_run_separately_without_a_mask(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their numbers: no kernel is given a mask, and no row is compared with another document's keys."""
-    seen = noted(monkeypatch, sdpa, "forward", lambda query, key, value, bias, *_: (bias is None, key.shape[2]))
+    seen = noted(monkeypatch, sdpa, "forward", lambda call: (call.bias is None, call.key.shape[2]))
     ends = [0, 9, LENGTH]
     model, given = Decoder({"causal": True}, 2).double(), packed(ends, ends) if apart else packed(ends)
     with torch.no_grad():

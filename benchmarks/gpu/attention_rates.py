@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.gpu.measures import Finding, distance, seconds
 from benchmarks.gpu.place import Place
 from streamfx.kernels import chunk_attention, sdpa
+from streamfx.kernels.attention_call import AttentionCall
 
 aten = torch.ops.aten
 HEADS, GROUPS, WIDTH, CHUNKS = 32, 8, 128, (4096, 2048, 8192)  # Qwen3-8B's and Llama-3.1-8B's; rows of a chunk
@@ -149,12 +150,12 @@ def _cudnn_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
 
 
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Any]:
-    out, lse = sdpa.forward(q, k, v, None, causal, None)
+    out, lse = sdpa.forward(AttentionCall(q, k, v, causal=causal))
     return out, (lse,)
 
 
 def _fused_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, more: Any, causal: bool) -> Any:
-    return sdpa.backward(g, q, k, v, out, lse, None, causal, None)
+    return sdpa.backward(AttentionCall(q, k, v, causal=causal), g, out, lse)
 
 
 def _runtime_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:

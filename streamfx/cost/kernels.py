@@ -10,6 +10,7 @@ from torch import Tensor
 from streamfx.dialect.products import ADD_ARRANGED_OUTER, ADD_PRODUCT
 from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.kernels import cuda_attention, cuda_cudnn, grouped_mm
+from streamfx.kernels.attention_call import AttentionCall
 from streamfx.kernels.device_kinds import device_kind
 
 CUDNN, FLASH = "cudnn", "flash"
@@ -34,10 +35,10 @@ def kernel_of(name: str, arguments: Mapping[str, Any]) -> str:
         return ""
     if name.startswith("streamfx::") and arguments.get("attn_mask") is not None:
         return ""
-    scale = arguments.get("scale")
-    if "left" not in arguments and cuda_cudnn.supports_past_and_diagonal(query, key, value, scale):
+    call = AttentionCall(query, key, value, scale=arguments.get("scale"))
+    if "left" not in arguments and cuda_cudnn.supports_past_and_diagonal(call):
         return CUDNN
-    return FLASH if cuda_attention.flash_supports(query, value, scale) else ""
+    return FLASH if cuda_attention.flash_supports(call) else ""
 
 
 ACCUMULATING_OPERATORS = {*(item.overloadpacket.out for item in of_kind(Kind.ADDMM)), ADD_PRODUCT, ADD_ARRANGED_OUTER}

@@ -18,6 +18,7 @@ from streamfx.cost.flops import arguments_by_name
 from streamfx.dialect.attention import ATTENTION_WINDOW, ATTENTION_WINDOW_BACKWARD
 from streamfx.dialect.products import ADD_ARRANGED_OUTER, ARRANGED_MM
 from streamfx.kernels import cuda_attention, flash_varlen, grouped_mm, sdpa
+from streamfx.kernels.attention_call import AttentionCall
 from streamfx.kernels.device_kinds import device_kind
 from streamfx.torch_private import OpOverload
 
@@ -85,7 +86,8 @@ def _efficient_rows_backward(arguments: Arguments) -> int:
 
 def _window_backward(arguments: Arguments) -> int:
     """Return the workspace of flash attention, or of the memory-efficient kernel, as `flash_window.py` chooses."""
-    is_flash = cuda_attention.flash_supports(arguments["query"], arguments["value"], arguments.get("scale"))
+    query, key, value = (arguments[operand] for operand in ("query", "key", "value"))
+    is_flash = cuda_attention.flash_supports(AttentionCall(query, key, value, scale=arguments.get("scale")))
     return _flash_backward(arguments) if is_flash else _efficient_backward(arguments)
 
 

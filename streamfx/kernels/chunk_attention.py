@@ -18,21 +18,20 @@ documents take one call if a kernel supports variable-length sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from streamfx.kernels import sdpa
+from streamfx.kernels.attention_call import BOTTOM_RIGHT, AttentionCall, BottomRightCausal, Gradients, Result
 from streamfx.kernels.mask_programs import Mask
 from streamfx.kernels.mask_tiles import MaskTile, TileKind
-from streamfx.kernels.plain_attention import BOTTOM_RIGHT, BottomRightCausal
 from streamfx.torch_private import FakeTensor
 
 Window = tuple["int | None", "int | None"]  # (low, high): see `forward`
 Bias = Callable[[], "Tensor | None"]  # computes the mask that is added to scores, only for a kernel that needs it
-Gradients = tuple[Tensor, Tensor, Tensor]  # with respect to queries, keys and values
 
 
 class VisibleKeys(NamedTuple):
@@ -58,24 +57,24 @@ def forward(
     *,
     scale: float | None = None,
     finite_hides: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> Result:
     """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
 
     `mask` is added to the scores. With a `window` (low, high), query i sees keys i + first_query + low .. i + first_query +
     high; otherwise all keys. `finite_hides`: scores are small compared with the large negative values of the mask, so that
     such values hide a key as minus infinity does.
     """
-    tiles, bias, bottom_right, is_estimate = _visible_keys(query, key, value, mask, first_query, window, scale, finite_hides)
+    call = AttentionCall(query, key, value, scale=scale)
+    tiles, bias, bottom_right, is_estimate = _visible_keys(call, mask, first_query, window, finite_hides)
     if _is_single_call(tiles, query, key):
         full_output = [query.new_empty(*query.shape[:-1], value.shape[-1])] if is_estimate else []  # counted while the tile runs
-        result = _forward(tiles[0], query, key, value, bias, bottom_right, scale)
+        result = _forward(tiles[0], call, bias, bottom_right)
         del full_output
         return result
     out = query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]).transpose(1, 2)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
     for tile in tiles:
-        operands = _rows_of_tile(tile, query), _keys_of_tile(tile, key), _keys_of_tile(tile, value)
-        result = _forward(tile, *operands, _bias_of(tile, bias), None, scale)
+        result = _forward(tile, _call_of_tile(tile, call), _bias_of(tile, bias), None)
         _rows_of_tile(tile, out).copy_(result[0])
         _rows_of_tile(tile, lse).copy_(result[1])
     return out, lse
@@ -94,26 +93,26 @@ def backward(
     *,
     scale: float | None = None,
     finite_hides: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Return (dq, dk, dv): the gradients of the queries, and the chunk's contribution to those of its keys and values.
 
     `gradient`, `out`, `lse`: the output's gradient, and both results of `forward`. The other arguments are those of `forward`:
     `mask` is added to the scores, and large negative values of it hide a key only if `finite_hides`.
     """
-    tiles, bias, bottom_right, is_estimate = _visible_keys(query, key, value, mask, first_query, window, scale, finite_hides)
+    call = AttentionCall(query, key, value, scale=scale)
+    tiles, bias, bottom_right, is_estimate = _visible_keys(call, mask, first_query, window, finite_hides)
     if _is_single_call(tiles, query, key):
         # real runs with several tiles also have the gradients of all keys; they are counted while the tile runs
         full_gradients = [torch.empty_like(operand) for operand in (query, key, value)] if is_estimate else []
-        gradients = _backward(tiles[0], gradient, query, key, value, out, lse, bias, bottom_right, scale)
+        gradients = _backward(tiles[0], call, gradient, out, lse, bias, bottom_right)
         del full_gradients
         return gradients
     dq, dk, dv = torch.full_like(query, -0.0), torch.zeros_like(key), torch.zeros_like(value)  # -0 + x == x, also for x = -0
     for tile in tiles:
-        tile_gradient, tile_query, tile_out, tile_lse = (_rows_of_tile(tile, operand) for operand in (gradient, query, out, lse))
-        keys, values, tile_bias = _keys_of_tile(tile, key), _keys_of_tile(tile, value), _bias_of(tile, bias)
+        results = [_rows_of_tile(tile, operand) for operand in (gradient, out, lse)]
         totals = _rows_of_tile(tile, dq), _keys_of_tile(tile, dk), _keys_of_tile(tile, dv)
-        for key_range, call in _calls(tile, tile_gradient, tile_query, keys, values, tile_out, tile_lse, tile_bias, None, scale):
-            _add_to(totals, key_range, call())
+        for key_range, kernel_call in _calls(tile, _call_of_tile(tile, call), _bias_of(tile, bias), None):
+            _add_to(totals, key_range, sdpa.backward(kernel_call, *results))
     return dq, dk, dv
 
 
@@ -130,41 +129,26 @@ def _add_to(totals: Gradients, key_range: slice, gradients: Gradients) -> None:
 # -- the calls of one tile: one call, or the past and the diagonal
 
 
-def _forward(
+def _forward(tile: MaskTile, call: AttentionCall, bias: Bias, bottom_right: BottomRightCausal | None) -> Result:
+    """Run all calls of a tile (see `_calls`); return the output and the log-sum-exp over all its keys."""
+    results = [sdpa.forward(kernel_call) for _, kernel_call in _calls(tile, call, bias, bottom_right)]
+    return results[0] if len(results) == 1 else _merge(*results)
+
+
+def _backward(
     tile: MaskTile,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    call: AttentionCall,
+    gradient: Tensor,
+    out: Tensor,
+    lse: Tensor,
     bias: Bias,
     bottom_right: BottomRightCausal | None,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of a tile; the operands are the tile's rows and keys.
-
-    A causal tile takes one call, or a call for the past (the keys before the first query) and one for the diagonal.
-    `bottom_right`: if not None, this mask of the kernel replaces the bias of a mixed tile, if the kernel supports it.
-    """
-    kind = tile.kind
-    if tile.documents is not None:
-        return sdpa.forward(query, key, value, None, tile.documents, scale)
-    if kind is TileKind.MIXED and bottom_right is not None and sdpa.supports_bottom_right(query, key, value, scale, bottom_right):
-        return sdpa.forward(query, key, value, None, bottom_right, scale)
-    if kind is not TileKind.CAUSAL:
-        return sdpa.forward(query, key, value, bias() if kind is TileKind.MIXED else None, False, scale)
-    past = key.shape[2] - query.shape[2]
-    if past == 0 or sdpa.supports_bottom_right(query, key, value, scale, BOTTOM_RIGHT):
-        return sdpa.forward(query, key, value, None, BOTTOM_RIGHT if past else True, scale)
-    past_result = sdpa.forward(query, key[:, :, :past], value[:, :, :past], None, False, scale)
-    diagonal_result = sdpa.forward(query, key[:, :, past:], value[:, :, past:], None, True, scale)
-    return _merge(past_result, diagonal_result)
-
-
-def _backward(*arguments: Any) -> Gradients:
-    """Run all calls of a tile; the arguments are those of `_calls`.
+) -> Gradients:
+    """Run all calls of a tile (see `_calls`).
 
     Return (dq, dk, dv): the sum of the calls' dq, and their dk and dv concatenated, because each call reads other keys.
     """
-    gradients = [call() for _, call in _calls(*arguments)]
+    gradients = [sdpa.backward(kernel_call, gradient, out, lse) for _, kernel_call in _calls(tile, call, bias, bottom_right)]
     if len(gradients) == 1:
         return gradients[0]
     past, diagonal = gradients
@@ -172,46 +156,33 @@ def _backward(*arguments: Any) -> Gradients:
 
 
 def _calls(
-    tile: MaskTile,
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Bias,
-    bottom_right: BottomRightCausal | None,
-    scale: float | None,
-) -> list[tuple[slice, Callable[[], Gradients]]]:
-    """Return the kernel calls that compute a tile's gradients: (the slice of keys that the call reads, the call) for each.
+    tile: MaskTile, call: AttentionCall, bias: Bias, bottom_right: BottomRightCausal | None
+) -> Iterator[tuple[slice, AttentionCall]]:
+    """Yield the kernel calls that compute a tile: (the slice of keys that the call reads, the call) for each.
 
-    There is one call, or one for the past (the keys before the first query) and one for the diagonal, as in `_forward`. A
-    call returns (dq, dk, dv).
+    `call` has the tile's rows and keys, and no mask. There is one call; a causal tile may take one for the past (the keys
+    before the first query) and one for the diagonal. `bottom_right`: if not None, this mask of the kernel replaces the bias of
+    a mixed tile, if the kernel supports it.
     """
-
-    def call(key_range: slice, mask: Bias, causal: Any) -> tuple[slice, Callable[[], Gradients]]:
-        """Return the slice of keys, and a function that runs the backward kernel on these keys."""
-        keys, values = (key, value) if key_range == all_keys else (key[:, :, key_range], value[:, :, key_range])
-        return key_range, lambda: sdpa.backward(gradient, query, keys, values, out, lse, mask(), causal, scale)
-
     kind, all_keys = tile.kind, slice(None)
+    past = call.key.shape[2] - call.query.shape[2]
     if tile.documents is not None:
-        return [call(all_keys, _without_bias, tile.documents)]
-    if kind is TileKind.MIXED and bottom_right is not None and sdpa.supports_bottom_right(query, key, value, scale, bottom_right):
-        return [call(all_keys, _without_bias, bottom_right)]
-    if kind is not TileKind.CAUSAL:
-        return [call(all_keys, bias if kind is TileKind.MIXED else _without_bias, False)]
-    past = key.shape[2] - query.shape[2]
-    if past == 0 or sdpa.supports_bottom_right(query, key, value, scale, BOTTOM_RIGHT):
-        return [call(all_keys, _without_bias, BOTTOM_RIGHT if past else True)]
-    return [call(slice(past), _without_bias, False), call(slice(past, None), _without_bias, True)]
+        yield all_keys, call._replace(causal=tile.documents)
+    elif kind is TileKind.MIXED and bottom_right is not None and sdpa.supports_bottom_right(call, bottom_right):
+        yield all_keys, call._replace(causal=bottom_right)
+    elif kind is TileKind.MIXED:
+        yield all_keys, call._replace(bias=bias())
+    elif kind is not TileKind.CAUSAL:
+        yield all_keys, call
+    elif past == 0 or sdpa.supports_bottom_right(call, BOTTOM_RIGHT):
+        yield all_keys, call._replace(causal=BOTTOM_RIGHT if past else True)
+    else:
+        for key_range, causal in ((slice(past), False), (slice(past, None), True)):
+            keys, values = call.key[:, :, key_range], call.value[:, :, key_range]
+            yield key_range, call._replace(key=keys, value=values, causal=causal)
 
 
-def _without_bias() -> None:
-    """Return None: a tile without a bias."""
-
-
-def _merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _merge(left: Result, right: Result) -> Result:
     """Merge (output, log-sum-exp) of the same queries over two slices of the keys.
 
     The weight of each output is its share in the sum of exponentials: exp(lse_b) / (exp(lse_a) + exp(lse_b)) for the second.
@@ -226,23 +197,17 @@ def _merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[T
 
 
 def _visible_keys(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | Mask | None,
-    first_query: int | None,
-    window: Window | None,
-    scale: float | None,
-    finite_hides: bool,
+    call: AttentionCall, mask: Tensor | Mask | None, first_query: int | None, window: Window | None, finite_hides: bool
 ) -> VisibleKeys:
     """Return the tiles of the queries, and the mask of mixed tiles; the arguments are those of `forward`.
 
     A data-dependent mask (`Mask`) without a window is decomposed into tiles; otherwise there is a single tile.
     """
+    query, key = call.query, call.key
     batch_size, num_rows, num_keys = query.shape[0], query.shape[2], key.shape[2]
     has_window = first_query is not None and window is not None and window != (None, None)
     if isinstance(mask, Mask) and not has_window:
-        packs_documents = sdpa.supports_documents(query, key, value, scale)
+        packs_documents = sdpa.supports_documents(call)
         is_estimate = isinstance(query, FakeTensor) and mask.dense().shape[1] == 1  # one mask for all heads: real runs have tiles
         tiles = mask.tiles(num_rows, num_keys, batch_size, finite_hides, packs_documents)
         return VisibleKeys(tiles, mask.dense, None, is_estimate)
@@ -277,6 +242,12 @@ def _is_single_call(tiles: Sequence[MaskTile], query: Tensor, key: Tensor) -> bo
         return False
     full = (0, query.shape[2]), (0, key.shape[2]), (0, query.shape[0])
     return (tiles[0].rows, tiles[0].keys, tiles[0].batch) == full
+
+
+def _call_of_tile(tile: MaskTile, call: AttentionCall) -> AttentionCall:
+    """Return the call for a tile's rows and keys only."""
+    key, value = _keys_of_tile(tile, call.key), _keys_of_tile(tile, call.value)
+    return call._replace(query=_rows_of_tile(tile, call.query), key=key, value=value)
 
 
 def _rows_of_tile(tile: MaskTile, tensor: Tensor) -> Tensor:

@@ -4,9 +4,6 @@ cuDNN runs the call if it is the fastest (`cuda_cudnn.py`). Otherwise flash atte
 attention runs single precision and biases. Kernels check few of their assumptions, so a comment at each call says
 which layout the kernel reads and names the place in PyTorch's sources (under aten/src/ATen/native/transformers/cuda)
 that shows it. `tests/support/cuda_kernels.py` checks the same constraints on the kernel's side.
-
-Sizes: b batch, h query heads, g heads of keys and values, m queries, n keys, d and e widths of a head. `bias` is added to
-the scores, `causal` is one of `plain_attention.Causal`, `scale` multiplies the scores (None: 1 / sqrt(d)).
 """
 
 from __future__ import annotations
@@ -16,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamfx.kernels import cuda_cudnn, layouts
+from streamfx.kernels.attention_call import AttentionCall, Gradients, Result, for_all_heads, for_groups
 from streamfx.kernels.cuda_blocks import TileSizes, gradients
 from streamfx.kernels.device_kinds import device_kind
-from streamfx.kernels.plain_attention import Causal, for_all_heads, for_groups
 
 aten = torch.ops.aten
 
@@ -30,44 +27,32 @@ MAX_ACCUMULATOR_BYTES = 1 << 29  # bytes: limit for the accumulator of the queri
 LSE_ALIGNMENT = 32  # rows: kernel_forward.h: kAlignLSE; the backward reads this many rows at once
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d], keys [b g n d] and values [b g n e]."""
-    query, key, value, scale = to_kernel_layout(query, key, value, scale)
-    if cuda_cudnn.supports(query, key, value, bias, causal, scale):
-        return cuda_cudnn.forward(query, key, value, causal, scale)
-    if is_flash(query, key, value, bias, causal, scale):
+def forward(call: AttentionCall) -> Result:
+    """Return the output and the log-sum-exp."""
+    call = to_kernel_layout(call)
+    if cuda_cudnn.supports(call):
+        return cuda_cudnn.forward(call)
+    if is_flash(call):
+        query, key, value, _, causal, scale = call
         result = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, bool(causal), False, scale=scale)
         return result[0], result[1]
-    key, value = (for_all_heads(heads, query) for heads in (key, value))  # attention.cu: requires equal head counts
-    bias = _padded_bias(bias, query, key)
+    call = for_all_heads(call)  # attention.cu: requires equal head counts
+    query, key, value, _, causal, scale = call
+    bias = _padded_bias(call)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, bool(causal), scale=scale)
     return out, lse[:, :, : query.shape[2]]
 
 
-def backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: Causal,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv): the gradients of queries, keys and values.
-
-    `gradient` is the gradient of the output; `out` and `lse` are the results of `forward`.
-    """
-    query, key, value, scale = to_kernel_layout(query, key, value, scale)
-    gradient, out = results_to_kernel_layout(gradient, out, query)
-    if cuda_cudnn.supports(query, key, value, bias, causal, scale):
-        return gradients(cuda_cudnn.backward, (gradient, query, key, value, out, lse), causal, scale, max_tile)
-    if is_flash(query, key, value, bias, causal, scale):
-        return _flash_backward(gradient, query, key, value, out, lse, causal, scale)
-    return _efficient_backward(gradient, query, key, value, out, lse, bias, causal, scale)
+def backward(call: AttentionCall, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    """Return (dq, dk, dv); by cuDNN or flash attention in tiles, if the workspace would be large."""
+    call = to_kernel_layout(call)
+    gradient, out = results_to_kernel_layout(gradient, out, call.query)
+    if cuda_cudnn.supports(call):
+        return gradients(cuda_cudnn.backward, call, (gradient, out, lse), max_tile)
+    if is_flash(call):
+        # flash_api.cpp: set_params_fprop reads the pointer of the log-sum-exp and ignores its strides
+        return gradients(_flash_tile, call, (gradient, layouts.align(out), lse.contiguous()), max_tile)
+    return _efficient_backward(call, gradient, out, lse)
 
 
 def has_kernels(query: Tensor) -> bool:
@@ -75,18 +60,19 @@ def has_kernels(query: Tensor) -> bool:
     return query.dtype != torch.bfloat16 or device_kind(query.device).capability[0] >= 8
 
 
-def is_flash(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> bool:
+def is_flash(call: AttentionCall) -> bool:
     """Return whether flash attention supports this call, by the rules of `sdp_utils.cpp: use_flash_attention`."""
-    if causal is True and query.shape[2] != key.shape[2]:
+    if call.causal is True and call.query.shape[2] != call.key.shape[2]:
         return False  # mask.h: aligned at the last query and key; all other kernels align it at the first
-    return bias is None and flash_supports(query, value, scale)
+    return call.bias is None and flash_supports(call)
 
 
-def flash_supports(query: Tensor, value: Tensor, scale: float | None) -> bool:
+def flash_supports(call: AttentionCall) -> bool:
     """Return whether flash attention supports these dtypes, head widths and scale, on this device, without a bias.
 
     Its causal mask is aligned at the bottom right: the last query sees all keys.
     """
+    query, value, scale = call.query, call.value, call.scale
     if query.dtype not in FLASH_TYPES or (scale is not None and scale <= 0):
         return False  # softmax.h: the maximum is taken before scores are scaled
     width, value_width = (heads.shape[-1] + -heads.shape[-1] % layouts.ALIGNMENT for heads in (query, value))
@@ -103,18 +89,17 @@ def flash_width(device: torch.device) -> int:
     return 192 if is_small else 256  # flash_api.cpp: mha_fwd
 
 
-def to_kernel_layout(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor, float | None]:
+def to_kernel_layout(call: AttentionCall) -> AttentionCall:
     """Pad heads to the width that the kernels load (sdp_utils.cpp: minimum_gemm_alignment), and align their addresses.
 
-    Return (query, key, value, scale). Zero columns do not change the scores, but they change the default scale,
-    because it depends on the width; so padded heads get the scale of their original width.
+    Zero columns do not change the scores, but they change the default scale, because it depends on the width; so padded
+    heads get the scale of their original width.
     """
-    if query.shape[-1] % layouts.ALIGNMENT:
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-    query, key, value = (layouts.align(layouts.padded_last(operand, layouts.ALIGNMENT)) for operand in (query, key, value))
-    return query, key, value, scale
+    width, scale = call.query.shape[-1], call.scale
+    if width % layouts.ALIGNMENT:
+        scale = width**-0.5 if scale is None else scale
+    query, key, value = (layouts.align(layouts.padded_last(operand, layouts.ALIGNMENT)) for operand in call[:3])
+    return call._replace(query=query, key=key, value=value, scale=scale)
 
 
 def results_to_kernel_layout(gradient: Tensor, out: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,32 +111,9 @@ def results_to_kernel_layout(gradient: Tensor, out: Tensor, query: Tensor) -> tu
     return layouts.align(gradient), out
 
 
-def _flash_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: Causal,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) by flash attention, in tiles if its workspace would be large."""
-    out, lse = layouts.align(out), lse.contiguous()  # flash_api.cpp: set_params_fprop reads its pointer and ignores its strides
-    return gradients(_flash_tile, (gradient, query, key, value, out, lse), causal, scale, max_tile)
-
-
-def _flash_tile(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: Causal,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_tile(call: AttentionCall, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     """Run flash attention's backward once, on a tile (a range of queries and of keys); return (dq, dk, dv)."""
+    query, key, value, _, causal, scale = call
     ends = (None, None, query.shape[2], key.shape[2])
     return aten._scaled_dot_product_flash_attention_backward(
         gradient, query, key, value, out, lse, *ends, 0.0, bool(causal), *no_dropout(query.device), scale=scale
@@ -163,13 +125,13 @@ def no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)
 
 
-def max_tile(query: Tensor, key: Tensor) -> TileSizes:
+def max_tile(call: AttentionCall) -> TileSizes:
     """Return the maximum number of queries, and of keys, of one backward call, so that its workspace stays small.
 
-    Called for operands [b h m d] and [b g n d]. If the queries need several calls, keys are cut at least as finely.
+    If the queries need several calls, keys are cut at least as finely.
     """
-    rows, keys = _rows_at_once(query), keys_at_once(query, key)
-    return TileSizes(rows, keys if query.shape[2] <= rows else min(keys, rows))
+    rows, keys = _rows_at_once(call.query), keys_at_once(call.query, call.key)
+    return TileSizes(rows, keys if call.query.shape[2] <= rows else min(keys, rows))
 
 
 def _rows_at_once(query: Tensor) -> int:
@@ -197,21 +159,11 @@ def _in_tiles(size: int) -> int:
     return size // cuda_cudnn.TILE_ROWS * cuda_cudnn.TILE_ROWS or size
 
 
-def _efficient_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: Causal,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _efficient_backward(call: AttentionCall, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     """Return (dq, dk, dv) by memory-efficient attention, with keys and values repeated for all heads."""
-    groups = key.shape[1]
-    key, value = (for_all_heads(heads, query) for heads in (key, value))
-    bias, lse = _padded_bias(bias, query, key), padded_lse(lse)
+    groups, call = call.key.shape[1], for_all_heads(call)
+    query, key, value, _, causal, scale = call
+    bias, lse = _padded_bias(call), padded_lse(lse)
     out = layouts.rows_contiguous(out)  # kernel_backward.h: o_strideM() is heads * width, whatever the strides are
     seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
     needs_gradient = [True, True, True, False]
@@ -221,15 +173,15 @@ def _efficient_backward(
     return dq, for_groups(dk, groups), for_groups(dv, groups)
 
 
-def _padded_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Expand a bias to all heads (attention_backward.cu) and align its rows (kernel_backward.h: check_supported).
+def _padded_bias(call: AttentionCall) -> Tensor | None:
+    """Expand the bias to all heads (attention_backward.cu) and align its rows (kernel_backward.h: check_supported).
 
     The kernel reads 16 bytes at once (MatmulQK: BiasLoader), so the elements past the end of a row must be valid:
     they are zero.
     """
+    query, bias, keys = call.query, call.bias, call.key.shape[2]
     if bias is None:
         return None
-    keys = key.shape[2]
     bias = bias.to(query.dtype).expand(*bias.shape[:-1], keys)
     bias = layouts.align(layouts.padded_last(bias, BIAS_ALIGNMENT))[..., :keys]
     return bias.expand(query.shape[0], query.shape[1], query.shape[2], keys)

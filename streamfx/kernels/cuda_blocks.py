@@ -17,11 +17,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from streamfx.kernels.plain_attention import Causal
+from streamfx.kernels.attention_call import AttentionCall, Causal, Gradients
 
-Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
-Operands: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]"  # gradient, query, key, value, out, log-sum-exp
-Kernel: TypeAlias = Callable[..., Gradients]  # (*operands, causal, scale)
+Results: TypeAlias = "tuple[Tensor, Tensor, Tensor]"  # the gradient of the output, the output, the log-sum-exp
+Kernel: TypeAlias = Callable[..., Gradients]  # (call, *results)
 
 
 class KernelTile(NamedTuple):
@@ -39,53 +38,46 @@ class TileSizes(NamedTuple):
     num_keys: int
 
 
-def gradients(
-    kernel: Kernel, operands: Operands, causal: Causal, scale: float | None, max_tile: Callable[[Tensor, Tensor], TileSizes]
-) -> Gradients:
-    """Return the gradients (dq, dk, dv), in as many kernel calls as `max_tile(query, key)`, the limit of a call, requires.
+def gradients(kernel: Kernel, call: AttentionCall, results: Results, max_tile: Callable[[AttentionCall], TileSizes]) -> Gradients:
+    """Return the gradients (dq, dk, dv), in as many kernel calls as `max_tile(call)`, the limit of a call, requires.
 
     One tile: one call. Otherwise calls are summed over tiles. If rows are split, each key head and its query heads (a
     group) are processed alone, so that accumulators of only one key head are alive.
     """
-    query, key, value = operands[1:4]
-    groups = key.shape[1]
-    tiles = _tiles(query, key, causal, max_tile(query, key))
+    groups = call.key.shape[1]
+    tiles = _tiles(call, max_tile(call))
     if len(tiles) == 1:
-        return kernel(*operands, causal, scale)
-    rows_fit_in_one_tile = tiles[0].rows.stop == query.shape[2]
+        return kernel(call, *results)
+    rows_fit_in_one_tile = tiles[0].rows.stop == call.query.shape[2]
     if groups == 1 or rows_fit_in_one_tile:
-        return _sum_over_tiles(kernel, operands, tiles, scale)
-    results = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        return _sum_over_tiles(kernel, call, results, tiles)
+    totals = torch.empty_like(call.query), torch.empty_like(call.key), torch.empty_like(call.value)
     for group in range(groups):
-        group_operands: Operands = tuple(operand.chunk(groups, 1)[group] for operand in operands)  # type: ignore[assignment]
-        group_gradients = _sum_over_tiles(
-            kernel,
-            group_operands,
-            _tiles(group_operands[1], group_operands[2], causal, max_tile(group_operands[1], group_operands[2])),
-            scale,
-        )
-        for result, group_gradient in zip(results, group_gradients, strict=True):
-            result.chunk(groups, 1)[group].copy_(group_gradient)
-        del group_operands, group_gradients, group_gradient
-    return results
+        query, key, value, gradient, out, lse = (operand.chunk(groups, 1)[group] for operand in (*call[:3], *results))
+        group_call = call._replace(query=query, key=key, value=value)
+        tiles = _tiles(group_call, max_tile(group_call))
+        group_gradients = _sum_over_tiles(kernel, group_call, (gradient, out, lse), tiles)
+        for total, group_gradient in zip(totals, group_gradients, strict=True):
+            total.chunk(groups, 1)[group].copy_(group_gradient)
+        del group_gradients, group_gradient
+    return totals
 
 
-def _sum_over_tiles(kernel: Kernel, operands: Operands, tiles: Sequence[KernelTile], scale: float | None) -> Gradients:
+def _sum_over_tiles(kernel: Kernel, call: AttentionCall, results: Results, tiles: Sequence[KernelTile]) -> Gradients:
     """Run the kernel on each tile; return the sums of the gradients (dq, dk, dv).
 
     If tiles are sorted by rows, dq of one slice of rows is complete before the next slice starts, but float32 accumulators
     of dk and dv are alive to the end; if they are sorted by keys, the reverse. The smaller accumulators stay alive.
     """
-    gradient, query, key, value, out, lse = operands
+    query, key, value = call[:3]
     by_rows = key.numel() + value.numel() < query.numel()
     tiles = sorted(tiles, key=lambda tile: (tile.rows if by_rows else tile.keys).start)
     dq = _SliceAccumulators(query, [tile.rows for tile in tiles])
     dk, dv = (_SliceAccumulators(heads, [tile.keys for tile in tiles]) for heads in (key, value))
     for rows, keys, causal in tiles:
-        row_operands = (operand[:, :, rows] for operand in (gradient, query))
-        tile_gradients = kernel(
-            *row_operands, key[:, :, keys], value[:, :, keys], out[:, :, rows], lse[:, :, rows].contiguous(), causal, scale
-        )
+        gradient, out, lse = (result[:, :, rows] for result in results)
+        tile_call = AttentionCall(query[:, :, rows], key[:, :, keys], value[:, :, keys], None, causal, call.scale)
+        tile_gradients = kernel(tile_call, gradient, out, lse.contiguous())
         for accumulators, target, tile_gradient in zip((dq, dk, dv), (rows, keys, keys), tile_gradients, strict=True):
             accumulators.add(target, tile_gradient)
         del tile_gradients, tile_gradient
@@ -116,13 +108,13 @@ class _SliceAccumulators:
             self.sums[target.start] = contribution.to(torch.promote_types(contribution.dtype, torch.float32))
 
 
-def _tiles(query: Tensor, key: Tensor, causal: Causal, max_tile: TileSizes) -> list[KernelTile]:
+def _tiles(call: AttentionCall, max_tile: TileSizes) -> list[KernelTile]:
     """Return tiles of at most `max_tile` rows and keys that cover each visible (row, key) pair once.
 
     Under a causal mask, the keys of the rows themselves are divided at the same positions as the rows, so only tiles on the
     diagonal need the mask. The keys before them (the past) are divided separately.
     """
-    rows, keys = query.shape[2], key.shape[2]
+    rows, keys, causal = call.query.shape[2], call.key.shape[2], call.causal
     past = keys - rows if causal else keys  # keys that all rows see
     past_slices, row_slices = _slices(past, max_tile.num_keys), _slices(rows, max_tile.num_rows)
     if len(row_slices) == 1:  # the last tile has the bottom-right mask, which may have a past before it

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from streamfx.kernels import kernel_selftest, layouts
+from streamfx.kernels.attention_call import AttentionCall, Gradients, Result
 from streamfx.kernels.device_kinds import device_kind
-from streamfx.kernels.plain_attention import Causal
 from streamfx.torch_private import FakeTensor
 
 aten = torch.ops.aten
@@ -33,18 +33,19 @@ MAX_ELEMENTS = 1 << 31  # elements of a tensor: the kernels compute offsets in 3
 TEST_CASES = ((TILE_ROWS, False), (TILE_ROWS, True), (3 * TILE_ROWS, False))  # number of keys, and whether the mask is causal
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> bool:
+def supports(call: AttentionCall) -> bool:
     """Return whether cuDNN supports this call: without a bias, and without a mask or with a square causal one."""
-    is_known = causal is False or (causal is True and query.shape[2] == key.shape[2])
-    return is_known and bias is None and supports_past_and_diagonal(query, key, value, scale)
+    is_known = call.causal is False or (call.causal is True and call.query.shape[2] == call.key.shape[2])
+    return is_known and call.bias is None and supports_past_and_diagonal(call)
 
 
-def supports_past_and_diagonal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+def supports_past_and_diagonal(call: AttentionCall) -> bool:
     """Return whether cuDNN supports both calls of a chunk: the past (all keys before the first query) and the diagonal.
 
     Dtype, lengths, head widths and device must be supported, and the device's kernels must pass a test on known values.
     """
-    if query.dtype not in TYPES or (scale is not None and scale <= 0):
+    query, key, value = call[:3]
+    if query.dtype not in TYPES or (call.scale is not None and call.scale <= 0):
         return False
     if query.shape[2] % TILE_ROWS or key.shape[2] % TILE_ROWS or not key.shape[2]:
         return False
@@ -73,8 +74,8 @@ def matches_reference(device: torch.device, dtype: torch.dtype, width: int, valu
     """Return whether the device's kernels match plain operators, with and without a causal mask."""
     return all(
         kernel_selftest.matches_reference(
-            lambda q, k, v: forward(q, k, v, causal, None),  # noqa: B023
-            lambda g, q, k, v, out, lse: backward(g, q, k, v, out, lse, causal, None),  # noqa: B023
+            forward,
+            backward,
             causal,
             kernel_selftest.AttentionSizes(device, dtype, (4, TILE_ROWS), (2, keys), width, value_width),
         )
@@ -82,19 +83,16 @@ def matches_reference(device: torch.device, dtype: torch.dtype, width: int, valu
     )
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, causal: Causal, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d], keys [b g n d] and values [b g n e].
-
-    The operands must have the layout of `cuda_attention.to_kernel_layout`. `scale` None: 1 / sqrt(d).
-    """
+def forward(call: AttentionCall) -> Result:
+    """Return the output and log-sum-exp. The operands must have the layout of `cuda_attention.to_kernel_layout`."""
+    query, key, value, _, causal, scale = call
     results = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, bool(causal), False, scale=scale)
     return results[0], results[1].reshape(query.shape[:3])
 
 
-def backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: Causal, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv): the gradients of queries, keys and values; `gradient` is the gradient of the output `out`."""
+def backward(call: AttentionCall, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    """Return (dq, dk, dv)."""
+    query, key, value, _, causal, scale = call
     gradient, out, lse = _packed(gradient), _packed(out), lse.contiguous().unsqueeze(-1)
     seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
     ends = (None, None, query.shape[2], key.shape[2])

@@ -6,8 +6,7 @@ kernel_backward.h have CausalFromBottomRight and windows; attention.cu: _efficie
 [b m h d]. Each device's kernels are tested once on known values. If they raise an error or differ, the past and the
 diagonal are two calls, and a window becomes a bias.
 
-Sizes: b batch, h heads, m queries, n keys, d and e widths of a head. Query i sees keys i + n - m - left .. i + n - m: `left`
-keys before its own key, and the last query's own key is the last one. `scale` None: 1 / sqrt(d).
+Query i sees keys i + n - m - left .. i + n - m: `left` keys before its own key, and the last query's own key is the last one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from streamfx.kernels import cuda_attention, kernel_selftest, layouts
-from streamfx.kernels.plain_attention import BottomRightCausal
+from streamfx.kernels.attention_call import AttentionCall, BottomRightCausal, Gradients, Result
 from streamfx.torch_private import FakeTensor
 
 aten = torch.ops.aten
@@ -26,9 +25,10 @@ CAUSAL_FROM_BOTTOM_RIGHT = 2  # kernel_forward.h: CustomMaskType
 ROWS, KEYS = (2, 150), (2, 152)  # heads and rows of the test
 
 
-def supports(query: Tensor, scale: float | None, bottom_right: BottomRightCausal) -> bool:
+def supports(call: AttentionCall, bottom_right: BottomRightCausal) -> bool:
     """Return whether one call computes these queries under this mask: the keys before the chunk and the square diagonal."""
-    if scale is not None and scale <= 0:
+    query = call.query
+    if call.scale is not None and call.scale <= 0:
         return False  # kernel_forward.h: iterative_softmax takes the maximum before scores are scaled
     width = query.shape[3] + -query.shape[3] % layouts.ALIGNMENT
     return isinstance(query, FakeTensor) or masks_correctly(query.device, query.dtype, width, bottom_right.left is not None)
@@ -43,33 +43,31 @@ def masks_correctly(device: torch.device, dtype: torch.dtype, width: int, has_wi
     """
     left = 3 if has_window else KEYS[1]
     return kernel_selftest.matches_reference(
-        lambda q, k, v: forward(q, k, v, left, None),
-        lambda g, q, k, v, out, lse: backward(g, q, k, v, out, lse, left, None),
+        lambda call: forward(call, left),
+        lambda call, gradient, out, lse: backward(call, left, gradient, out, lse),
         BottomRightCausal(left),
         kernel_selftest.AttentionSizes(device, dtype, ROWS, KEYS, width),
     )
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and log-sum-exp [b h m] of operands [b h . .] with equal head counts.
+def forward(call: AttentionCall, left: int) -> Result:
+    """Return the output and log-sum-exp.
 
-    They have the layout of `cuda_attention.to_kernel_layout`.
+    The operands have equal head counts, and the layout of `cuda_attention.to_kernel_layout`.
     """
-    by_rows = (operand.transpose(1, 2) for operand in (query, key, value))
+    by_rows = (operand.transpose(1, 2) for operand in call[:3])
     ends = (None, None, None, None)
-    options = {"scale": scale, **_window(left, key)}
+    options = {"scale": call.scale, **_window(left, call.key)}
     out, lse, *_ = aten._efficient_attention_forward(*by_rows, None, *ends, 0.0, CAUSAL_FROM_BOTTOM_RIGHT, True, **options)
-    return out.transpose(1, 2), lse[:, :, : query.shape[2]].contiguous()
+    return out.transpose(1, 2), lse[:, :, : call.query.shape[2]].contiguous()
 
 
-def backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, left: int, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv); `gradient` is the gradient of the output, `out` and `lse` are the results of `forward`."""
+def backward(call: AttentionCall, left: int, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    """Return (dq, dk, dv)."""
     out, lse = layouts.rows_contiguous(out), cuda_attention.padded_lse(lse)  # kernel_backward.h: o_strideM()
-    gradient, query, key, value, out = (operand.transpose(1, 2) for operand in (gradient, query, key, value, out))
+    gradient, query, key, value, out = (operand.transpose(1, 2) for operand in (gradient, *call[:3], out))
     seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
-    ends, options = (None, None, query.shape[1], key.shape[1]), {"scale": scale, **_window(left, key.transpose(1, 2))}
+    ends, options = (None, None, query.shape[1], key.shape[1]), {"scale": call.scale, **_window(left, call.key)}
     results = aten._efficient_attention_backward(
         gradient, query, key, value, None, out, *ends, lse, 0.0, seed, offset, CAUSAL_FROM_BOTTOM_RIGHT, False, **options
     )

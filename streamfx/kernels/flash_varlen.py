@@ -2,8 +2,7 @@
 
 A chunk contains the end of one document, complete documents, and the beginning of another. Each has some rows and the
 keys that these rows see; the causal mask, or the window, is aligned at the bottom right. A `Varlen` has the ends of documents:
-document i has the rows `rows[i] .. rows[i + 1]` and the keys `keys[i] .. keys[i + 1]`. Sizes: b batch, h heads, m rows
-(queries), d and e widths of a head. `scale` multiplies the scores; None: 1 / sqrt(d).
+document i has the rows `rows[i] .. rows[i + 1]` and the keys `keys[i] .. keys[i + 1]`.
 
 PyTorch's sources under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_varlen_fwd and
 mha_varlen_bwd take the rows of all sequences as [m h d], and the indices at which each sequence begins and ends. Each
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from streamfx.kernels import cuda_attention, flash_window, kernel_selftest, layouts
-from streamfx.kernels.plain_attention import BottomRightCausal, Causal, Varlen
+from streamfx.kernels.attention_call import AttentionCall, BottomRightCausal, Causal, Gradients, Result, Varlen
 from streamfx.torch_private import FakeTensor
 
 aten = torch.ops.aten
@@ -35,52 +34,41 @@ ROWS, KEYS = (0, 3, 4, 150, 155), (0, 5, 6, 153, 158)
 TEST_CASES = (Varlen(ROWS, KEYS), Varlen(ROWS, KEYS, left=3), Varlen(ROWS, KEYS, causal=False))
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and the log-sum-exp [b h m].
+def forward(call: AttentionCall) -> Result:
+    """Return the output and the log-sum-exp.
 
-    Packed documents (`Varlen`) take the variable-length kernel, one batch item at a time, without `bias`; any other mask
+    Packed documents (`Varlen`) take the variable-length kernel, one batch item at a time, without the bias; any other mask
     goes to `flash_window.forward`.
     """
-    causal = _simplify(causal)
+    causal = _simplify(call.causal)
     if not isinstance(causal, Varlen):
-        return flash_window.forward(query, key, value, bias, causal, scale)
-    query, key, value, scale = cuda_attention.to_kernel_layout(query, key, value, scale)
+        return flash_window.forward(call._replace(causal=causal))
+    query, key, value, _, _, scale = cuda_attention.to_kernel_layout(call)
     results = [_flash(*batch_item, causal, scale) for batch_item in zip(query, key, value, strict=True)]
     out, lse = (_stack(per_item) for per_item in zip(*results, strict=True))
     return out, lse
 
 
-def backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: Causal,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv); `gradient` is the gradient of the output, `out` and `lse` are the results of `forward`.
+def backward(call: AttentionCall, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    """Return (dq, dk, dv).
 
-    Packed documents (`Varlen`) take the variable-length kernels, one batch item at a time, and ignore `bias`; any other
+    Packed documents (`Varlen`) take the variable-length kernels, one batch item at a time, and ignore the bias; any other
     mask goes to `flash_window.backward`.
     """
-    causal = _simplify(causal)
+    causal = _simplify(call.causal)
     if not isinstance(causal, Varlen):
-        return flash_window.backward(gradient, query, key, value, out, lse, bias, causal, scale)
-    query, key, value, scale = cuda_attention.to_kernel_layout(query, key, value, scale)
+        return flash_window.backward(call._replace(causal=causal), gradient, out, lse)
+    query, key, value, _, _, scale = cuda_attention.to_kernel_layout(call)
     gradient, out = cuda_attention.results_to_kernel_layout(gradient, out, query)
     results = [_gradients(batch_item, causal, scale) for batch_item in zip(gradient, query, key, value, out, lse, strict=True)]
     dq, dk, dv = (_stack(per_item) for per_item in zip(*results, strict=True))
     return dq, dk, dv
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+def supports(call: AttentionCall) -> bool:
     """Return whether one call computes all documents of these operands: the kernel supports them and passes its test."""
-    if not cuda_attention.flash_supports(query, value, scale):
+    query = call.query
+    if not cuda_attention.flash_supports(call):
         return False
     width = query.shape[3] + -query.shape[3] % layouts.ALIGNMENT
     return isinstance(query, FakeTensor) or separates_documents(query.device, query.dtype, width)
@@ -89,17 +77,8 @@ def supports(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> 
 @kernel_selftest.selftest("flash attention of documents")
 def separates_documents(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Return whether the device's flash attention separates documents at this head width, by a test on a few rows."""
-    return all(_matches_reference(documents, device, dtype, width) for documents in TEST_CASES)
-
-
-def _matches_reference(documents: Varlen, device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Return whether the kernels match plain operators on random operands of these documents, at this head width."""
-    return kernel_selftest.matches_reference(
-        lambda q, k, v: forward(q, k, v, None, documents, None),
-        lambda g, q, k, v, out, lse: backward(g, q, k, v, out, lse, None, documents, None),
-        documents,
-        kernel_selftest.AttentionSizes(device, dtype, (2, ROWS[-1]), (1, KEYS[-1]), width),
-    )
+    sizes = kernel_selftest.AttentionSizes(device, dtype, (2, ROWS[-1]), (1, KEYS[-1]), width)
+    return all(kernel_selftest.matches_reference(forward, backward, documents, sizes) for documents in TEST_CASES)
 
 
 def _simplify(causal: Causal) -> Causal:
@@ -117,7 +96,7 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 # -- one batch item: heads [h m d]
 
 
-def _gradients(operands: Operands, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(operands: Operands, documents: Varlen, scale: float | None) -> Gradients:
     """Return (dq, dk, dv) of one batch item, from as many kernel calls as the memory limit requires.
 
     Each call has some consecutive documents, and so a slice of the rows and of the keys; results are concatenated.
@@ -159,14 +138,14 @@ def _call_gradients(operands: Operands, documents: Varlen, scale: float | None) 
     if isinstance(causal, Varlen):
         return _flash_backward(operands, causal, scale)
     gradient, query, key, value, out, lse = (operand.unsqueeze(0) for operand in operands)
-    results = flash_window.backward(gradient, query, key, value, out, lse, None, causal, scale)
+    results = flash_window.backward(AttentionCall(query, key, value, None, causal, scale), gradient, out, lse)
     return [gradient.squeeze(0) for gradient in results]
 
 
 # -- the kernels
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor]:
+def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Varlen, scale: float | None) -> Result:
     """Run the variable-length kernel on one batch item; return the output [h m e] and the log-sum-exp [h m]."""
     by_rows = (operand.transpose(0, 1) for operand in (query, key, value))
     ends = _ends(documents, query.device)
@@ -174,7 +153,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, documents: Varlen, scale: 
     return out.transpose(0, 1), lse
 
 
-def _flash_backward(operands: Operands, documents: Varlen, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(operands: Operands, documents: Varlen, scale: float | None) -> Gradients:
     """Run the backward of the variable-length kernel on one batch item; return (dq, dk, dv)."""
     gradient, query, key, value, out, lse = operands
     out, lse = layouts.align(out), lse.contiguous()  # set_params_fprop reads its pointer and ignores its strides

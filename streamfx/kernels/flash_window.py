@@ -3,9 +3,6 @@ a bias.
 
     attention_window(q [b h m d], k [b g n d], v [b g n e], left)       query i sees keys i + n - m - left .. i + n - m
 
-Sizes: b batch, h query heads, g heads of keys and values, m queries, n keys, d and e widths of a head. `bias` is added to the
-scores, `causal` is one of `plain_attention.Causal`, `scale` multiplies the scores (None: 1 / sqrt(d)).
-
 PyTorch's sources under aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp: mha_fwd and mha_bwd take
 `window_size_left` and `window_size_right`, and mask.h aligns them at the last query and key. Each device's kernels are
 tested once on known values. If they raise an error or differ, a bias replaces the window. Operands that flash attention
@@ -19,100 +16,83 @@ from torch import Tensor
 
 from streamfx.dialect.attention import ATTENTION_WINDOW, ATTENTION_WINDOW_BACKWARD
 from streamfx.dialect.declare import implement
-from streamfx.kernels import cuda_attention, cuda_cudnn, efficient_bottom_right, kernel_selftest, layouts, plain_attention
-from streamfx.kernels.plain_attention import BottomRightCausal, Causal
+from streamfx.kernels import cuda_attention, cuda_cudnn, efficient_bottom_right, kernel_selftest, layouts
+from streamfx.kernels.attention_call import AttentionCall, BottomRightCausal, Gradients, Result, for_all_heads
+from streamfx.kernels.plain_attention import causal_bias
 
 aten = torch.ops.aten
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and the log-sum-exp [b h m] of a chunk's queries.
+def forward(call: AttentionCall) -> Result:
+    """Return the output and the log-sum-exp.
 
-    Windows take one call without `bias`; any other mask goes to `cuda_attention.forward`.
+    Windows take one call, which ignores the bias; any other mask goes to `cuda_attention.forward`.
     """
-    left = _left(causal, query, key, value, scale)
+    left = _left(call)
     if left is None:
-        return cuda_attention.forward(query, key, value, bias, causal, scale)
-    query, key, value, scale = _to_kernel_layout(query, key, value, scale)
+        return cuda_attention.forward(call)
+    query, key, value, _, _, scale = _to_kernel_layout(call)
     out, lse = ATTENTION_WINDOW(query, key, value, left=left, scale=scale)
     return out, lse
 
 
-def backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: Causal,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv); `gradient` is the gradient of the output, `out` and `lse` are the results of `forward`.
+def backward(call: AttentionCall, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    """Return (dq, dk, dv).
 
-    Windows take one call, which ignores `bias`; any other mask goes to `cuda_attention.backward`.
+    Windows take one call, which ignores the bias; any other mask goes to `cuda_attention.backward`.
     """
-    left = _left(causal, query, key, value, scale)
+    left = _left(call)
     if left is None:
-        return cuda_attention.backward(gradient, query, key, value, out, lse, bias, causal, scale)
-    query, key, value, scale = _to_kernel_layout(query, key, value, scale)
+        return cuda_attention.backward(call, gradient, out, lse)
+    query, key, value, _, _, scale = _to_kernel_layout(call)
     gradient, out = cuda_attention.results_to_kernel_layout(gradient, out, query)
     dq, dk, dv = ATTENTION_WINDOW_BACKWARD(gradient, query, key, value, out, lse, left=left, scale=scale)
     return dq, dk, dv
 
 
-def supports_bottom_right(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, bottom_right: BottomRightCausal
-) -> bool:
-    """Return whether one call computes queries that end at the last key, with a bottom-right mask.
+def supports_bottom_right(call: AttentionCall, bottom_right: BottomRightCausal) -> bool:
+    """Return whether one call computes queries that end at the last key, with this mask.
 
     False for a causal mask if cuDNN supports both the past and the diagonal, because two calls of cuDNN are faster.
     """
-    if bottom_right.left is None and cuda_cudnn.supports_past_and_diagonal(query, key, value, scale):
+    if bottom_right.left is None and cuda_cudnn.supports_past_and_diagonal(call):
         return False
-    return cuda_attention.flash_supports(query, value, scale) or efficient_bottom_right.supports(query, scale, bottom_right)
+    return cuda_attention.flash_supports(call) or efficient_bottom_right.supports(call, bottom_right)
 
 
-def _left(causal: Causal, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> int | None:
+def _left(call: AttentionCall) -> int | None:
     """Return how many keys before its own a query sees; None if the call does not need the window's kernels.
 
     If flash attention does not support the operands, a bottom-right causal mask counts as a window over all keys: then
     `efficient_bottom_right.py` runs it.
     """
-    if not isinstance(causal, BottomRightCausal):
+    if not isinstance(call.causal, BottomRightCausal):
         return None
-    if causal.left is not None:
-        return min(causal.left, key.shape[2])
-    return None if cuda_attention.flash_supports(query, value, scale) else key.shape[2]
+    if call.causal.left is not None:
+        return min(call.causal.left, call.key.shape[2])
+    return None if cuda_attention.flash_supports(call) else call.key.shape[2]
 
 
-def _to_kernel_layout(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """Return (query, key, value, scale) with padded and aligned heads, as the kernels load them.
+def _to_kernel_layout(call: AttentionCall) -> AttentionCall:
+    """Return the call with padded and aligned heads, as the kernels load them.
 
     Keys and values are repeated for all query heads, unless flash attention supports the operands.
     """
-    query, key, value, scale = cuda_attention.to_kernel_layout(query, key, value, scale)
-    if not cuda_attention.flash_supports(query, value, scale):
-        key, value = (plain_attention.for_all_heads(heads, query) for heads in (key, value))
-    return query, key, value, scale
+    call = cuda_attention.to_kernel_layout(call)
+    return call if cuda_attention.flash_supports(call) else for_all_heads(call)
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, *, left: int, scale: float | None) -> Result:
     """Implement `streamfx::attention_window`, by the first kernel that supports it; return the output and the log-sum-exp.
 
     If the window of the device's flash attention is wrong, a bias replaces the window.
     """
-    if not cuda_attention.flash_supports(query, value, scale):
-        return efficient_bottom_right.forward(query, key, value, left, scale)
+    call = AttentionCall(query, key, value, scale=scale)
+    if not cuda_attention.flash_supports(call):
+        return efficient_bottom_right.forward(call, left)
     if masks_correctly(query.device, query.dtype, query.shape[3]):
-        return _flash(query, key, value, left, scale)
-    bias = plain_attention.causal_bias(query, key, BottomRightCausal(left))
-    return cuda_attention.forward(query, key, value, bias, False, scale)
+        return _flash(call, left)
+    return cuda_attention.forward(call._replace(bias=causal_bias(query, key, BottomRightCausal(left))))
 
 
 def _backward(
@@ -125,46 +105,45 @@ def _backward(
     *,
     left: int,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Implement `streamfx::attention_window_backward`, by the kernel that ran the forward; return (dq, dk, dv)."""
-    if not cuda_attention.flash_supports(query, value, scale):
-        return efficient_bottom_right.backward(grad_out, query, key, value, out, logsumexp, left, scale)
+    call = AttentionCall(query, key, value, scale=scale)
+    if not cuda_attention.flash_supports(call):
+        return efficient_bottom_right.backward(call, left, grad_out, out, logsumexp)
     if masks_correctly(query.device, query.dtype, query.shape[3]):
-        return _flash_backward(grad_out, query, key, value, out, logsumexp, left, scale)
-    bias = plain_attention.causal_bias(query, key, BottomRightCausal(left))
-    return cuda_attention.backward(grad_out, query, key, value, out, logsumexp, bias, False, scale)
+        return _flash_backward(call, left, grad_out, out, logsumexp)
+    call = call._replace(bias=causal_bias(query, key, BottomRightCausal(left)))
+    return cuda_attention.backward(call, grad_out, out, logsumexp)
 
 
 @kernel_selftest.selftest("flash attention in a window")
 def masks_correctly(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Return whether the device's flash attention masks the keys outside a window at this head width, by a test on a few rows."""
     return kernel_selftest.matches_reference(
-        lambda q, k, v: _flash(q, k, v, 3, None),
-        lambda g, q, k, v, out, lse: _flash_backward(g, q, k, v, out, lse, 3, None),
+        lambda call: _flash(call, 3),
+        lambda call, gradient, out, lse: _flash_backward(call, 3, gradient, out, lse),
         BottomRightCausal(3),
         kernel_selftest.AttentionSizes(device, dtype, (2, 7), (1, 12), width),
     )
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | None) -> tuple[Tensor, Tensor]:
+def _flash(call: AttentionCall, left: int) -> Result:
     """Run flash attention with a window of `left` keys before a query's own key; return the output and the log-sum-exp."""
-    by_rows = (operand.transpose(1, 2) for operand in (query, key, value))
-    ends = (None, None, query.shape[2], key.shape[2])
+    by_rows = (operand.transpose(1, 2) for operand in call[:3])
+    ends = (None, None, call.query.shape[2], call.key.shape[2])
     window = {"window_size_left": left, "window_size_right": 0}
-    out, lse, *_ = aten._flash_attention_forward(*by_rows, *ends, 0.0, False, False, scale=scale, **window)
+    out, lse, *_ = aten._flash_attention_forward(*by_rows, *ends, 0.0, False, False, scale=call.scale, **window)
     return out.transpose(1, 2), lse
 
 
-def _flash_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, left: int, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(call: AttentionCall, left: int, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     """Run the backward of flash attention with a window; return (dq, dk, dv)."""
     out, lse = layouts.align(out), lse.contiguous()  # flash_api.cpp: set_params_fprop reads its pointer and ignores its strides
-    by_rows = (operand.transpose(1, 2) for operand in (gradient, query, key, value, out))
-    ends = (None, None, query.shape[2], key.shape[2])
+    by_rows = (operand.transpose(1, 2) for operand in (gradient, *call[:3], out))
+    ends = (None, None, call.query.shape[2], call.key.shape[2])
     window = {"window_size_left": left, "window_size_right": 0}
-    states = cuda_attention.no_dropout(query.device)
-    results = aten._flash_attention_backward(*by_rows, lse, *ends, 0.0, False, *states, scale=scale, **window)
+    states = cuda_attention.no_dropout(call.query.device)
+    results = aten._flash_attention_backward(*by_rows, lse, *ends, 0.0, False, *states, scale=call.scale, **window)
     dq, dk, dv = (result.transpose(1, 2) for result in results)
     return dq, dk, dv
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from streamfx.errors import describe_error
 from streamfx.kernels import plain_attention
-from streamfx.kernels.plain_attention import Causal
+from streamfx.kernels.attention_call import AttentionCall, Causal, Gradients, Result
 from streamfx.log import log
 from streamfx.torch_private.inductor import is_out_of_memory
 
@@ -47,8 +47,8 @@ KERNELS_NOT_USED = (
     "%s: its kernels are not used on %s with %s, because %s. Other kernels run instead: exact, but slower or with more memory."
 )
 
-Forward: TypeAlias = "Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]"
-Backward: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]"
+Forward: TypeAlias = "Callable[[AttentionCall], Result]"
+Backward: TypeAlias = "Callable[[AttentionCall, Tensor, Tensor, Tensor], Gradients]"
 Question: TypeAlias = "dict[str, Any]"  # "check": module:function, "arguments", "flash": the active flash attention, "device"
 
 
@@ -80,8 +80,7 @@ class AttentionSizes(NamedTuple):
 def matches_reference(forward: Forward, backward: Backward, causal: Causal, sizes: AttentionSizes) -> bool:
     """Return whether kernels match plain operators on random operands of these sizes: results and gradients.
 
-    The arguments of `forward` are (q, k, v), those of `backward` (gradient, q, k, v, out, lse). `causal` is the mask that
-    the kernels should apply.
+    The kernels should apply the mask `causal`.
 
     Raises:
         RuntimeError: if the build has no such kernels.
@@ -89,15 +88,17 @@ def matches_reference(forward: Forward, backward: Backward, causal: Causal, size
     width, value_width = sizes.width, sizes.value_width or sizes.width
     heads = ((*sizes.queries, width), (*sizes.keys, width), (*sizes.keys, value_width), (*sizes.queries, value_width))
     query, key, value, gradient = (_random(sizes, shape, seed) for seed, shape in enumerate(heads))
-    results = forward(query, key, value)
-    outputs = (*results, *backward(gradient, query, key, value, *results))
-    return all(map(_is_close, outputs, _reference(causal, *(operand.double() for operand in (query, key, value, gradient)))))
+    call = AttentionCall(query, key, value, None, causal)
+    results = forward(call)
+    outputs = (*results, *backward(call, gradient, *results))
+    return all(map(_is_close, outputs, _reference(call, gradient)))
 
 
-def _reference(causal: Causal, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-    """Return the expected (output, log-sum-exp, dq, dk, dv), by plain operators; `gradient` is the output's gradient."""
-    results = plain_attention.forward(query, key, value, None, causal, None)
-    return (*results, *plain_attention.backward(gradient, query, key, value, *results, None, causal, None))
+def _reference(call: AttentionCall, gradient: Tensor) -> tuple[Tensor, ...]:
+    """Return the expected (output, log-sum-exp, dq, dk, dv), by plain operators in float64."""
+    call = call._replace(query=call.query.double(), key=call.key.double(), value=call.value.double())
+    results = plain_attention.forward(call)
+    return (*results, *plain_attention.backward(call, gradient.double(), *results))
 
 
 def _random(sizes: AttentionSizes, shape: tuple[int, ...], seed: int) -> Tensor:

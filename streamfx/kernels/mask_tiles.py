@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from streamfx.ir.ranges import HIDDEN_SCORE, HIDDEN_SCORE_HALF, INFINITY, MIN_VISIBLE_MASK_HALF, VISIBLE_SCORE
-from streamfx.kernels.plain_attention import Varlen
+from streamfx.kernels.attention_call import Varlen
 from streamfx.kernels.varlen_intervals import RowInterval, documents_in
 
 MIN_TILE_ROWS = 16  # adjacent tiles with fewer rows become one call with a mask, because a kernel launch takes longer than a tile

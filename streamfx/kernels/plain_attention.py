@@ -1,81 +1,43 @@
-"""Attention in plain operators, for operands that no fused kernel supports, and helpers for heads that share keys.
-
-Sizes: b batch, h query heads, g heads of keys and values (each shared by h / g query heads), m queries, n keys, d and e widths
-of a head. `bias` is added to the scores [b h m n]; `scale` multiplies them, None: 1 / sqrt(d).
-"""
+"""Attention in plain operators, for operands that no fused kernel supports."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class BottomRightCausal:
-    """A causal mask that is aligned at the last query and the last key.
-
-    Unless `left` is None, a query also sees at most `left` keys before its own.
-    """
-
-    left: int | None = None
-
-
-@dataclass(frozen=True)
-class Varlen:
-    """Consecutive documents: rows `rows[i] .. rows[i + 1]` see keys `keys[i] .. keys[i + 1]`.
-
-    If `causal`, the rows see these keys as under `BottomRightCausal(left)`; otherwise they see all of them.
-    """
-
-    rows: tuple[int, ...]
-    keys: tuple[int, ...]
-    causal: bool = True
-    left: int | None = None
+from streamfx.kernels.attention_call import (
+    AttentionCall,
+    BottomRightCausal,
+    Causal,
+    Gradients,
+    Result,
+    Varlen,
+    for_all_heads,
+    for_groups,
+)
 
 
-BOTTOM_RIGHT: Final = BottomRightCausal()
-Causal: TypeAlias = bool | BottomRightCausal | Varlen
-"""False: all keys are visible. True: query i sees keys 0 .. i. BOTTOM_RIGHT: the last query sees all keys, each query before it
-one fewer."""
-
-
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d], keys [b g n d] and values [b g n e].
-
-    The output of a row without visible keys is 0. Half dtypes are computed in float32.
-    """
-    dtype, (query, key, value) = query.dtype, _to_float32(query, key, value)
-    key, value = (for_all_heads(heads, query) for heads in (key, value))
-    scores = _scores(query, key, bias, causal, scale)
+def forward(call: AttentionCall) -> Result:
+    """Return the output and log-sum-exp. The output of a row without visible keys is 0. Half dtypes are computed in float32."""
+    query, key, value = _to_float32(*call[:3])
+    heads = for_all_heads(call._replace(query=query, key=key, value=value))
+    scores = _scores(heads)
     lse = scores.logsumexp(-1)
-    return (_weights(scores, lse) @ value).to(dtype), lse
+    return (_weights(scores, lse) @ heads.value).to(call.query.dtype), lse
 
 
-def backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: Causal,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv); `gradient` is the gradient of the output, `out` and `lse` are the results of `forward`."""
-    dtype, (gradient, query, key, value, out) = query.dtype, _to_float32(gradient, query, key, value, out)
-    keys, values = (for_all_heads(heads, query) for heads in (key, value))
-    weights = _weights(_scores(query, keys, bias, causal, scale), lse)
-    dscores = weights * (gradient @ values.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)) * _scale(query, scale)
+def backward(call: AttentionCall, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    """Return (dq, dk, dv)."""
+    query, key, value, gradient, out = _to_float32(*call[:3], gradient, out)
+    heads = for_all_heads(call._replace(query=query, key=key, value=value))
+    weights = _weights(_scores(heads), lse)
+    dweights = gradient @ heads.value.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)
+    dscores = weights * dweights * _scale(heads)
     dk, dv = dscores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient
-    gradients = dscores @ keys, for_groups(dk, key.shape[1]), for_groups(dv, value.shape[1])
-    dq, dk, dv = (result.to(dtype) for result in gradients)
+    gradients = dscores @ heads.key, for_groups(dk, key.shape[1]), for_groups(dv, value.shape[1])
+    dq, dk, dv = (result.to(call.query.dtype) for result in gradients)
     return dq, dk, dv
 
 
@@ -110,26 +72,16 @@ def _document_bias(query: Tensor, documents: Varlen) -> Tensor:
     return bias.expand(1, 1, -1, -1)
 
 
-def for_all_heads(heads: Tensor, query: Tensor) -> Tensor:
-    """Return keys or values [b g n d], repeated for the h heads of the queries."""
-    return heads if heads.shape[1] == query.shape[1] else heads.repeat_interleave(query.shape[1] // heads.shape[1], 1)
-
-
-def for_groups(gradient: Tensor, groups: int) -> Tensor:
-    """Return a gradient of keys or values [b h n d], summed over the query heads that share them: [b g n d]; `groups` is g."""
-    return gradient if gradient.shape[1] == groups else gradient.unflatten(1, (groups, -1)).sum(2)
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
+def _scale(call: AttentionCall) -> float:
     """Return the scale of the scores; by default the inverse square root of the width."""
-    return query.shape[-1] ** -0.5 if scale is None else scale
+    return call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
 
 
-def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Tensor:
+def _scores(call: AttentionCall) -> Tensor:
     """Return the scaled scores with bias and causal mask added."""
-    scores = query @ key.transpose(-1, -2) * _scale(query, scale)
-    scores = scores if bias is None else scores + bias
-    return scores + causal_bias(query, key, causal) if causal else scores
+    scores = call.query @ call.key.transpose(-1, -2) * _scale(call)
+    scores = scores if call.bias is None else scores + call.bias
+    return scores + causal_bias(call.query, call.key, call.causal) if call.causal else scores
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

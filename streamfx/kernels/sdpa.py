@@ -3,16 +3,13 @@
 All kernels compute the output and the log-sum-exp of each query, and take both in the backward. They differ in names,
 in the layout of a bias, and in support for grouped queries. The passes write `streamfx::attention` for all of them
 (`passes/rewrite/attention/sdpa_variants.py`).
-
-Sizes: b batch, h query heads, g heads of keys and values (each shared by h / g query heads), m queries, n keys, d and e widths
-of a head. `bias` (at most [b h m n]) is added to the scores; `scale` multiplies them, None: 1 / sqrt(d).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,85 +17,60 @@ from torch import Tensor
 from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
 from streamfx.dialect.declare import implement
 from streamfx.kernels import cuda_attention, flash_varlen, flash_window, layouts, plain_attention
+from streamfx.kernels.attention_call import AttentionCall, BottomRightCausal, Gradients, Result, for_all_heads, for_groups
 from streamfx.kernels.device_kinds import device_kind
-from streamfx.kernels.plain_attention import BottomRightCausal, Causal
 from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
-Result: TypeAlias = "tuple[Tensor, Tensor]"
-Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
 
 
 class Kernels(NamedTuple):
     """The kernels of a device, with the dtypes that they support.
 
-    `forward` takes (q, k, v, bias, causal, scale) and `backward` takes (gradient, q, k, v, out, lse, bias, causal,
-    scale). `supports_bottom_right` (q, k, v, scale, bottom_right): whether `causal` may be this bottom-right mask.
-    `supports_documents` (q, k, v, scale): whether `causal` may be a `Varlen`. `has_kernels` (q): whether this device's
-    kernels support the dtype of q.
+    `supports_bottom_right(call, bottom_right)`: whether the mask of the call may be this bottom-right mask.
+    `supports_documents(call)`: whether the mask may be a `Varlen`. `has_kernels(query)`: whether this device's kernels support
+    the dtype of the query.
     """
 
     types: Collection[torch.dtype]
-    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Causal, float | None], Result]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Causal, float | None], Gradients]
-    supports_bottom_right: Callable[[Tensor, Tensor, Tensor, float | None, BottomRightCausal], bool] = lambda *_: False
+    forward: Callable[[AttentionCall], Result]
+    backward: Callable[[AttentionCall, Tensor, Tensor, Tensor], Gradients]
+    supports_bottom_right: Callable[[AttentionCall, BottomRightCausal], bool] = lambda *_: False
     has_kernels: Callable[[Tensor], bool] = lambda _: True
-    supports_documents: Callable[[Tensor, Tensor, Tensor, float | None], bool] = lambda *_: False
+    supports_documents: Callable[[AttentionCall], bool] = lambda _: False
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Result:
-    """Return the output [b h m e] and log-sum-exp [b h m] of queries [b h m d] over keys [b g n d] and values [b g n e].
-
-    If `causal` is False, queries see all keys; if True, query i sees keys 0 .. i, for any number of keys. With
-    BOTTOM_RIGHT, which not all kernels support, the last query sees all keys and each query before it one key fewer; with
-    `BottomRightCausal(left)` each query also sees at most `left` keys before its own key. With `Varlen`, documents are
-    separate.
-    """
+def forward(call: AttentionCall) -> Result:
+    """Return the output and log-sum-exp, by the device's kernels or by plain operators."""
+    query, key, value = call[:3]
     if not math.prod(query.shape[:3]) or not key.shape[2]:  # kernels divide by these sizes
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=torch.promote_types(query.dtype, torch.float32))
         return query.new_zeros((*query.shape[:3], value.shape[3])), lse
-    bias, causal = _bias_and_causal(query, key, bias, causal, scale)
-    key, value = _with_equal_heads(query, key, value)
-    out, lse = _kernels(query).forward(query, key, value, bias, causal, scale)
+    out, lse = _kernels(query).forward(_for_kernels(call))
     return out[..., : value.shape[3]], lse
 
 
-def backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: Causal,
-    scale: float | None,
-) -> Gradients:
-    """Return (dq, dk, dv); `gradient` is the gradient of the output, `out` and `lse` are the results of `forward`."""
+def backward(call: AttentionCall, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    """Return (dq, dk, dv), by the device's kernels or by plain operators."""
+    query, key, value = call[:3]
     if not math.prod(query.shape[:3]) or not key.shape[2]:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    if bias is not None:  # if it hides all keys of a row, all probabilities of the row are 0: exp(x - inf)
+    if call.bias is not None:  # if it hides all keys of a row, all probabilities of the row are 0: exp(x - inf)
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    bias, causal = _bias_and_causal(query, key, bias, causal, scale)
-    keys, values = _with_equal_heads(query, key, value)
-    dq, dk, dv = _kernels(query).backward(gradient, query, keys, values, out, lse, bias, causal, scale)
-    dk, dv = (
-        plain_attention.for_groups(gradient_of_heads, operand.shape[1]) for gradient_of_heads, operand in ((dk, key), (dv, value))
-    )
+    dq, dk, dv = _kernels(query).backward(_for_kernels(call), gradient, out, lse)
+    dk, dv = for_groups(dk, key.shape[1]), for_groups(dv, value.shape[1])
     width = query.shape[3]
     return dq[..., :width], dk[..., :width], dv[..., : value.shape[3]]
 
 
-def supports_bottom_right(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, bottom_right: BottomRightCausal
-) -> bool:
+def supports_bottom_right(call: AttentionCall, bottom_right: BottomRightCausal) -> bool:
     """Return whether one call computes queries that end at the last key, with this bottom-right mask."""
-    return _kernels(query).supports_bottom_right(query, key, value, scale, bottom_right)
+    return _kernels(call.query).supports_bottom_right(call, bottom_right)
 
 
-def supports_documents(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Return whether one call computes several documents: whether `causal` may be a `Varlen` for these operands."""
-    return _kernels(query).supports_documents(query, key, value, scale)
+def supports_documents(call: AttentionCall) -> bool:
+    """Return whether one call computes several documents: whether its mask may be a `Varlen`."""
+    return _kernels(call.query).supports_documents(call)
 
 
 def _kernels(query: Tensor) -> Kernels:
@@ -107,72 +79,54 @@ def _kernels(query: Tensor) -> Kernels:
     return kernels if query.dtype in kernels.types and query.shape[-1] and kernels.has_kernels(query) else PLAIN
 
 
-def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (key, value) with equal head counts, because kernels use the count of the keys for both.
-
-    If the counts differ, both are repeated for all query heads.
-    """
-    if key.shape[1] == value.shape[1]:
-        return key, value
-    return plain_attention.for_all_heads(key, query), plain_attention.for_all_heads(value, query)
-
-
-def _bias_and_causal(
-    query: Tensor, key: Tensor, bias: Tensor | None, causal: Causal, scale: float | None
-) -> tuple[Tensor | None, Causal]:
-    """Return (bias, causal) as kernels take them: a bias with four dimensions or None, and a mask that they apply themselves.
+def _for_kernels(call: AttentionCall) -> AttentionCall:
+    """Return the call as kernels take it: a bias with four dimensions or None, and a mask that they apply themselves.
 
     Kernels apply minus infinity before they scale, which is wrong if the scale is not positive. Then the causal mask becomes
-    a part of the bias, and False is returned in its place.
+    a part of the bias. If keys and values have different head counts, both are repeated for all query heads, because kernels
+    use the count of the keys for both.
     """
+    query, key, value, bias, causal, scale = call
     if bias is not None and bias.dim() < 4:
         bias = bias[(None,) * (4 - bias.dim())]
     if causal and scale is not None and scale <= 0:
         causal_bias = plain_attention.causal_bias(query, key, causal)
-        return (causal_bias if bias is None else bias + causal_bias), False
-    return bias, causal
+        bias, causal = causal_bias if bias is None else bias + causal_bias, False
+    call = call._replace(bias=bias, causal=causal)
+    return call if key.shape[1] == value.shape[1] else for_all_heads(call)
 
 
 # -- CPU
 
 
-def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: Causal, scale: float | None) -> Result:
+def _cpu_forward(call: AttentionCall) -> Result:
     """Run the CPU's flash attention; return the output and the log-sum-exp."""
-    query, key, value, scale = _for_cpu(query, key, value, scale)
+    query, key, value, bias, causal, scale = _for_cpu(call)
     return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
 
 
-def _cpu_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: Causal,
-    scale: float | None,
-) -> Gradients:
+def _cpu_backward(call: AttentionCall, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     """Run the backward of the CPU's flash attention; return (dq, dk, dv), as wide as the padded heads."""
-    query, key, value, scale = _for_cpu(query, key, value, scale)
+    query, key, value, bias, causal, scale = _for_cpu(call)
     gradient, out = (layouts.dense_last(layouts.padded_last(heads, query.shape[3])) for heads in (gradient, out))
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
 
 
-def _for_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """Return (query, key, value, scale) with heads padded by zeros to one width, and with a dense last dimension.
+def _for_cpu(call: AttentionCall) -> AttentionCall:
+    """Return the call with heads padded by zeros to one width, and with a dense last dimension.
 
-    Padding would change the default scale, so the default for the original width is returned.
+    Padding would change the default scale, so the scale is the default for the original width.
     aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: cpu_flash_attention takes no stride of the last dimension; all
     operands have one width (attention.cpp: _scaled_dot_product_flash_attention_cpu).
     """
-    width = max(query.shape[3], value.shape[3])
-    if query.shape[3] < width and scale is None:
-        scale = query.shape[3] ** -0.5
-    query, key, value = (layouts.dense_last(layouts.padded_last(heads, width)) for heads in (query, key, value))
-    return query, key, value, scale
+    query_width, scale = call.query.shape[3], call.scale
+    width = max(query_width, call.value.shape[3])
+    if query_width < width and scale is None:
+        scale = query_width**-0.5
+    query, key, value = (layouts.dense_last(layouts.padded_last(heads, width)) for heads in call[:3])
+    return call._replace(query=query, key=key, value=value, scale=scale)
 
 
 KERNELS = {
@@ -202,7 +156,7 @@ def _attention(
     scale: float | None = None,
 ) -> Result:
     """Implement `streamfx::attention`; return the output and the log-sum-exp. The arguments are those of its schema."""
-    return forward(query, key, value, attn_mask, is_causal, scale)
+    return forward(AttentionCall(query, key, value, attn_mask, is_causal, scale))
 
 
 def _attention_backward(
@@ -218,7 +172,7 @@ def _attention_backward(
     scale: float | None = None,
 ) -> Gradients:
     """Implement `streamfx::attention_backward`; return (dq, dk, dv). The arguments are those of its schema."""
-    return backward(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)
+    return backward(AttentionCall(query, key, value, attn_mask, is_causal, scale), grad_out, out, logsumexp)
 
 
 OPERATOR_IMPLEMENTATIONS: dict[OpOverload, Callable[..., Any]] = {ATTENTION: _attention, ATTENTION_BACKWARD: _attention_backward}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from streamfx.kernels.plain_attention import Varlen
+from streamfx.kernels.attention_call import Varlen
 
 
 class RowInterval(NamedTuple):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamfx.kernels import cuda_attention, cuda_cudnn, plain_attention, sdpa
+from streamfx.kernels.attention_call import AttentionCall
 from streamfx.kernels.device_kinds import DeviceKind
 from tests.support import cuda_documents
 from tests.support.cuda_reading import HALF, SINGLE, by_rows, check_heads, gradients, is_aligned, like, lse_type, plain, read
@@ -59,11 +60,21 @@ def drawn(batch: int, rows: int, keys: int, heads: int = 4, groups: int = 2, wid
 
 def check(run: Any, heads: Heads, how: tuple[Any, ...], truth: tuple[Any, ...]) -> None:
     """What `run` makes of heads, forth and back, is what plain operators make of them that are told `truth`."""
-    found, wanted = run.forward(*heads, *how), plain_attention.forward(*heads, *truth)
+    call = AttentionCall(*heads, *truth)
+    found, wanted = run.forward(*heads, *how), plain_attention.forward(call)
     torch.testing.assert_close(found, wanted)
     gradient = torch.randn_like(found[0])
     made = run.backward(gradient, *heads, *found, *how)
-    torch.testing.assert_close(made, plain_attention.backward(gradient, *heads, *wanted, *truth))
+    torch.testing.assert_close(made, plain_attention.backward(call, gradient, *wanted))
+
+
+def check_kernels(call: AttentionCall) -> None:
+    """CUDA's kernels compute what plain operators compute."""
+    found, wanted = cuda_attention.forward(call), plain_attention.forward(call)
+    torch.testing.assert_close(found, wanted)
+    gradient = torch.randn_like(found[0])
+    made = cuda_attention.backward(call, gradient, *found)
+    torch.testing.assert_close(made, plain_attention.backward(call, gradient, *wanted))
 
 
 Fault = Callable[..., Any]  # of the function that is right, and its arguments

@@ -17,6 +17,7 @@ from streamfx.integrations import packing
 from streamfx.ir.facts import known
 from streamfx.ir.program import BufferOutput
 from streamfx.kernels import plain_attention, sdpa
+from streamfx.kernels.attention_call import AttentionCall
 from streamfx.kernels.cuda_attention import flash_supports
 from streamfx.runtime.loop import Loop
 from streamfx.tools.inspect.explain import Explanation
@@ -81,13 +82,13 @@ def noted_kernels() -> Iterator[Counter[str]]:
         elif name.startswith("aten::_flash_attention"):
             found["flash"] += 1
         elif name.startswith("streamfx::attention_window"):
-            query, _, value = others[0][-3:] if name.endswith("window") else others[0][1:4]
-            found["flash" if flash_supports(query, value, None) else "efficient, at the end"] += 1
+            call = AttentionCall(*(others[0][-3:] if name.endswith("window") else others[0][1:4]))
+            found["flash" if flash_supports(call) else "efficient, at the end"] += 1
         count(self, func, *others)
 
-    def plain(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def plain(call: AttentionCall) -> tuple[Tensor, Tensor]:
         found["plain"] += 1
-        return plain_attention.forward(*arguments)
+        return plain_attention.forward(call)
 
     with patch.object(Meter, "_count", noted), patch.object(sdpa, "PLAIN", sdpa.PLAIN._replace(forward=plain)):
         yield found
