@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import streamfx
 from streamfx.dialect.decayed_sums import DECAYED_SUMS, SUMS_AFTER
 from streamfx.passes.partition.hoisted_reductions import hoisted_reductions
-from streamfx.runtime.custom_scan import Backward, Forward
+from streamfx.runtime.custom_scan import StatefulRecurrence
 from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
-from tests.support.mixers import WIDTH, Mixed, Mixer, all_in_rows, compared, operators
+from tests.support.mixers import WIDTH, Mixed, Mixer, all_in_rows, are_reversed, compared, operators
 from tests.support.spread import only
 
 pytestmark = pytest.mark.compiled
@@ -97,8 +97,8 @@ STREAMS: dict[str, Mixer] = {
 @pytest.mark.parametrize("name", only(["blended", "a number first", "a decay first"], STREAMS))
 def test_sums_of_blocks_stream(name: str) -> None:
     report = compared(STREAMS[name], length=LENGTH, chunk_size=6, also=(1, 7, 64), streams=None)
-    for kind in (Forward, Backward):
-        assert all_in_rows(report, operators(report, kind))
+    nodes = operators(report, StatefulRecurrence)
+    assert all_in_rows(report, nodes) and {*are_reversed(nodes)} == {False, True}
     assert not report.facts[0].reasons()
 
 
@@ -167,7 +167,7 @@ def test_other_matmuls_do_not_match(name: str, caplog: pytest.LogCaptureFixture)
 
 def found(report: Report) -> list[Any]:
     nodes = [node for facts in report.facts for node in facts.joint.nodes]
-    return [node for node in nodes if isinstance(node.target, (Forward, Backward)) or node.target is DECAYED_SUMS]
+    return [node for node in nodes if isinstance(node.target, StatefulRecurrence) or node.target is DECAYED_SUMS]
 
 
 # -- numbers
@@ -182,7 +182,7 @@ def test_weights_that_may_grow_fall_back() -> None:
 
     report = compared(growing, length=5, chunk_size=2, streams=False)
     assert any("decays that may be above zero" in reason for reason in report.facts[0].reasons())
-    assert not operators(report, Forward, Backward)
+    assert not operators(report, StatefulRecurrence)
 
 
 def test_the_first_decay_is_in_no_weight() -> None:

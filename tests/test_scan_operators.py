@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import streamfx
 from streamfx.ir.facts import known
 from streamfx.runtime.associative import Associative, AssociativeBackward
+from streamfx.runtime.custom_scan import StatefulRecurrence
 from streamfx.runtime.prefix_scan import block_levels, scan_levels, vjp_of_scan
-from streamfx.runtime.scan import ChunkedScan
 from tests.support.exactness import assert_small, errors, outcome, recorder
 from tests.support.mixers import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, compared, mixed, operators, tokens, zeros
 from tests.support.scans import if_aliases_compile, scan
@@ -294,7 +294,7 @@ def side_by_side(m: Mixed, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("mixer", [side_by_side, pytest.param(several, marks=if_aliases_compile)])
 def test_a_scan_with_a_state_streams(mixer: Mixer) -> None:
     report = compared(mixer, chunk_size=4, also=(1, 11))
-    assert all_in_rows(report, operators(report, ChunkedScan))
+    assert all_in_rows(report, operators(report, StatefulRecurrence))
     if mixer is side_by_side:  # PyTorch's backward reads a weight's transpose from a stack with one for each row
         found = tree_leaves([node.meta.get("val") for node in report.facts[0].joint.nodes])
         assert max(item.numel() for item in found if isinstance(item, Tensor)) < LENGTH * WIDTH * WIDTH
@@ -315,7 +315,7 @@ def signs(m: Mixed, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mixer", [the_last_state, signs], ids=lambda mixer: mixer.__name__)
 def test_a_last_state(mixer: Mixer) -> None:
-    assert len(operators(compared(mixer, chunk_size=3, also=(1, LENGTH), streams=None), ChunkedScan)) == 2
+    assert len(operators(compared(mixer, chunk_size=3, also=(1, LENGTH), streams=None), StatefulRecurrence)) == 2
 
 
 def test_a_step_that_draws_random_numbers_falls_back() -> None:
@@ -337,7 +337,7 @@ def test_a_step_that_reads_by_strides_falls_back() -> None:
     def strided(m: Mixed, x: Tensor) -> Tensor:
         return m.out(scan(step, zeros(x), m.gate(x).sin(), dim=1)[1])
 
-    assert not operators(compared(strided, batch=4, chunk_size=4, streams=None), ChunkedScan)
+    assert not operators(compared(strided, batch=4, chunk_size=4, streams=None), StatefulRecurrence)
 
 
 def turned(m: Mixed, x: Tensor) -> Tensor:

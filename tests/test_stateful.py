@@ -15,12 +15,11 @@ from benchmarks.live_bytes import peak_live_bytes
 from streamfx.ir.facts import known
 from streamfx.kernels import causal_conv
 from streamfx.runtime.associative import Associative
-from streamfx.runtime.custom_scan import Backward, Forward
-from streamfx.runtime.scan import ChunkedScan
+from streamfx.runtime.custom_scan import StatefulRecurrence
 from tests.support.causal_conv_package import IS_STAND_IN, causal_conv1d_fn
 from tests.support.decoders import made
 from tests.support.exactness import Report, compare
-from tests.support.mixers import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, compared, mixed, operators, tokens
+from tests.support.mixers import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, are_reversed, compared, mixed, operators, tokens
 from tests.support.spread import only
 from tests.support.stateful.averages import averages
 from tests.support.stateful.blocks import BLOCK, blocks
@@ -35,7 +34,7 @@ STATES = 4  # numbers of each channel's state in a selective scan
 
 
 def stateful(report: Report) -> int:
-    return len(operators(report, Forward, Backward))
+    return len(operators(report, StatefulRecurrence))
 
 
 def learned(m: Mixed, x: Tensor) -> Tensor:
@@ -119,8 +118,8 @@ OFTEN = ("of a package", "in blocks", "averaged", "averaged twice", "last state 
 def test_an_operator_streams(name: str) -> None:
     report = compared(STREAMS[name], chunk_size=4, also=(1, 3, LENGTH), streams=None)
     (facts,) = report.facts
-    for kind in (Forward, Backward):
-        assert all_in_rows(report, operators(report, kind))
+    nodes = operators(report, StatefulRecurrence)
+    assert all_in_rows(report, nodes) and {*are_reversed(nodes)} == {False, True}
     assert not facts.reasons(), facts.reasons()
     assert all(loop.spec.chunk_size % BLOCK == 0 for loop in known(facts.program).loops) or "blocks" not in name
 
@@ -175,9 +174,9 @@ def grown(make: Callable[[], nn.Module], kind: Any) -> tuple[dict[str, float], i
 
 
 FORMS: dict[str, tuple[Mixer, type]] = {
-    "scan": (decayed_by_scan, ChunkedScan),
+    "scan": (decayed_by_scan, StatefulRecurrence),
     "associative_scan": (decayed, Associative),
-    "operator": (lambda m, x: m.out(selected(m, x)[0]), Forward),
+    "operator": (lambda m, x: m.out(selected(m, x)[0]), StatefulRecurrence),
 }
 
 
@@ -209,7 +208,7 @@ def convolved_by_package(m: Mixed, x: Tensor, width: int = 4, bias: bool = True,
 @pytest.mark.parametrize("how", [{"activation": "silu"}, {"bias": False, "width": 2}], ids=str)
 def test_the_convolution_streams(how: dict[str, Any]) -> None:
     report = compared(lambda m, x: convolved_by_package(m, x, **how), chunk_size=4, also=(1, 2, 11))
-    assert [type(node.target) for node in operators(report, Forward, Backward)] == [Forward, Backward]
+    assert are_reversed(operators(report, StatefulRecurrence)) == [False, True]
 
 
 @on_cpu

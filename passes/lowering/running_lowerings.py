@@ -21,9 +21,8 @@ from streamfx.passes.ops.rules.scans import REVERSE_SCAN_NAMES, SCAN_NAMES
 from streamfx.runtime import chunked_scans
 from streamfx.runtime.associative import Associative, AssociativeBackward
 from streamfx.runtime.chunked_recurrences import Recurrence, UnrolledRecurrence
-from streamfx.runtime.custom_scan import Backward, Forward
+from streamfx.runtime.custom_scan import StatefulRecurrence
 from streamfx.runtime.runtime_sizes import first_in_chunk, rows_in_chunk
-from streamfx.runtime.scan import ChunkedScan
 from streamfx.runtime.truncated import TruncatedRecurrence
 
 OPPOSITE_DIRECTION = "{target} runs over the rows in the opposite direction of the loop that reads its result"
@@ -59,7 +58,7 @@ def lower_scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     return builder.graph.call_function(chunked_scans.resume, (*scan_arguments, rows_before, states, chunk))
 
 
-@register_lowering(UnrolledRecurrence, ChunkedScan, Forward, Backward, Associative, AssociativeBackward)
+@register_lowering(UnrolledRecurrence, StatefulRecurrence, Associative, AssociativeBackward)
 def lower_recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Lower a recurrence over the sequence: continue from this loop's carry. Its backward also reads the states that the
     forward loop stored; a forward recurrence in a backward loop is recomputed from these states.
@@ -87,8 +86,8 @@ def lower_recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
         if not builder.reverse or (recurrence.needs_states and stored_states is None):
             raise FallbackError(node, NO_STATES)
         carry, _ = builder.emit_carry(node, recurrence.carry_shape, recurrence.carry_type, keeps_states=False)
-        if (kept_steps := _kept_steps(builder, forward, recurrence)) is not None:
-            return builder.graph.call_function(recurrence.retreat_from, (rows_before, rows_after, carry, kept_steps, *operands))
+        if isinstance(recurrence, UnrolledRecurrence) and (kept := _kept_steps(builder, forward, recurrence)) is not None:
+            return builder.graph.call_function(recurrence.retreat_from, (rows_before, rows_after, carry, kept, *operands))
         return builder.graph.call_function(recurrence.retreat, (rows_before, rows_after, carry, states, chunk, *operands))
     if builder.reverse:
         if stored_states is None:
@@ -100,21 +99,21 @@ def lower_recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     return builder.graph.call_function(recurrence.advance, (rows_before, rows_after, carry, new_states, chunk, *operands))
 
 
-def _kept_steps(builder: BodyBuilder, forward: fx.Node | None, backward: Recurrence) -> fx.Node | None:
+def _kept_steps(builder: BodyBuilder, forward: fx.Node | None, backward: UnrolledRecurrence) -> fx.Node | None:
     """Return the intermediate values of the forward recurrence if this body recomputes its rows; otherwise None.
 
     Then its steps run only once: the recomputing call also returns them.
     """
     recomputed = builder.lowered.get(forward)
-    forward_recurrence = None if forward is None else forward.target
+    recurrence = None if forward is None else forward.target
     if (
         recomputed is None
-        or not isinstance(forward_recurrence, Recurrence)
-        or recomputed.target != forward_recurrence.resume
-        or not backward.can_reuse_kept(forward_recurrence)
+        or not isinstance(recurrence, UnrolledRecurrence)
+        or recomputed.target != recurrence.resume
+        or not backward.can_reuse_kept(recurrence)
     ):
         return None
-    recomputed.target = forward_recurrence.resume_kept
+    recomputed.target = recurrence.resume_kept
     return builder.graph.call_function(operator.getitem, (recomputed, -1))
 
 

@@ -29,8 +29,7 @@ from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.scan.carry import value_ids_in
 from streamfx.runtime.associative import AssociativeBackward
 from streamfx.runtime.chunked_recurrences import Recurrence, UnrolledRecurrence
-from streamfx.runtime.custom_scan import Backward
-from streamfx.runtime.scan import ChunkedScan, slots
+from streamfx.runtime.custom_scan import StatefulRecurrence, StepLoop
 from streamfx.torch_private.lines import source_line
 
 ADD = torch.ops.aten.add.Tensor
@@ -111,9 +110,13 @@ def find_adjoint_intervals(run: Recurrence, depends_on_tangents: Sequence[bool])
 
 
 @find_adjoint_intervals.register
-def _(run: Backward, depends_on_tangents: Sequence[bool]) -> Sequence[CarryIntervals]:
-    """A declared operator's backward (`custom_scan`): its full carry, which is the gradient of each declared state."""
-    return [[(slot.start, slot.stop) for slot in run.plan.slots]]
+def _(run: StatefulRecurrence, depends_on_tangents: Sequence[bool]) -> Sequence[CarryIntervals]:
+    """A declared operator's backward: its full carry, the gradient of each declared state. A `scan`: some carry components."""
+    function, slots = run.plan.function, run.plan.slots
+    adjoints = [True] * len(slots)
+    if isinstance(function, StepLoop):
+        adjoints = _scan_adjoints(function.step, depends_on_tangents, len(slots))
+    return [[(slot.start, slot.stop) for slot, is_adjoint in zip(slots, adjoints, strict=True) if is_adjoint]]
 
 
 @find_adjoint_intervals.register
@@ -122,35 +125,25 @@ def _(run: AssociativeBackward, depends_on_tangents: Sequence[bool]) -> Sequence
     return [[(0, None)]]
 
 
-@find_adjoint_intervals.register
-def _(run: ChunkedScan, depends_on_tangents: Sequence[bool]) -> Sequence[CarryIntervals]:
-    """A `scan` operator: the carry components that depend on tangents, except sums of gradients.
+def _scan_adjoints(graph: fx.Graph, depends_on_tangents: Sequence[bool], num_carried: int) -> list[bool]:
+    """Return which carry components of a `scan` are gradients of states: those that depend on tangents, except sums.
 
     The step graph maps (*carry, *rows, *shared operands) to (*carry, *rows). What an output depends on, the same component
     of the next step's input also depends on; so iterate until nothing is added.
     """
-    graph = run.plan.step
-    num_carries = len(run.plan.carry)
     inputs: list[fx.Node] = list(graph.find_nodes(op="placeholder"))
     results: Sequence[fx.Node] = graph.output_node().args[0]  # type: ignore[assignment]
+    carried = list(zip(inputs[:num_carried], results, strict=False))
     operators = [node for node in graph.nodes if node.op == "call_function"]
     adjoint_values = {node for node, is_dependent in zip(inputs, depends_on_tangents, strict=True) if is_dependent}
     num_before = -1
     while len(adjoint_values) > num_before:
         num_before = len(adjoint_values)
         adjoint_values = descendants(adjoint_values, operators)
-        adjoint_values.update(
-            carry_input
-            for carry_input, carry_output in zip(inputs[:num_carries], results, strict=False)
-            if carry_output in adjoint_values
-        )
-    intervals = zip(slots(run.plan.carry), inputs, results, strict=False)
+        adjoint_values.update(carry_input for carry_input, carry_output in carried if carry_output in adjoint_values)
     return [
-        [
-            slot
-            for slot, carry_input, carry_output in intervals
-            if carry_input in adjoint_values and not _is_accumulated(carry_input, carry_output, results)
-        ]
+        carry_input in adjoint_values and not _is_accumulated(carry_input, carry_output, results)
+        for carry_input, carry_output in carried
     ]
 
 

@@ -19,8 +19,7 @@ from streamfx.errors import RuleError, describe_error
 from streamfx.frontend.register_rules import TENSORS, overload_of
 from streamfx.ir.scan_schema import NotStatefulError, Stateful, StatefulPlan, backward_plan, forward_plan
 from streamfx.passes.ops.rules.stateful import STATEFUL
-from streamfx.runtime.chunked_recurrences import Recurrence
-from streamfx.runtime.custom_scan import Backward, Forward, call_operator, num_rows
+from streamfx.runtime.custom_scan import StatefulRecurrence, call_operator, num_rows
 from streamfx.torch_private import FakeTensor
 
 MISMATCH = "in chunks of {size} rows, each started from the previous state, {value} differs from the unchunked one by {error:.1e}"
@@ -136,7 +135,7 @@ class _ChunkComparison:
         The forward stores the state before each chunk in `states`, from which the backward recomputes the chunk.
         """
         states = torch.empty(len(self.starts), int(self.plan.carry_size), dtype=torch.uint8, device=self.device)
-        forward = Forward(self.plan)
+        forward = StatefulRecurrence(self.plan)
         chunks = self._run(lambda: self._forward_chunks(forward, states))
         self._compare(self.plan, _comparable(dict(enumerate(self.results)), self.fake_results), chunks, "result")
         backward_arguments = self._backward_arguments()
@@ -144,7 +143,7 @@ class _ChunkComparison:
         plan, fake_gradients = backward_plan(
             self.declared, self.plan, _on_meta(backward_arguments), self.fake_results, gradient_indices
         )
-        run = Backward(plan)
+        run = StatefulRecurrence(plan)
         results_of_all_rows = run(*(backward_arguments[name] for name in plan.operands))
         chunks = self._run(lambda: self._backward_chunks(run, states, backward_arguments))
         self._compare(
@@ -184,7 +183,7 @@ class _ChunkComparison:
             name: self.results[index] for name, index in declared.saved.items() if name not in declared.recomputed_per_chunk
         }
 
-    def _forward_chunks(self, run: Recurrence, states: Tensor) -> Chunks:
+    def _forward_chunks(self, run: StatefulRecurrence, states: Tensor) -> Chunks:
         """Return the results of each chunk of the operator, and store the state before chunk i in `states[i]` (as bytes)."""
         carry = torch.zeros_like(states[0])
         chunks = []
@@ -193,7 +192,7 @@ class _ChunkComparison:
             chunks.append(run.advance(start, self.length - self._stop(start), carry, states, i, *operands))
         return chunks
 
-    def _backward_chunks(self, run: Backward, states: Tensor, backward_arguments: Mapping[str, Any]) -> Chunks:
+    def _backward_chunks(self, run: StatefulRecurrence, states: Tensor, backward_arguments: Mapping[str, Any]) -> Chunks:
         """Run the backward operator from the last chunk to the first, and return the results of each chunk, in order of rows."""
         carry = torch.zeros(int(run.plan.carry_size), dtype=torch.uint8, device=states.device)
         chunks = []

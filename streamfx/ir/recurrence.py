@@ -12,14 +12,13 @@ identified by numbers (`ValueId`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import prod
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, fx
 
 from streamfx.ir.signature import AxisLabel, LabelShape
 from streamfx.ir.sizes import Size
@@ -177,32 +176,6 @@ class RecurrencePlan:
     row_dims: Mapping[ValueId, int]
     shared: Mapping[ValueId, ValueId]
     axes: RecurrenceAxes
-
-
-@dataclass(frozen=True)
-class ScanPlan:
-    """A scan over rows as one operator: `combine(*carry, *rows, *shared)` returns the next carry, and a row of each result.
-
-    The operands are the initial carry, then operands with rows (along dimension 0), then operands that all rows share. The
-    results are the final values of the carry components `final_carries`, then rows (along dimension 0).
-
-    `carry`, `row_results`: shape and dtype of each carry component, and of a row of each result.
-    `num_row_operands`: the number of operands with rows.
-    """
-
-    name: str
-    combine: Callable[..., Sequence[Tensor]]
-    carry: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    final_carries: tuple[int, ...]
-    num_row_operands: int
-    row_results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    reverse: bool
-    axes: RecurrenceAxes
-
-    @property
-    def step(self) -> fx.Graph:
-        """The graph that `combine`, a method of a graph module, runs for one row."""
-        return self.combine.__self__.graph  # type: ignore[attr-defined, no-any-return]
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ class Stateful:
     `only`: the one supported value of an argument, if a call passes it.
     `counts`: arguments that are the number of rows.
     `block`: chunks start at multiples of it; it may be the name of an argument.
+    `reverse`: the operator runs from the last row to the first (and has no backward).
+    `is_kernel`: its arguments must be dense, at aligned addresses, and have at least one row.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Stateful:
     only: Mapping[str, Any] = field(default_factory=dict)
     counts: frozenset[str] = frozenset()
     block: int | str = 1
+    reverse: bool = False
+    is_kernel: bool = True
 
     @property
     def recomputed_per_chunk(self) -> dict[str, int]:
@@ -101,6 +105,7 @@ class StatefulPlan:
     `absent`: states that the call omits; they start as zeros.
     `counts`: arguments that are the number of rows, so that a chunk passes its own number.
     `slots`, `carry_size`: where the carry holds each state, and the bytes of the carry.
+    `reverse`: rows run from the last to the first.
     `forward_plan`: for a backward, the plan of the forward call, which recomputes `recomputed_per_chunk` for each chunk.
     `empty_results`: saved results without elements, which need no computation.
     """
@@ -119,6 +124,8 @@ class StatefulPlan:
     carry_size: Size
     results: tuple[StatefulResult, ...]
     axes: RecurrenceAxes
+    reverse: bool
+    is_kernel: bool
     block: int = 1
     forward_plan: StatefulPlan | None = None
     recomputed_per_chunk: Mapping[str, int] = field(default_factory=dict)
@@ -249,6 +256,8 @@ class _StatefulCall:
                 [(shape_of(value), row_dims.get(name)) for name, value in tensors.items()],
                 [(shape_of(self.results[result.index]), result.row_dim) for result in result_schemas],
             ),
+            reverse=declared.reverse or not is_forward,
+            is_kernel=declared.is_kernel,
             block=self._block(declared.block),
             forward_plan=forward,
             recomputed_per_chunk={name: i for name, (i, value) in recomputed_per_chunk.items() if 0 not in value.shape},

@@ -5,8 +5,7 @@ recurrences: the carry between chunks of the sequence holds the blocks that repr
 holds their gradients. A block of level l is the combination of 2 ** l consecutive rows (`prefix_scan.py`).
 
 A row has several leaves: one tensor [rows, ...] per leaf holds all rows. Shared tensors are further arguments of the combine
-function, the same for all rows. `states` [chunks, ...] holds the carries with which the chunks of the forward loop began, and
-`chunk` is a chunk's index there.
+function, the same for all rows.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from streamfx.dialect.associative_scan import COMBINES, SCAN_BACKWARD, TREE_SCAN
 from streamfx.dialect.declare import implement
 from streamfx.ir.recurrence import TreePlan
 from streamfx.ir.sizes import Size, product
-from streamfx.runtime.chunked_recurrences import Recurrence
+from streamfx.runtime.chunked_recurrences import Chunk, Recurrence
 from streamfx.runtime.prefix_scan import Blocks, Rows, block_levels, scan_levels, vjp_of_scan
 from streamfx.torch_private.autograd import autograd_inside_operators
 
@@ -122,28 +121,25 @@ def _max_itemsize(types: Sequence[torch.dtype]) -> int:
 class _Tree(Recurrence):
     """A recurrence whose carry, a vector of bytes, holds for each level a block of the rows so far, or its gradient."""
 
-    carry_type = torch.uint8
-
     def __init__(self, plan: TreePlan) -> None:
-        """Wrap a plan, the description of one scan in a graph; fx prints this operator of the graph as `__name__`.
+        """Wrap a plan, the description of one scan in a graph."""
+        super().__init__(plan.name, plan.axes)
+        self.plan, self.carry_size = plan, plan.carry_size
 
-        `axes`: the axis labels of operands and results; `carry_size`: bytes of the carry.
-        """
-        self.plan = plan
-        self.name, self.axes, self.carry_size = plan.name, plan.axes, plan.carry_size
-        self.__name__ = self.__qualname__ = plan.name
-        self.__module__ = __name__
-
-    def _read(self, carry: Tensor, num_rows: int, like: Sequence[Tensor]) -> Blocks:
+    def _read(self, carry: Tensor | None, num_rows: int, like: Sequence[Tensor]) -> Blocks:
         """Return copies, by level, of the blocks in the carry that represent the first `num_rows` rows of the sequence.
 
         They are copies because the carry will be overwritten. `like` begins with a tensor of each leaf.
         """
+        if carry is None or num_rows == 0:
+            return {}
         leaf_views = self._leaf_views(carry, like)
         return {level: [leaf_view[level : level + 1].clone() for leaf_view in leaf_views] for level in block_levels(num_rows)}
 
-    def _write(self, carry: Tensor, blocks: Blocks, like: Sequence[Tensor]) -> None:
-        """Copy blocks into the bytes of the carry, each at its level. `like` begins with a tensor of each leaf."""
+    def _write(self, carry: Tensor | None, blocks: Blocks, like: Sequence[Tensor]) -> None:
+        """Copy blocks into the bytes of the carry (if any), each at its level. `like` begins with a tensor of each leaf."""
+        if carry is None:
+            return
         leaf_views = self._leaf_views(carry, like)
         for level, block in blocks.items():
             for leaf_view, value in zip(leaf_views, block, strict=True):
@@ -170,42 +166,16 @@ class Associative(_Tree):
 
     reverse = False
 
-    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        results, _ = self._scan_chunk(operands, blocks={}, first=0)
-        return results
+    def run_chunk(self, chunk: Chunk, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Combine the chunk's rows with the blocks before them; return the combined rows that the graph uses.
 
-    def advance(
-        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Return the chunk's combined rows; replace the blocks in the carry by those after the chunk.
-
-        `before`: the number of rows of the sequence before the chunk. If `states` is not None, save the old carry there.
+        `operands`: the rows of each leaf, then the shared tensors.
         """
-        if states is not None:
-            states[chunk].copy_(carry)
-        results, later_blocks = self._scan_chunk(operands, self._read(carry, before, operands), before)
-        self._write(carry, later_blocks, operands)
-        return results
-
-    def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Return the chunk's combined rows again, from the blocks with which the chunk began, after `before` rows."""
-        results, _ = self._scan_chunk(operands, self._read(states[chunk], before, operands), before)
-        return results
-
-    def retreat(
-        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
-        raise NotImplementedError("its rows go from the first to the last")
-
-    def _scan_chunk(self, operands: Sequence[Tensor], blocks: Blocks, first: int) -> tuple[tuple[Tensor, ...], Blocks]:
-        """Combine rows with the blocks before them; return the results that the graph uses, and the blocks after the rows.
-
-        `operands`: the rows of each leaf, then the shared tensors. `first`: the index in the sequence of the first of these
-        rows.
-        """
-        leaves = len(self.plan.dtypes)
-        results, later_blocks = scan_rows(self.plan.combine, operands[:leaves], operands[leaves:], blocks, first)
-        return tuple(results[i] for i in self.plan.results), later_blocks
+        plan, leaves = self.plan, len(self.plan.dtypes)
+        blocks = self._read(chunk.carry, chunk.before, operands)
+        results, later_blocks = scan_rows(plan.combine, operands[:leaves], operands[leaves:], blocks, chunk.before)
+        self._write(chunk.next_carry, later_blocks, operands)
+        return tuple(results[i] for i in plan.results)
 
 
 class AssociativeBackward(_Tree):
@@ -214,48 +184,19 @@ class AssociativeBackward(_Tree):
     reverse = True
     needs_states = True
 
-    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of all rows."""
-        results, _ = self._chunk_gradients(operands, blocks={}, first=0, final_block_gradients={})
-        return results
-
-    def retreat(
-        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
+    def run_chunk(self, chunk: Chunk, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the chunk's gradients; replace, in the carry, the gradients of the blocks after it by those before it.
 
-        `before` rows follow the chunk in the sequence (they run before it), and `after` rows precede it. `operands`: the present
-        gradients of the combined rows, then the rows of each leaf, then the shared tensors.
-        """
-        assert states is not None
-        rows = operands[len(self.plan.dtypes) - len(self.plan.absent_gradients) :]
-        final_block_gradients = self._read(carry, self.plan.length - before, rows) if before else {}
-        blocks = self._read(states[chunk], after, rows)
-        results, block_gradients = self._chunk_gradients(operands, blocks, after, final_block_gradients)
-        self._write(carry, block_gradients, rows)
-        return results
-
-    def advance(
-        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
-        raise NotImplementedError("its rows go from the last to the first")
-
-    def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        raise NotImplementedError("its rows go from the last to the first")
-
-    def _chunk_gradients(
-        self, operands: Sequence[Tensor], blocks: Blocks, first: int, final_block_gradients: Blocks
-    ) -> tuple[tuple[Tensor, ...], Blocks]:
-        """Return the gradients that the graph uses, and the gradients of the blocks before row `first` of the sequence.
-
-        `operands`: the present gradients of the combined rows, then the rows of each leaf, then the shared tensors. `blocks`:
-        those before row `first`. `final_block_gradients`: the gradients of the blocks after the last of these rows.
+        `operands`: the present gradients of the combined rows, then the rows of each leaf, then the shared tensors. The
+        blocks are those of the forward graph: `chunk.after` rows precede the chunk in the sequence.
         """
         plan, leaves = self.plan, len(self.plan.dtypes)
         present = iter(operands)
         gradients = [None if i in plan.absent_gradients else next(present) for i in range(leaves)]
         values = list(present)
-        results, block_gradients = scan_gradients(
-            plan.combine, values[:leaves], values[leaves:], blocks, first, gradients, final_block_gradients
-        )
-        return tuple(results[i] for i in plan.results), block_gradients
+        rows, shared = values[:leaves], values[leaves:]
+        final_gradients = self._read(chunk.carry, plan.length - chunk.before, rows) if chunk.before else {}
+        blocks = self._read(chunk.forward_carry, chunk.after, rows)
+        results, block_gradients = scan_gradients(plan.combine, rows, shared, blocks, chunk.after, gradients, final_gradients)
+        self._write(chunk.next_carry, block_gradients, rows)
+        return tuple(results[i] for i in plan.results)

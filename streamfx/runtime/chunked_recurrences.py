@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,22 +25,43 @@ from streamfx.runtime.select_row import additive_identity
 Env = dict[ValueId, Any]
 
 
+class Chunk(NamedTuple):
+    """A chunk of the rows of a recurrence, and its carries.
+
+    `before`, `after`: the numbers of rows that run before and after the chunk's; in a `reverse` recurrence, the rows that
+    follow the chunk in the sequence run before it. `chunk_index`: its index in the loop. `carry`: the carry before its rows;
+    None if they are all rows. `next_carry`: where to write the carry after its rows; None if it is not needed.
+    `forward_carry`: in the backward graph, the carry with which the forward chunk began; None if there is none.
+    """
+
+    before: int = 0
+    after: int = 0
+    chunk_index: int = 0
+    carry: Tensor | None = None
+    next_carry: Tensor | None = None
+    forward_carry: Tensor | None = None
+
+
 class Recurrence(ABC):
     """An operator of a graph that processes rows in order, from the last to the first if `reverse`.
 
     A call with full operands runs all rows. In a loop over chunks of the sequence, `advance`, `retreat` and `resume` run the
-    rows of one chunk: `before` rows run before them and `after` rows after them (for `retreat`: the rows that follow them in the
-    sequence run before). `carry` is the loop's buffer for the values that pass from row to row. `states` [chunks, ...]
-    holds the carries with which the chunks of the forward loop began, and `chunk` is the chunk's index there.
+    rows of one chunk: `before` rows run before them and `after` rows after them. `carry` is the loop's buffer for the values
+    that pass from row to row; it begins as zeros. `states` [chunks, ...] holds the carries with which the chunks of the
+    forward loop began, and `chunk` is the chunk's index there. A subclass implements `run_chunk`.
     """
 
-    name: str
-    axes: RecurrenceAxes
     reverse: bool
     carry_size: Size  # elements of the carry
-    carry_type: torch.dtype
+    carry_type: torch.dtype = torch.uint8
     block: int = 1  # chunks begin at multiples of this many rows
     needs_states: bool = False  # if `reverse`: it needs the states with which the forward chunks began
+
+    def __init__(self, name: str, axes: RecurrenceAxes) -> None:
+        """Set the name that fx prints for this operator of the graph, and the axis labels of its operands and results."""
+        self.name, self.axes = name, axes
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = type(self).__module__
 
     def __repr__(self) -> str:
         return f"streamfx.{self.name}"
@@ -50,11 +71,18 @@ class Recurrence(ABC):
         """The shape of the buffer that a loop keeps between two chunks."""
         return (self.carry_size,)
 
-    @abstractmethod
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Run all rows."""
+        return self.run_chunk(Chunk(), operands)
 
     @abstractmethod
+    def run_chunk(self, chunk: Chunk, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Run the chunk's rows in order from its carry, and write its next carry; return the chunk's results."""
+
+    def start(self, carry: Tensor, operands: tuple[Tensor, ...]) -> None:
+        """Write the values before the first row, which some operands hold, to the carry of zeros; by default, there are none."""
+        return
+
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
@@ -62,38 +90,27 @@ class Recurrence(ABC):
 
         If `states` is not None, save the previous carry there first, at index `chunk`.
         """
+        if before == 0:
+            self.start(carry, operands)
+        if states is not None:
+            states[chunk].copy_(carry)
+        return self.run_chunk(Chunk(before, after, chunk, carry, carry), operands)
 
-    @abstractmethod
     def retreat(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
         """Run the chunk's rows, last to first, and update the carry in place; return the chunk's results.
 
-        `before` rows follow the chunk in the sequence, and run before it. `states`: the carries that the forward loop
-        saved; None if it saves none.
+        `states`: the carries that the forward loop saved; None if it saves none.
         """
+        if before == 0:
+            self.start(carry, operands)
+        forward_carry = None if states is None else states[chunk]
+        return self.run_chunk(Chunk(before, after, chunk, carry, carry, forward_carry), operands)
 
-    @abstractmethod
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
         """Recompute the chunk's rows, first to last, from the carry `states[chunk]`, saved when the chunk began."""
-
-    def can_reuse_kept(self, forward: Recurrence) -> bool:
-        """Return whether `forward.resume_kept` computes all values that `retreat_from` needs.
-
-        Then a backward loop that recomputes the forward's chunk anyway does not run its steps twice.
-        """
-        return False
-
-    def resume_kept(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Any, ...]:
-        """Run `resume`; return its results, followed by the values of all steps, for `retreat_from`.
-
-        No result shares memory with one of these values.
-        """
-        raise NotImplementedError("no recurrence reuses the values of its steps")
-
-    def retreat_from(self, before: int, after: int, carry: Tensor, kept: Env, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Run `retreat` with the values of the forward steps in the same chunk (`kept`), instead of recomputing them."""
-        raise NotImplementedError("it reuses no values of another recurrence")
+        return self.run_chunk(Chunk(before, after, chunk, states[chunk]), operands)
 
 
 class UnrolledRecurrence(Recurrence):
@@ -103,107 +120,74 @@ class UnrolledRecurrence(Recurrence):
     """
 
     def __init__(self, plan: RecurrencePlan) -> None:
-        """Wrap a plan, the traced steps of one loop over rows; fx prints this operator of the graph as `__name__`.
+        """Wrap a plan, the traced steps of one loop over rows.
 
-        `axes`: the axis labels of operands and results; `carry_size`: elements of the carry. `needs_states`: a chunk recomputes
-        forward steps that start from a carry of the forward loop.
+        `carry_size`: elements of the carry. `needs_states`: a chunk recomputes forward steps that start from a carry of the
+        forward loop.
         """
-        self.plan = plan
-        self.name, self.axes, self.reverse = plan.name, plan.axes, plan.steps.reverse
+        super().__init__(plan.name, plan.axes)
+        self.plan, self.reverse = plan, plan.steps.reverse
         self.carry_size, self.carry_type = plan.steps.carry_size, plan.steps.dtype
         self.needs_states = plan.recomputed is not None and plan.recomputed.carry_size > 0
-        self.__name__ = self.__qualname__ = plan.name
-        self.__module__ = __name__
 
-    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Run all rows and return the results; a backward loop first recomputes the forward steps (`recomputed`), if any."""
-        env, rows = self._environment(operands)
-        length = self.plan.length
-        if self.plan.recomputed is not None:
-            run_steps(self.plan.recomputed, env, rows, 0, length, keeps=True)
-        run_steps(self.plan.steps, env, rows, 0, length)
-        return collect_results(self.plan.steps, env, 0, length, operands[0])
-
-    def advance(
-        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows from the carry and update it; save the old carry in `states`. Return the chunk's results."""
-        if states is not None:
-            states[chunk].copy_(carry)
-        return self._run_rows(before, carry, *self._environment(operands), operands[0])
-
-    def retreat(
-        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Recompute the chunk's forward steps from `states`, then run its own steps, last to first; return its results.
-
-        `before`: the number of rows that follow the chunk in the sequence, and so run before it.
-        """
-        env, rows = self._environment(operands)
-        first = self.plan.length - before - self._num_rows(rows)
-        if self.plan.recomputed is not None:
-            if states is not None:
-                restore_carry(self.plan.recomputed, env, first, states[chunk])
-            run_steps(self.plan.recomputed, env, rows, first, first + self._num_rows(rows), keeps=True)
-        return self._run_rows(first, carry, env, rows, operands[0])
-
-    def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Run the chunk's rows again, from the carry that was saved when it began; return its results."""
-        env, rows = self._environment(operands)
-        stop = before + self._num_rows(rows)
-        restore_carry(self.plan.steps, env, before, states[chunk])
-        run_steps(self.plan.steps, env, rows, before, stop)
-        return collect_results(self.plan.steps, env, before, stop, operands[0])
+    def run_chunk(self, chunk: Chunk, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Run the chunk's steps; a backward loop first recomputes the chunk's forward steps."""
+        env, recomputed = self._shared_values(operands), self.plan.recomputed
+        rows, first, stop = self._rows(chunk, operands)
+        if recomputed is not None:
+            restore_carry(recomputed, env, first, chunk.forward_carry)
+            run_steps(recomputed, env, rows, first, stop, keeps=True)
+        return self._run_steps(chunk, env, operands)
 
     def resume_kept(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Any, ...]:
-        """Run `resume`, and keep the values of all steps; return the results, followed by these values (as one `env`).
+        """Run `resume`; return its results, followed by the values of all steps (as one `env`), for `retreat_from`.
 
         Results of single steps are cloned, so that they share no memory with a kept value.
         """
-        env, rows = self._environment(operands)
-        stop = before + self._num_rows(rows)
-        restore_carry(self.plan.steps, env, before, states[chunk])
-        run_steps(self.plan.steps, env, rows, before, stop, keeps=True)
-        values = collect_results(self.plan.steps, env, before, stop, operands[0])
+        env = self._shared_values(operands)
+        values = self._run_steps(Chunk(before, after, chunk, states[chunk]), env, operands, keeps=True)
         num_concat = len(self.plan.steps.concat_results)
         return (*values[:num_concat], *(final.clone() for final in values[num_concat:]), env)
 
     def retreat_from(self, before: int, after: int, carry: Tensor, kept: Env, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Run the cotangents' steps on the values that `resume_kept` of the forward recurrence has kept."""
-        env, rows = self._environment(operands)
-        return self._run_rows(self.plan.length - before - self._num_rows(rows), carry, {**kept, **env}, rows, operands[0])
+        """Run `retreat` with the values of the forward steps in the same chunk (`kept`), instead of recomputing them."""
+        chunk = Chunk(before, after, carry=carry, next_carry=carry)
+        return self._run_steps(chunk, {**kept, **self._shared_values(operands)}, operands)
 
-    def can_reuse_kept(self, forward: Recurrence) -> bool:
-        """Return whether the forward recurrence runs exactly the steps that this one would recompute, on operands it has."""
-        if not isinstance(forward, UnrolledRecurrence) or forward.plan.steps is not self.plan.recomputed:
-            return False
-        return set(forward.plan.operands) <= set(self.plan.operands)
+    def can_reuse_kept(self, forward: UnrolledRecurrence) -> bool:
+        """Return whether the forward recurrence runs exactly the steps that this one would recompute, on operands it has.
 
-    def _run_rows(self, first: int, carry: Tensor, env: Env, rows: Mapping[ValueId, Tensor], like: Tensor) -> tuple[Tensor, ...]:
-        """Run the chunk's own steps, from the carry, and update it; return the chunk's results.
-
-        `first`: the index in the sequence of the chunk's first row. `env`: the values so far, to which steps add theirs.
-        `rows`: the operands with rows. `like`: a tensor whose device results without rows get.
+        Then a backward loop that recomputes the forward's chunk anyway does not run its steps twice.
         """
-        steps, stop = self.plan.steps, first + self._num_rows(rows)
+        return forward.plan.steps is self.plan.recomputed and set(forward.plan.operands) <= set(self.plan.operands)
+
+    def _run_steps(self, chunk: Chunk, env: Env, operands: tuple[Tensor, ...], keeps: bool = False) -> tuple[Tensor, ...]:
+        """Run the chunk's own steps from its carry, and write its next carry; return the chunk's results.
+
+        `env`: the values so far, to which steps add theirs; if `keeps`, all of them stay there.
+        """
+        steps = self.plan.steps
+        rows, first, stop = self._rows(chunk, operands)
         start_boundary, end_boundary = (stop, first) if steps.reverse else (first, stop)
-        restore_carry(steps, env, start_boundary, carry)
-        run_steps(steps, env, rows, first, stop)
-        values = collect_results(steps, env, first, stop, like)
-        if stop > first:
-            store_carry(steps, env, end_boundary, carry)
+        restore_carry(steps, env, start_boundary, chunk.carry)
+        run_steps(steps, env, rows, first, stop, keeps)
+        values = collect_results(steps, env, first, stop, operands[0])
+        if chunk.next_carry is not None and stop > first:
+            store_carry(steps, env, end_boundary, chunk.next_carry)
         return values
 
-    def _environment(self, operands: tuple[Tensor, ...]) -> tuple[Env, dict[ValueId, Tensor]]:
-        """Return (env, rows): the operands without rows, by the value that they are, and those with rows, by operand."""
+    def _shared_values(self, operands: tuple[Tensor, ...]) -> Env:
+        """Return the operands without rows, by the value that they are."""
         operand_of = dict(zip(self.plan.operands, operands, strict=True))
-        env = {value: operand_of[index] for index, value in self.plan.shared.items()}
-        return env, {index: operand_of[index] for index in self.plan.row_dims}
+        return {value: operand_of[index] for index, value in self.plan.shared.items()}
 
-    def _num_rows(self, rows: Mapping[ValueId, Tensor]) -> int:
-        """Return the number of rows of the chunk, given its operands with rows."""
-        operand_index, dim = next(iter(self.plan.row_dims.items()))
-        return rows[operand_index].shape[dim]
+    def _rows(self, chunk: Chunk, operands: tuple[Tensor, ...]) -> tuple[dict[ValueId, Tensor], int, int]:
+        """Return the operands with rows, by identifier, and the first and last + 1 of the chunk's rows in the sequence."""
+        operand_of = dict(zip(self.plan.operands, operands, strict=True))
+        rows = {index: operand_of[index] for index in self.plan.row_dims}
+        index, dim = next(iter(self.plan.row_dims.items()))
+        first = chunk.after if self.reverse else chunk.before
+        return rows, first, first + rows[index].shape[dim]
 
 
 def run_steps(steps: Steps, env: Env, rows: Mapping[ValueId, Tensor], first: int, stop: int, keeps: bool = False) -> None:
@@ -245,9 +229,10 @@ def collect_results(steps: Steps, env: Env, first: int, stop: int, like: Tensor)
     return tuple(values)
 
 
-def restore_carry(steps: Steps, env: Env, boundary: int, carry: Tensor) -> None:
+def restore_carry(steps: Steps, env: Env, boundary: int, carry: Tensor | None) -> None:
     """Copy the values that cross the boundary between steps `boundary` - 1 and `boundary` from the carry into `env`."""
     for slot in steps.crossing[boundary]:
+        assert carry is not None
         env[slot.value] = carry[slot.start : slot.stop].to(slot.dtype, copy=True).view(slot.shape)
 
 

@@ -4,180 +4,143 @@ A chunk receives the state that the chunk before it returned. The backward recei
 chunk after it, and the state with which its own chunk began.
 
 A `StatefulPlan` is one call of such an operator in a graph; values (operands, constants, states) are keyed by the name of the
-operator's argument. A `carry` is a vector of bytes in which a loop holds all states between two chunks; a slot of the plan is
-the place of one state there. `states` [chunks, ...] holds the carries with which the forward loop's chunks began, and `chunk` is
-a chunk's index there.
+operator's argument. A slot of the plan is the place of one state in the carry, a vector of bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from streamfx.ir.scan_schema import ALIGNED, StatefulPlan, StatefulResult, StateSlot, listed
-from streamfx.runtime.chunked_recurrences import Recurrence
+from streamfx.ir.scan_schema import ALIGNED, StatefulPlan, StateSlot, listed
+from streamfx.runtime.chunked_recurrences import Chunk, Recurrence
 from streamfx.runtime.select_row import additive_identity
+from streamfx.torch_private import SCAN, FakeTensor
 
 Arguments = dict[str, Any]
 
 
-class _Stateful(Recurrence):
+class StatefulRecurrence(Recurrence):
     """A call of a stateful operator, or of its backward; its carry holds the bytes of the states, or of their gradients."""
 
-    carry_type = torch.uint8
-
     def __init__(self, plan: StatefulPlan) -> None:
-        """Wrap the plan of one call; fx prints this operator of the graph as `__name__`.
-
-        `axes`: the axis labels of operands and results; `carry_size`: bytes of the carry; `block`: chunks begin at multiples of
-        this many rows.
-        """
-        self.plan = plan
-        self.name, self.axes, self.carry_size, self.block = plan.name, plan.axes, plan.carry_size, plan.block
-        self.__name__ = self.__qualname__ = plan.name
-        self.__module__ = __name__
+        """Wrap the plan of one call."""
+        super().__init__(plan.name, plan.axes)
+        self.plan, self.reverse, self.carry_size, self.block = plan, plan.reverse, plan.carry_size, plan.block
+        self.needs_states = plan.forward_plan is not None
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Call the operator on all rows; return the results that the graph uses."""
-        outputs = call_operator(self.plan, self._with_recomputed(dict(zip(self.plan.operands, operands, strict=True))))
+        values = self._with_saved(dict(zip(self.plan.operands, operands, strict=True)), None)
+        outputs = call_operator(self.plan, values)
         return tuple(outputs[result.index] for result in self.plan.results)
 
-    def _with_recomputed(self, operands: Arguments) -> Arguments:
-        """Return the operands and the forward's saved values that are not among them; only `Backward` needs any."""
-        return operands
+    def start(self, carry: Tensor, operands: tuple[Tensor, ...]) -> None:
+        """Write the states before the first row to the carry; states that the call omits stay zeros."""
+        values = dict(zip(self.plan.operands, operands, strict=True))
+        for slot in self.plan.slots:
+            if slot.argument not in self.plan.absent:
+                store_state(slot, values[slot.argument], carry)
 
-    def _run_chunk(
-        self, before: int, after: int, chunk: int, carry: Tensor | None, states: Arguments, operands: Arguments
-    ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows from `states`, and store the final states in the carry (if not None); return the chunk's results.
+    def run_chunk(self, chunk: Chunk, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Call the operator on the chunk's rows and states, and store the final states in the next carry.
 
-        `before` and `after`: the number of rows that run before and after the chunk's. Only the chunk that runs the last row
-        returns final states as results. A chunk without rows passes its states on.
+        Only the chunk that runs the last row returns final states as results; others return an additive identity, because
+        the loop adds over chunks. A chunk without rows passes its states on.
         """
         plan = self.plan
-        count = num_rows(plan, operands)
-        states_before = {slot.argument: states[slot.argument] for slot in plan.slots}
+        states = states_from_carry(plan, chunk.carry)
+        forward_states = {} if plan.forward_plan is None else states_from_carry(plan.forward_plan, chunk.forward_carry)
+        values = {**dict(zip(plan.operands, operands, strict=True)), **forward_states, **states}
+        count = num_rows(plan, values)
+        values = self._with_saved(values, count)
         outputs: Sequence[Any] | Mapping[int, Any]
-        if count:
-            outputs = call_operator(plan, {**operands, **states}, count)
+        if count or not plan.is_kernel:
+            outputs = call_operator(plan, values, count)
             final_states = {slot.result: outputs[slot.result] for slot in plan.slots}
-            if carry is not None:
-                store_states(plan, final_states, carry)
         else:
-            outputs = results_of_no_rows(plan, {**operands, **states})
-            final_states = {slot.result: states_before[slot.argument].clone() for slot in plan.slots}
-        has_last = after == 0 and (count > 0 or (before == 0 and chunk == 0))
-        return tuple(self._result(result, outputs, final_states, has_last) for result in plan.results)
+            outputs = results_of_no_rows(plan, values)
+            final_states = {slot.result: states[slot.argument] for slot in plan.slots}
+        if chunk.next_carry is not None:
+            for slot in plan.slots:
+                store_state(slot, final_states[slot.result], chunk.next_carry)
+        has_last = chunk.after == 0 and (count > 0 or (chunk.before == 0 and chunk.chunk_index == 0))
+        results: list[Tensor] = []
+        for result in plan.results:
+            state = final_states.get(result.index)
+            if state is None:
+                results.append(outputs[result.index])
+            elif has_last:
+                results.append(state.to(result.dtype))
+            else:
+                results.append(additive_identity(state.shape, result.dtype, state.device))
+        return tuple(results)
 
-    def _result(
-        self,
-        result: StatefulResult,
-        outputs: Sequence[Any] | Mapping[int, Any],
-        final_states: Mapping[int, Tensor],
-        has_last: bool,
-    ) -> Tensor:
-        """Return one result; `outputs` and `final_states` are keyed by the index of the operator's result.
+    def _with_saved(self, values: Arguments, count: int | None) -> Arguments:
+        """Return the values, and saved values of the forward that are not operands; a backward may need them.
 
-        Only the chunk with the last row (`has_last`) returns the final state; others return an additive identity, because
-        the loop adds over chunks.
+        They have no elements, or are recomputed by the forward operator: `recomputed_per_chunk` has the index of its result.
+        `count`: see `call_operator`.
         """
-        if result.index not in final_states:
-            return outputs[result.index]
-        state = final_states[result.index]
-        return state.to(result.dtype) if has_last else additive_identity(state.shape, result.dtype, state.device)
-
-
-class Forward(_Stateful):
-    """The operator itself."""
-
-    reverse = False
-
-    def advance(
-        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows from the states in the carry (the first chunk: from the initial states); return its results.
-
-        The carry is updated. If `states` is not None, save the chunk's initial states there first.
-        """
-        values = dict(zip(self.plan.operands, operands, strict=True))
-        states_before = initial_states(self.plan, values, carry) if before == 0 else states_from_carry(self.plan, carry)
-        if states is not None:
-            store_states(self.plan, {slot.result: states_before[slot.argument] for slot in self.plan.slots}, states[chunk])
-        return self._run_chunk(before, after, chunk, carry, states_before, values)
-
-    def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Recompute the chunk's rows from the states that were saved when the chunk began."""
-        values = dict(zip(self.plan.operands, operands, strict=True))
-        return self._run_chunk(before, after, chunk, None, states_from_carry(self.plan, states[chunk]), values)
-
-    def retreat(
-        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
-        raise NotImplementedError("its rows go from the first to the last")
-
-
-class Backward(_Stateful):
-    """The backward of a call of the operator, whose states are the gradients of the forward's states."""
-
-    reverse = True
-    needs_states = True
-
-    def _with_recomputed(self, operands: Arguments) -> Arguments:
-        """Return the operands and the forward's saved values that are not among them, by calling the forward operator again.
-
-        The plan names them, with the index of the forward's result: `recomputed_per_chunk`.
-        """
+        values = {**values, **empty_saved(self.plan, values)}
         forward_plan, recomputed = self.plan.forward_plan, self.plan.recomputed_per_chunk
-        operands = {**operands, **empty_saved(self.plan, operands)}
-        if forward_plan is None or not recomputed:
-            return operands
-        outputs = call_operator(forward_plan, operands)
-        return {**operands, **{name: outputs[index] for name, index in recomputed.items()}}
+        if forward_plan is None or not recomputed or count == 0:
+            return values
+        outputs = call_operator(forward_plan, values, count)
+        return {**values, **{name: outputs[index] for name, index in recomputed.items()}}
 
-    def retreat(
-        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Run the chunk's backward from the states before it, and the cotangents of the states after it; return its results.
 
-        The states come from `states[chunk]`, the cotangents from the carry, which is updated. Saved values that the plan
-        does not store are recomputed by the forward operator.
-        """
-        assert states is not None and self.plan.forward_plan is not None
-        values = {
-            **dict(zip(self.plan.operands, operands, strict=True)),
-            **states_from_carry(self.plan.forward_plan, states[chunk]),
-        }
-        values |= empty_saved(self.plan, values)
-        if self.plan.recomputed_per_chunk and (count := num_rows(self.plan, values)):
-            outputs = call_operator(self.plan.forward_plan, values, count)
-            values |= {name: outputs[index] for name, index in self.plan.recomputed_per_chunk.items()}
-        cotangents = initial_states(self.plan, values, carry) if before == 0 else states_from_carry(self.plan, carry)
-        return self._run_chunk(before, after, chunk, carry, cotangents, values)
+class StepLoop:
+    """The function of PyTorch's `scan`: run `combine` on each row (along dimension 0) in order.
 
-    def advance(
-        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
-        raise NotImplementedError("its rows go from the last to the first")
+    `combine(*carry, *rows, *shared)` returns the next carry, and a row of each result. `arguments`: the names of the carried
+    values, of the operands with rows, and of the operands that all rows share. `row_results`: shape and dtype of a row of
+    each result. `step`: the graph of `combine`, a method of a graph module.
+    """
 
-    def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        raise NotImplementedError("its rows go from the last to the first")
+    def __init__(
+        self,
+        combine: Callable[..., Sequence[Tensor]],
+        arguments: tuple[Sequence[str], Sequence[str], Sequence[str]],
+        row_results: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        reverse: bool,
+    ) -> None:
+        """Set the function, the names of its arguments, and the direction."""
+        self.combine, self.arguments, self.row_results, self.reverse = combine, arguments, row_results, reverse
+        self.step: fx.Graph = combine.__self__.graph  # type: ignore[attr-defined]
+
+    def __call__(self, **operands: Tensor) -> Sequence[Tensor]:
+        """Return the carry after the last row, and the rows of each result, stacked."""
+        carry, rows, shared = ([operands[name] for name in names] for names in self.arguments)
+        if any(isinstance(operand, FakeTensor) for operand in operands.values()):
+            return SCAN(self.combine, carry, rows, shared)  # only shapes are needed: torch's scan traces one row
+        num_carried, steps = len(carry), list[Sequence[Tensor]]()
+        for step in reversed(range(len(rows[0]))) if self.reverse else range(len(rows[0])):
+            result = self.combine(*carry, *(operand.select(0, step) for operand in rows), *shared)
+            carry = list(result[:num_carried])
+            steps.append(result[num_carried:])
+        if self.reverse:
+            steps.reverse()
+        if not steps:
+            return [*carry, *(rows[0].new_empty((0, *shape), dtype=dtype) for shape, dtype in self.row_results)]
+        return [*carry, *map(torch.stack, zip(*steps, strict=True))]
 
 
 # -- calls
 
 
 def call_operator(plan: StatefulPlan, values: Mapping[str, Any], count: int | None = None) -> Sequence[Any]:
-    """Call the operator, with the arguments laid out in memory as in the trace; return its results as a sequence.
+    """Call the operator, a kernel with the arguments laid out in memory as in the trace; return its results as a sequence.
 
     `values`: arguments by name, possibly more than it has. `count` is the number of rows of a chunk, or None for the original
     call over all rows.
     """
-    arguments = {
-        name: with_dimension_order(value, plan.orders.get(name)) for name, value in values.items() if name in plan.argument_names
-    }
+    arguments = {name: value for name, value in values.items() if name in plan.argument_names}
+    if plan.is_kernel:
+        arguments = {name: with_dimension_order(value, plan.orders.get(name)) for name, value in arguments.items()}
     constants = {name: value for name, value in plan.constants.items() if name in plan.argument_names}
     constants |= dict.fromkeys(plan.counts & plan.argument_names, num_rows(plan, values) if count is None else count)
     if count is not None:
@@ -251,14 +214,9 @@ def num_rows(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
 # -- states
 
 
-def initial_states(plan: StatefulPlan, operands: Mapping[str, Any], carry: Tensor) -> Arguments:
-    """Return the states before the first row, by argument: operands, or, if the call has none, the zeros of the new carry."""
-    initial = states_from_carry(plan, carry)
-    return {name: zeros if name in plan.absent else operands[name].to(zeros.dtype) for name, zeros in initial.items()}
-
-
-def states_from_carry(plan: StatefulPlan, carry: Tensor) -> Arguments:
+def states_from_carry(plan: StatefulPlan, carry: Tensor | None) -> Arguments:
     """Return copies of the states in a carry, by argument, because the carry will be overwritten."""
+    assert carry is not None
     return {slot.argument: _state_from_carry(slot, carry) for slot in plan.slots}
 
 
@@ -269,8 +227,7 @@ def _state_from_carry(slot: StateSlot, carry: Tensor) -> Tensor:
     return carry[slot.start : slot.stop].view(slot.dtype).view(slot.shape).clone()
 
 
-def store_states(plan: StatefulPlan, final_states: Mapping[int, Tensor], carry: Tensor) -> None:
-    """Copy states into the bytes of the carry; `final_states` is keyed by the index of the operator's result."""
-    for slot in (slot for slot in plan.slots if 0 not in slot.shape):
-        destination = carry[slot.start : slot.stop].view(slot.dtype)
-        destination.copy_(final_states[slot.result].reshape(-1))
+def store_state(slot: StateSlot, state: Tensor, carry: Tensor) -> None:
+    """Copy one state into the bytes of the carry."""
+    if 0 not in slot.shape:
+        carry[slot.start : slot.stop].view(slot.dtype).copy_(state.reshape(-1))

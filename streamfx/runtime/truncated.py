@@ -23,7 +23,7 @@ from torch import Tensor
 from streamfx.ir.program import CHUNKS, STEP
 from streamfx.ir.recurrence import Truncation
 from streamfx.ir.sizes import Size
-from streamfx.runtime.chunked_recurrences import Recurrence
+from streamfx.runtime.chunked_recurrences import Chunk, Recurrence
 from streamfx.runtime.runtime_sizes import chunks_holding
 
 
@@ -38,38 +38,31 @@ class TruncatedRecurrence(Recurrence):
         Gradients reach back `truncation.num_rows` rows; `adjoints` are the slices of the carry that hold gradients of states, for
         each number of rows that have run, or one entry for all.
         """
+        super().__init__(f"truncated_{recurrence.name}", recurrence.axes)
         self.run, self.reach, self.adjoints = recurrence, truncation.num_rows, truncation.adjoints
-        self.name, self.axes, self.block = f"truncated_{recurrence.name}", recurrence.axes, recurrence.block
-        self.carry_size, self.carry_type, self.needs_states = (
-            recurrence.carry_size,
-            recurrence.carry_type,
-            recurrence.needs_states,
-        )
-        self.__name__ = self.__qualname__ = self.name
-        self.__module__ = __name__
+        self.block, self.needs_states = recurrence.block, recurrence.needs_states
+        self.carry_size, self.carry_type = recurrence.carry_size, recurrence.carry_type
 
     @property
     def carry_shape(self) -> tuple[Size, ...]:
         """The shape [k + 1, ...] of the buffer: k chunks hold at least `reach` - 1 rows; at most all chunks but one."""
         return 1 + sympy.Min(chunks_holding(self.reach - 1, STEP), CHUNKS - 1), self.carry_size
 
-    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Run all rows as one chunk."""
-        return self.run(*operands)
+    def start(self, carry: Tensor, operands: tuple[Tensor, ...]) -> None:
+        self.run.start(carry[0], operands)
 
-    def retreat(
-        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
+    def run_chunk(self, chunk: Chunk, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the chunk's rows once per carry q_k, ... q_1, 0, each of which becomes the next; return the gradients of q_k.
 
-        `before` rows follow the chunk in the sequence and have run; `after` rows precede it. `states[chunk]` is the carry
-        with which the forward chunk began. In the first chunk, all carries are equal, so it runs once.
+        In the first chunk, all carries are equal, so it runs once.
         """
-        if before == 0:
-            outputs = self.run.retreat(before, after, carry[0], states, chunk, *operands)
+        carry = chunk.carry
+        assert carry is not None
+        if chunk.before == 0:
+            outputs = self.run.run_chunk(chunk._replace(carry=carry[0], next_carry=carry[0]), operands)
             carry[1:].copy_(carry[:1])
             return outputs
-        adjoint_slices = self.adjoints[len(self.adjoints) - 1 - before if len(self.adjoints) > 1 else 0]
+        adjoint_slices = self.adjoints[len(self.adjoints) - 1 - chunk.before if len(self.adjoints) > 1 else 0]
         untruncated = carry[-1].clone()
         for start, stop in adjoint_slices:
             untruncated[start:stop].zero_()
@@ -78,14 +71,6 @@ class TruncatedRecurrence(Recurrence):
             restarted = untruncated.clone()
             for start, stop in adjoint_slices if num_chunks else ():
                 restarted[start:stop].copy_(carry[num_chunks - 1, start:stop])
-            results.append(self.run.retreat(before, after, restarted, states, chunk, *operands))
+            results.append(self.run.run_chunk(chunk._replace(carry=restarted, next_carry=restarted), operands))
             carry[num_chunks].copy_(restarted)
         return results[0]
-
-    def advance(
-        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
-        raise NotImplementedError("its rows go from the last to the first")
-
-    def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
-        raise NotImplementedError("its rows go from the last to the first")

@@ -59,6 +59,11 @@ def operators(report: Report, *kinds: type) -> list[fx.Node]:
     return [node for facts in report.facts for node in facts.joint.nodes if isinstance(node.target, kinds)]
 
 
+def are_reversed(recurrences: Iterable[fx.Node]) -> list[bool]:
+    """Whether each of these recurrences runs from the last row to the first."""
+    return [node.target.reverse for node in recurrences]  # type: ignore[union-attr]
+
+
 def all_in_rows(report: Report, found: Iterable[fx.Node]) -> bool:
     """Whether there are such nodes, and chunks compute their own rows of each."""
     (facts,), found = report.facts, list(found)

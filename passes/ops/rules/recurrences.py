@@ -9,11 +9,10 @@ from streamfx.ir.signature import RunningSum, Signature, full_axes
 from streamfx.passes.ops.rules.registry import RuleCall, rule
 from streamfx.runtime.associative import Associative, AssociativeBackward
 from streamfx.runtime.chunked_recurrences import Recurrence, UnrolledRecurrence
-from streamfx.runtime.custom_scan import Backward, Forward
-from streamfx.runtime.scan import ChunkedScan
+from streamfx.runtime.custom_scan import StatefulRecurrence
 
 
-@rule(UnrolledRecurrence, ChunkedScan, Forward, Backward, Associative, AssociativeBackward)
+@rule(UnrolledRecurrence, StatefulRecurrence, Associative, AssociativeBackward)
 def recurrence(call: RuleCall) -> Signature:
     """Axis rule of a recurrence operator, which itself holds the axis labels of its operands and results.
 

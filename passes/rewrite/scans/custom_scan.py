@@ -25,7 +25,7 @@ from streamfx.passes.ops.rules.stateful import STATEFUL
 from streamfx.passes.ops.traits import overload_name
 from streamfx.passes.rewrite.pattern import RewriteRule, getitems_by_index
 from streamfx.passes.rewrite.views.no_ops import remove_alias
-from streamfx.runtime.custom_scan import Backward, Forward
+from streamfx.runtime.custom_scan import StatefulRecurrence
 
 UNPACKED_RESULTS = "results that are used as one tuple"
 TENSOR_LIST = "a list of tensors"
@@ -187,13 +187,13 @@ def emit_recurrences(
     plan, results = writer.run_on_fakes(forward_plan, declared, call.values, computed_results)
     _check_results(call, results, computed_results)
     plans = [(backward, _plan_backward(declared, plan, call, backward, results, writer)) for backward in backwards]
-    forward = writer.call(Forward(plan), *call.operands(plan.operands))
+    forward = writer.call(StatefulRecurrence(plan), *call.operands(plan.operands))
     replacements = _emit_getitems(call, plan, forward, writer)
     for backward, backward_call_plan in plans:
         # a backward that recomputes saved results also reads the forward call's operands
         all_arguments = {**call.arguments, **backward.arguments}
         operands = [all_arguments[name] for name in backward_call_plan.operands]
-        new_backward = writer.move_before(backward.node).call(Backward(backward_call_plan), *operands)
+        new_backward = writer.move_before(backward.node).call(StatefulRecurrence(backward_call_plan), *operands)
         new_backward.meta[FORWARD_OPERATOR] = forward
         replacements |= _emit_getitems(backward, backward_call_plan, new_backward, writer)
     return replacements

@@ -20,14 +20,14 @@ from torch import fx
 
 from streamfx.ir.joint import descendants, is_tensor, node_argument, shape_of_node
 from streamfx.ir.operator_table import returns_view
-from streamfx.ir.recurrence import ScanPlan, separate_axes
+from streamfx.ir.scan_schema import Stateful, forward_plan
 from streamfx.ir.structural_hash import structure
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import GRAPH, VALUE
 from streamfx.passes.ops.traits import READS_LAYOUT, before_copies, is_random
 from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
+from streamfx.runtime.custom_scan import StatefulRecurrence, StepLoop
 from streamfx.runtime.outer import COPYING_VIEWS
-from streamfx.runtime.scan import ChunkedScan
 from streamfx.torch_private import SCAN, OpOverload
 
 aten = torch.ops.aten
@@ -252,33 +252,45 @@ def _emit_recurrence(call: ScanOperator, indices: Sequence[int], writer: GraphWr
     from the last row to the first, on operands that are not flipped, and the outputs are flipped.
     """
     num_carried = call.step.num_carried
-    final_carries = [i for i in indices if i < num_carried]
     outputs = [i for i in indices if i >= num_carried]
     reverse = any(_is_flipped(rows) for rows in call.rows)
     results = [*call.step.results[:num_carried], *(call.step.results[index] for index in outputs)]
     rows = tuple(_emit_flip(item, writer) if reverse else item for item in call.rows)
     call = ScanOperator(call.step.rearrange(call.step.inputs, results), call.initial_carry, rows, call.shared)
-    scanned = writer.call(ChunkedScan(_scan_plan(call, tuple(final_carries), reverse)), *call.operands)
-    getitems = {index: writer.call(operator.getitem, scanned, i) for i, index in enumerate((*final_carries, *outputs))}
+    declared = _declare(call, reverse)
+    values = {name: node.meta[VALUE] for name, node in zip(declared.argument_names, call.operands, strict=True)}
+    used = [*(i for i in indices if i < num_carried), *range(num_carried, len(results))]
+    plan, fake_results = writer.run_on_fakes(forward_plan, declared, values, used)
+    scanned = writer.insert_call(tuple(fake_results[i] for i in used), StatefulRecurrence(plan), *call.operands)
+    getitems = {index: writer.call(operator.getitem, scanned, i) for i, index in enumerate(sorted(indices))}
     return {index: _emit_flip(value, writer) if reverse and index >= num_carried else value for index, value in getitems.items()}
 
 
-def _scan_plan(call: ScanOperator, final_carries: tuple[int, ...], reverse: bool) -> ScanPlan:
-    """Return the description of a scan for the operator `ChunkedScan`: step function, types and axes.
-
-    `final_carries` are the indices of the carried values that the scan returns after the last row.
-    """
+def _declare(call: ScanOperator, reverse: bool) -> Stateful:
+    """Return the declaration of a scan as an operator with a state: each carry component is a state."""
     step, num_carried = call.step, call.step.num_carried
-    result_types = [(tuple(result.meta[VALUE].shape), result.meta[VALUE].dtype) for result in step.results]
-    name = f"scan_{blake2s(repr(structure(step.graph)).encode(), digest_size=4).hexdigest()}"
+    carry, rows, shared = (
+        tuple(f"{kind}_{i}" for i in range(len(operands)))
+        for kind, operands in (("carry", call.initial_carry), ("rows", call.rows), ("shared", call.shared))
+    )
+    row_types = [(tuple(result.meta[VALUE].shape), result.meta[VALUE].dtype) for result in step.results[num_carried:]]
     combine = fx.GraphModule(torch.nn.Module(), step.graph).forward
-    groups = ((call.initial_carry, None), (call.rows, 0), (call.shared, None))
-    operands = [(shape_of_node(item), row_dim) for items, row_dim in groups for item in items]
-    length = shape_of_node(call.rows[0])[0]
-    outputs = [((length, *shape), 0) for shape, _ in result_types[num_carried:]]
-    axes = separate_axes(operands, [*((result_types[index][0], None) for index in final_carries), *outputs])
-    carry_types, output_types = tuple(result_types[:num_carried]), tuple(result_types[num_carried:])
-    return ScanPlan(name, combine, carry_types, final_carries, len(call.rows), output_types, reverse, axes)
+    function = StepLoop(combine, (carry, rows, shared), row_types, reverse)
+    return Stateful(
+        name=f"scan_{blake2s(repr(structure(step.graph)).encode(), digest_size=4).hexdigest()}",
+        operators=("", ""),
+        forward=function,
+        backward=function,
+        argument_names=(*carry, *rows, *shared),
+        backward_argument_names=(),
+        rows=dict.fromkeys(rows, 0),
+        results=(*(None for _ in carry), *(0 for _ in row_types)),
+        states={name: i for i, name in enumerate(carry)},
+        cotangents={},
+        gradients=(),
+        reverse=reverse,
+        is_kernel=False,
+    )
 
 
 def _is_flipped(rows: fx.Node) -> bool:
