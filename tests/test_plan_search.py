@@ -27,7 +27,7 @@ LENGTH = SearchedSize(256, lambda _: 2)
 
 def prediction(length: int, peak: int) -> Prediction:
     terms = {"parameters": 1000, "stage inputs": peak - 1000}  # all else grows
-    return Prediction(length, 1, peak, terms, NO_WORK, [{}] * 9, [], None, {}, None, None)
+    return Prediction(length, 1, peak, terms, NO_WORK)
 
 
 class Predicting:

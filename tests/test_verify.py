@@ -14,6 +14,7 @@ from streamfx.kernels import accumulate
 from streamfx.runtime import buffers
 from streamfx.tools.inspect.chunk_override import NOT_CHUNKED, ONE_CHUNK
 from streamfx.tools.inspect.verify import default_loss, relative_difference
+from streamfx.tools.report.text import streams_of
 from tests.support.small import WIDTH, Causal, Streams, tokens
 from tests.support.spread import only
 
@@ -233,7 +234,7 @@ def test_five_reports_agree(name: str) -> None:
         assert all("nothing streams" in str(text) for text in (explained, logged.text, planned))
         return
     said = str(explained).splitlines()[1].strip().partition(";")[0]
-    assert said == record.streams == planned.prediction.streams
+    assert said == record.streams == streams_of(planned.prediction.explained)
     assert f"  ran: {said}, {record.rows}" in str(verified)
     assert f": {said}" in logged.text and f", {record.rows}, peak predicted {format_bytes(summary['peak_bytes'])}" in logged.text
     held = sum(parameter.nbytes for parameter in of_meta.parameters()) + ids.nbytes

@@ -172,7 +172,7 @@ class Explanation(Unpicklable, Exports):
             "baseline_flops": baseline.flops,
             "checkpointing_flops": None if self.call.checkpointed is None else self.visible(self.call.checkpointed).flops,
             "wire": communication_of(
-                [graph.facts for graph in self._graph_calls], streamed, eager, self.call.checkpointed is not None
+                [graph.facts for graph in self.graph_calls], streamed, eager, self.call.checkpointed is not None
             ),
             "options": self.call.options.as_dict(),
         }
@@ -205,12 +205,8 @@ class Explanation(Unpicklable, Exports):
         """
         at_end = self.baseline.gradients if with_baseline and not self.updates else 0
         curves_by_way = {OURS: (curve_of_calls(self.costs, self._gradients, at_end), flops_of_calls(self.costs))}
-        if with_baseline and self.call.checkpointed is not None:
-            checkpointed = self.visible(self.call.checkpointed)
-            curves_by_way[CHECKPOINTING] = curve_of_call(checkpointed), checkpointed.flops
-        if with_baseline:
-            curves_by_way[EAGER] = curve_of_call(self.baseline), self.baseline.flops
-        return curves_by_way
+        baselines = {**self.baselines, EAGER: self.baseline} if with_baseline else {}
+        return curves_by_way | {way: (curve_of_call(cost), cost.flops) for way, cost in baselines.items()}
 
     @property
     def page(self) -> Page:
@@ -263,19 +259,19 @@ class Explanation(Unpicklable, Exports):
     # -- costs per graph and per call
 
     @property
-    def _graph_calls(self) -> list[TracedGraph]:
+    def graph_calls(self) -> list[TracedGraph]:
         """The graph of each call in order (a graph may be called twice), or all graphs if calls were not recorded."""
         return self.call.calls or self.call.graphs
 
     @property
     def _gradients(self) -> list[int]:
         """Bytes of each call's parameter gradients that stay alive until the end of the step."""
-        return [0 if self.updates else bytes_of_parameters(graph.facts.joint) for graph in self._graph_calls]
+        return [0 if self.updates else bytes_of_parameters(graph.facts.joint) for graph in self.graph_calls]
 
     def _costs_by_call(self, costs: list[Cost]) -> list[Cost]:
         """Return the cost of each graph call, given the cost of each distinct graph."""
         cost_of_graph = {id(graph): cost for graph, cost in zip(self.call.graphs, costs, strict=True)}
-        return [cost_of_graph[id(graph)] for graph in self._graph_calls]
+        return [cost_of_graph[id(graph)] for graph in self.graph_calls]
 
     @cached_property
     def _costs_by_graph(self) -> list[Cost]:
@@ -305,6 +301,11 @@ class Explanation(Unpicklable, Exports):
         cost = self.call.eager or self._baseline_of_graphs()
         return self.visible(cost)
 
+    @property
+    def baselines(self) -> dict[str, Cost]:
+        """The cost of the call in eager mode with each layer checkpointed, by that baseline's name; empty without layers."""
+        return {} if self.call.checkpointed is None else {CHECKPOINTING: self.visible(self.call.checkpointed)}
+
     def visible(self, cost: Cost) -> Cost:
         """Return the cost of a baseline without FLOPs on masked pairs.
 
@@ -323,7 +324,7 @@ class Explanation(Unpicklable, Exports):
         work = cost.work
         if not work.masked_flops:
             return cost
-        visible_flops, all_flops = (sum(counts) for counts in zip(*map(masked_attention_flops, self._graph_calls), strict=True))
+        visible_flops, all_flops = (sum(counts) for counts in zip(*map(masked_attention_flops, self.graph_calls), strict=True))
         hidden_flops = work.masked_flops * (all_flops - visible_flops) // all_flops if all_flops else 0
         hidden_in_layers = cost.layer_attention * hidden_flops // work.attention_flops if hidden_flops else 0
         return replace(
@@ -336,7 +337,7 @@ class Explanation(Unpicklable, Exports):
     def _baseline_of_graphs(self) -> Cost:
         """Return the eager cost of the traced graphs, without code between them."""
         costs = self._costs_by_call([_cost_without_backend(graph) for graph in self.call.graphs])
-        gradients = [bytes_of_parameters(graph.facts.joint) for graph in self._graph_calls]
+        gradients = [bytes_of_parameters(graph.facts.joint) for graph in self.graph_calls]
         peak, curve = peak_of_calls(costs, gradients), curve_of_calls(costs, gradients)
         return Cost(peak, peak, sum(cost.held for cost in costs), total_work(cost.work for cost in costs), forward_curve=curve)
 

@@ -7,7 +7,7 @@ with the loss in chunks          head and loss run over chunks of the sequence, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.cost.loop_sampling import run_all, run_iterations
-from streamfx.cost.repeats import Repeat
 from streamfx.dialect.offload import from_host, to_host
 from streamfx.runtime.offload import free_after_copy, wait_for_copy
-from streamfx.tools.inspect.eager import LayerWrapper, checkpointed, eager_cost
+from streamfx.tools.inspect.eager import LayerWrapper, checkpointed
 from streamfx.tools.inspect.layers import is_torch_module
-from streamfx.tools.planner.models import loss_of
 from streamfx.tools.planner.search import EFFICIENT_TOKENS, MIN_RELATIVE_GAIN, TARGET_SHARE
 from streamfx.tools.report.verdict import CHECKPOINTING, IN_CHUNKS
 
@@ -99,13 +97,6 @@ def _with_loss_in_chunks(model: nn.Module) -> nn.Module | None:
     backbone: Any = getattr(model, "base_model", None)
     is_known = isinstance(head, nn.Module) and isinstance(backbone, nn.Module) and backbone is not model
     return LossInChunks(model, backbone, head) if is_known else None
-
-
-def peak_of(baseline: Baseline, inputs: Mapping[str, Tensor], repeat: Repeat | None) -> int | None:
-    """Return the peak bytes in excess of the constant memory, or None if it cannot be traced. `repeat` as in `eager_cost`."""
-    model, wrapper = baseline
-    cost = eager_cost(loss_of(model), inputs, wrapper, repeat)
-    return None if cost is None else cost.peak
 
 
 def find_longest(

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamfx.argument_checks import choices_hint
-from streamfx.errors import PlanError
 from streamfx.tools.planner.models import LoraLinear, language_inputs
 
 BETA, CLIP = 0.1, 0.2
@@ -34,17 +32,11 @@ class Objective:
 
 def objective_by_name(name: str, group: int) -> Objective:
     """Return an objective by name; `group` is the number of answers per prompt that are compared."""
-    objectives = {
+    return {
         "sft": Objective(lambda model: model, language_inputs, 1),
         "dpo": Objective(PairsStep, _pair_inputs, 2),
         "grpo": Objective(GroupStep, _group_inputs, group),
-    }
-    if name not in objectives:
-        raise PlanError(f"there is no objective {name!r} to plan for", do=choices_hint(name, objectives))
-    return objectives[name]
-
-
-OBJECTIVES = ("sft", "dpo", "grpo")
+    }[name]
 
 
 class PairsStep(nn.Module):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -26,16 +27,15 @@ from streamfx.tools.planner.overlap import devices_per_host
 from streamfx.tools.planner.predict import Prediction
 from streamfx.tools.planner.report import PlanReport
 from streamfx.tools.planner.search import Limits
-from streamfx.tools.planner.shards import UPDATING, ZERO1, Sharding, checked_sharding, state_bytes
-from streamfx.tools.planner.step import StepSearch, TrainingStep
+from streamfx.tools.planner.shards import ZERO1, Sharding, state_bytes
+from streamfx.tools.planner.step import TrainingStep
 
-CHOICES = {
-    "dtype": tuple(TYPES),
-    "quantize": SCHEMES,
-    "optimizer": OPTIMIZERS,
-    "shard": SHARDS,
-    "objective": OBJECTIVES,
-    "device": (*DEVICES, "here"),
+CHOICES = {  # argument: its values, and the error for another name
+    "dtype": (tuple(TYPES), "there is no dtype {!r} to plan for"),
+    "quantize": (SCHEMES, "there is no quantization {!r}"),
+    "optimizer": (OPTIMIZERS, "there is no optimizer {!r} to plan for"),
+    "shard": (SHARDS, "there is no sharding {!r}"),
+    "objective": (OBJECTIVES, "there is no objective {!r} to plan for"),
 }
 SWITCHES = ("optimizer_in_backward", "max_length", "max_batch", "baselines")
 MINIMA = {"seq": 2, "batch": 1, "group": 1, "lora_rank": 1, "world": 1, "tensor": 1, "context": 1}
@@ -43,35 +43,6 @@ FUNCTIONS = {
     "inputs": "give inputs=, a function of (batch, length) that returns the model's arguments by name",
     "noted": "give a function that gets each prediction",
 }
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """The arguments of `plan`, documented there."""
-
-    model: Any
-    seq: int
-    batch: int
-    memory: int | float | str | None
-    host_memory: int | str | None
-    dtype: str
-    lora_rank: int | None
-    quantize: str | None
-    optimizer: str
-    optimizer_in_backward: bool
-    world: int
-    shard: str
-    tensor: int
-    context: int
-    max_length: bool
-    max_batch: bool
-    device: str
-    baselines: bool
-    objective: str
-    group: int
-    inputs: Inputs | None
-    options: Mapping[str, Any]
-    noted: Callable[[Prediction], None] | None
 
 
 @check_call(PlanError, "streamfx.plan(...)")
@@ -132,24 +103,23 @@ def plan(
         >>> streamfx.plan(Mean(64, 64, device="meta"), seq=1024, inputs=inputs).prediction.length
         1024
     """
-    given = {name: as_python_number(value) for name, value in locals().items() if name != "keywords"}
-    return _run_request(PlanRequest(**{**given, "options": _backend_options(options, keywords)}))
+    given = {name: as_python_number(value) for name, value in locals().items() if name not in ("options", "keywords")}
+    return _run_request(SimpleNamespace(**given, options=_backend_options(options, keywords)))
 
 
-def _run_request(request: PlanRequest) -> PlanReport:
-    """Check the request, build the model on the meta device, and predict one step or search for the largest."""
-    _check_values(request)
+def _run_request(request: SimpleNamespace) -> PlanReport:
+    """Check the arguments of `plan`, build the model on the meta device, and predict one step or search for the largest."""
+    for is_refused, asked, found, do in chain(_checks_of_values(request), _checks_of_combinations(request)):
+        require(not is_refused, PlanError, asked, found, do)
     objective = objective_by_name(request.objective, request.group)
-    _check_combinations(request)
-    ranks = checked_sharding(request.world, request.shard, request.tensor, request.context)
-    _check_ranks(request, ranks)
+    ranks = Sharding(request.world, request.shard, request.tensor, request.context)
     with pause_gc():
         model = objective.step(build_model(request.model, request.dtype, request.lora_rank, request.quantize))
     name = Path(request.model).name if isinstance(request.model, str) else type(model).__name__
     _check_takes_ids(request)
     if request.inputs is not None:
         check_inputs(request.inputs, request.batch, request.seq, request.max_batch)
-    if request.tensor * request.context > 1:
+    if ranks.near > 1:
         check_heads(model, request.tensor, request.context)
     if request.tensor > 1:
         check_plan(model)
@@ -158,15 +128,14 @@ def _run_request(request: PlanRequest) -> PlanReport:
     step = TrainingStep(
         name, model, objective, device, request.inputs, optimizer_bytes, request.noted, ranks, request.optimizer_in_backward
     )
-    limits = _limits(request.memory, request.host_memory, request.world)
+    memory, host = (
+        None if size is None else budget_bytes(size, local_device()) for size in (request.memory, request.host_memory)
+    )
+    limits = Limits(memory, None if host is None else host // devices_per_host(request.world))
+    arguments = limits, request.options, request.batch, request.seq, request.baselines
     if request.max_length or request.max_batch:
-        allow_few_layers = not isinstance(request.model, nn.Module)
-        return step.searched(
-            limits,
-            request.options,
-            StepSearch(request.batch, request.seq, request.max_batch, allow_few_layers, request.baselines),
-        )
-    return step.planned(limits, request.options, request.batch, request.seq, request.baselines)
+        return step.searched(*arguments, request.max_batch, allow_few_layers=not isinstance(request.model, nn.Module))
+    return step.planned(*arguments)
 
 
 def _backend_options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,87 +148,74 @@ def _backend_options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any
     return merge_options(options, keywords, "streamfx.plan(...)")
 
 
-def _limits(memory: Any, host_memory: Any, world: int) -> Limits:
-    """Return the limit of a device, and of the host memory per device."""
-    device = None if memory is None else budget_bytes(memory, local_device())
-    return Limits(device, None if host_memory is None else budget_bytes(host_memory, local_device()) // devices_per_host(world))
+Check = tuple[bool, str, str, str]  # whether a request is refused, and the error: asked, found, do
 
 
-def _check_values(request: PlanRequest) -> None:
-    """Check each argument before any lookup: names are strings, switches booleans, callbacks callable, sizes large enough."""
-    for name, choices in CHOICES.items():
-        value = getattr(request, name)
-        is_name = isinstance(value, str) or (value is None and name == "quantize")
-        require(is_name, PlanError, f"{name} cannot be {describe_value(value)}", "", choices_hint(value, choices))
+def _checks_of_values(request: SimpleNamespace) -> Iterator[Check]:
+    """Yield checks of single arguments: known names, switches that are booleans, callable callbacks, sizes large enough."""
+    for name, (choices, asked) in CHOICES.items():
+        value, do = getattr(request, name), choices_hint(getattr(request, name), choices)
+        is_omitted = value is None and name == "quantize"
+        yield not isinstance(value, str) and not is_omitted, f"{name} cannot be {describe_value(value)}", "", do
+        yield value not in choices and not is_omitted, asked.format(value), "", do
+    do = choices_hint(request.device, (*DEVICES, "here"))
+    yield not isinstance(request.device, str), f"device cannot be {describe_value(request.device)}", "", do
     for name in SWITCHES:
         value = getattr(request, name)
-        require(isinstance(value, bool), PlanError, f"{name} cannot be {describe_value(value)}", "", "give True or False")
+        yield not isinstance(value, bool), f"{name} cannot be {describe_value(value)}", "", "give True or False"
     for name, do in FUNCTIONS.items():
         value = getattr(request, name)
-        require(value is None or callable(value), PlanError, f"{name} cannot be {describe_value(value)}", "", do)
-    asked = f"there is no dtype {request.dtype!r} to plan for"
-    require(request.dtype in TYPES, PlanError, asked, "", choices_hint(request.dtype, TYPES))
-    require(is_budget(request.memory), PlanError, f"memory cannot be {request.memory!r}", "", f"give {FORMS}")
+        yield value is not None and not callable(value), f"{name} cannot be {describe_value(value)}", "", do
+    yield not is_budget(request.memory), f"memory cannot be {request.memory!r}", "", f"give {FORMS}"
     is_size = request.host_memory is None or isinstance(parse_amount(request.host_memory), int)
-    do = "give bytes, or a text like '1TiB' or '1T'"
-    require(is_size, PlanError, f"host_memory cannot be {request.host_memory!r}", "", do)
+    yield not is_size, f"host_memory cannot be {request.host_memory!r}", "", "give bytes, or a text like '1TiB' or '1T'"
     for name, minimum in MINIMA.items():
         value = getattr(request, name)
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
         is_count |= value is None and name == "lora_rank"
-        require(is_count, PlanError, f"{name} cannot be {value!r}", "", f"give a whole number, {minimum} or more")
+        yield not is_count, f"{name} cannot be {value!r}", "", f"give a whole number, {minimum} or more"
 
 
-def _check_combinations(request: PlanRequest) -> None:
-    """Refuse contradictory limits, two searches at once, a search without a limit, and arguments without an effect."""
+def _checks_of_combinations(request: SimpleNamespace) -> Iterator[Check]:
+    """Yield checks of contradictory limits, searches, arguments without an effect, and parts that ranks cannot split."""
     memory, budget = request.memory, request.options.get("memory_budget")
-    agree = memory is None or budget is None or parse_amount(memory) == parse_amount(budget)
+    differ = memory is not None and budget is not None and parse_amount(memory) != parse_amount(budget)
     found = f"memory={memory!r} and memory_budget={budget!r}"
-    require(agree, PlanError, "memory and memory_budget contradict each other", found, "give only memory=")
+    yield differ, "memory and memory_budget contradict each other", found, "give only memory="
     asked = "max_length and max_batch cannot be combined"
-    require(not (request.max_length and request.max_batch), PlanError, asked, "", "give one of them")
+    yield request.max_length and request.max_batch, asked, "", "give one of them"
     is_searched, asked = request.max_length or request.max_batch, "max_length" if request.max_length else "max_batch"
-    is_limited = memory is not None or not is_searched
-    require(is_limited, PlanError, f"{asked} needs a limit of memory", "", "give memory, as in memory='80GiB'")
+    yield is_searched and memory is None, f"{asked} needs a limit of memory", "", "give memory, as in memory='80GiB'"
     asked = "group has no effect: it is the number of answers per prompt in grpo"
-    found = f"group={request.group}, and the objective {request.objective!r}"
-    has_effect = request.group == GROUP or request.objective == "grpo"
-    require(has_effect, PlanError, asked, found, "plan the objective 'grpo', or omit group")
+    objective = f"the objective {request.objective!r}"
+    found, do = f"group={request.group}, and {objective}", "plan the objective 'grpo', or omit group"
+    yield request.group != GROUP and request.objective != "grpo", asked, found, do
     offload = "none" if request.host_memory is None else resolve_options(request.options).offload
     found = f"host_memory={request.host_memory!r}, and offload={offload!r}"
-    asked, do = (
-        "host_memory has no effect: it limits offloaded values",
-        "give offload='inputs' (--offload) or 'attention', or omit host_memory",
-    )
-    require(request.host_memory is None or offload != "none", PlanError, asked, found, do)
-
-
-def _check_ranks(request: PlanRequest, ranks: Sharding) -> None:
-    """Refuse what ranks cannot split: some lengths, modified models, custom inputs, losses across positions, some optimizers."""
-    context, seq = request.context, request.seq
-    require(
-        seq % context == 0,
-        PlanError,
-        f"context={context} must divide the sequence",
-        f"seq={seq}",
-        f"give a multiple of {context}",
-    )
-    objective = f"the objective {request.objective!r}"
+    do = "give offload='inputs' (--offload) or 'attention', or omit host_memory"
+    asked = "host_memory has no effect: it limits offloaded values"
+    yield request.host_memory is not None and offload == "none", asked, found, do
+    world, shard, tensor, context = request.world, request.shard, request.tensor, request.context
+    asked = f"tensor={tensor} times context={context} must divide the number of devices"
+    yield world % (tensor * context) != 0, asked, f"a world of {world}", f"give a multiple of {tensor * context}"
+    do = "give their number, as in --world 8"
+    yield world == 1 and shard != SHARDS[0], f"{shard} needs several devices", "a world of 1", do
+    asked, found = f"context={context} must divide the sequence", f"seq={request.seq}"
+    yield request.seq % context != 0, asked, found, f"give a multiple of {context}"
     found, do = "custom inputs" if request.inputs is not None else objective, "plan the objective 'sft', or context=1"
-    is_split = context == 1 or (request.inputs is None and request.objective == "sft")
-    require(is_split, PlanError, "context applies to sequences of ids and labels", found, do)
+    is_other = request.objective != "sft"
+    asked = "context applies to sequences of ids and labels"
+    yield context > 1 and (request.inputs is not None or is_other), asked, found, do
     is_modified = bool(request.lora_rank or request.quantize)
     found, do = "adapters, or quantized weights" if is_modified else objective, "plan all parameters and 'sft', or tensor=1"
-    is_split = request.tensor == 1 or not (is_modified or request.objective != "sft")
-    require(is_split, PlanError, "tensor splits the layers of a configuration", found, do)
-    asked, in_backward = "optimizer_in_backward cannot be planned", request.optimizer_in_backward
-    has_optimizer = not in_backward or request.optimizer != "none"
-    require(has_optimizer, PlanError, asked, "no optimizer", f"give one of {', '.join(UPDATING)}")
+    yield tensor > 1 and (is_modified or is_other), "tensor splits the layers of a configuration", found, do
+    asked, updates = "optimizer_in_backward cannot be planned", request.optimizer_in_backward
+    yield updates and request.optimizer == "none", asked, "no optimizer", f"give one of {', '.join(OPTIMIZERS[1:])}"
     found = "zero1, which gathers updated parameters after the step"
-    require(not (in_backward and ranks.shard == ZERO1), PlanError, asked, found, "plan with ddp, zero2 or zero3")
+    yield updates and shard == ZERO1, asked, found, "plan with ddp, zero2 or zero3"
 
 
-def _check_takes_ids(request: PlanRequest) -> None:
+def _check_takes_ids(request: SimpleNamespace) -> None:
     """Check that a custom model accepts token ids by name if no function returns its inputs."""
     names = ("input_ids", "labels") if request.objective == "sft" else ("input_ids",)
     if not isinstance(request.model, nn.Module) or request.inputs is not None:

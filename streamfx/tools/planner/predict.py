@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -13,16 +13,15 @@ from streamfx.cost.call_order import curve_of_call
 from streamfx.cost.categories import INPUTS, OPTIMIZER, OTHER, PARAMETERS
 from streamfx.cost.curve import Curve
 from streamfx.cost.memory import Cost
-from streamfx.cost.work import Work, total_work
+from streamfx.cost.work import NO_WORK, Work, total_work
 from streamfx.tools.inspect.eager import LayerWrapper, eager_cost
-from streamfx.tools.inspect.explain import Explanation
+from streamfx.tools.inspect.explain import OURS, Explanation
 from streamfx.tools.inspect.tracing import traced
 from streamfx.tools.planner.models import loss_of
 from streamfx.tools.planner.overlap import OverlapInterval, bytes_on_host, generate_segments
 from streamfx.tools.planner.shards import rank_bytes
 from streamfx.tools.report.diagram import LoopTraffic, flow_of
-from streamfx.tools.report.text import streams_of
-from streamfx.tools.report.verdict import CHECKPOINTING, EAGER
+from streamfx.tools.report.verdict import EAGER
 from streamfx.torch_private.groups import has_ranks
 
 
@@ -42,11 +41,10 @@ class StepPrediction:
 class Prediction:
     """A step with the backend at one length, in bytes and FLOPs; `baselines` has the baselines by name.
 
-    `streams` summarizes how much of the step is chunked. `layers_twice` are the FLOPs, and the FLOPs of attention alone, of
-    gradient checkpointing that recomputes each layer completely; None if there are no layers. `not_checkpointed` is the
-    reason if checkpointing is not among the baselines. `options` are the effective ones, `sequence` is the length in
-    each graph, `flows` are the values passed between loops. `curves` are, for the backend and then each baseline, the
-    bytes alive along the step and the FLOPs.
+    `explained` is the summary of `streamfx.explain` for this step: its stages, options, communication. `layers_twice` are
+    the FLOPs, and the FLOPs of attention alone, of gradient checkpointing that recomputes each layer completely; None without
+    layers. `flows` are the values passed between loops. `curves` are, for the backend and then each baseline, the bytes alive
+    along the step and the FLOPs.
     """
 
     length: int
@@ -54,25 +52,22 @@ class Prediction:
     peak_bytes: int
     peak_by_term: dict[str, int]
     work: Work
-    stages: list[dict[str, Any]]
-    choices: list[dict[str, Any]]
-    budget: int | None
-    baselines: dict[str, StepPrediction]
-    layers_twice: tuple[int, int] | None
-    stopped: str | None
-    not_checkpointed: str | None = None
-    wire: dict[str, Any] | None = None
+    explained: Mapping[str, Any] = field(default_factory=dict)
+    choices: list[dict[str, Any]] = field(default_factory=list)
+    baselines: dict[str, StepPrediction] = field(default_factory=dict)
+    layers_twice: tuple[int, int] | None = None
     overlap_intervals: tuple[OverlapInterval, ...] = ()
     host_bytes: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
-    sequence: tuple[int | None, ...] = ()
     flows: tuple[list[LoopTraffic], ...] = ()
     curves: Mapping[str, tuple[Curve, int]] = field(default_factory=dict, compare=False, repr=False)
-    streams: str = ""
 
     @property
     def flops(self) -> int:
         return self.work.flops
+
+    @property
+    def stages(self) -> list[dict[str, Any]]:
+        return self.explained["stages"]  # type: ignore[no-any-return]
 
 
 def predict(
@@ -99,64 +94,41 @@ def predict(
     constant_bytes = sum(constant_terms.values())
     summary = explanation.summary(with_baseline=baselines)
     costs, facts = explanation.costs, [graph.facts for graph in explanation.call.graphs]
-    facts_by_call = [graph.facts for graph in explanation.call.calls or explanation.call.graphs]
+    facts_by_call = [graph.facts for graph in explanation.graph_calls]
     bytes_by_term = {**constant_terms, **max(costs, key=lambda cost: cost.peak).peak_terms}
     peak = constant_bytes + int(summary["peak_bytes"])
     bytes_by_term[OTHER] = bytes_by_term.get(OTHER, 0) + peak - sum(bytes_by_term.values())
-    budget_searches = [graph_facts.search_trace for graph_facts in facts if graph_facts.search_trace is not None]
-    baseline_costs = {EAGER: explanation.baseline} if baselines else {}
-    if explanation.call.checkpointed is not None:
-        baseline_costs[CHECKPOINTING] = explanation.visible(explanation.call.checkpointed)
+    searches = [graph_facts.search_trace for graph_facts in facts if graph_facts.search_trace is not None]
+    baseline_costs = {EAGER: explanation.baseline, **explanation.baselines} if baselines else {}
     for name, (baseline_model, around) in (extra_baselines if baselines else {}).items():
         if (cost := eager_cost(loss_of(baseline_model), inputs, around, explanation.call.alike)) is not None:
             baseline_costs[name] = explanation.visible(cost)
+    curves = {OURS: explanation.curves(with_baseline=baselines)[OURS]}
+    for name, cost in sorted(baseline_costs.items(), key=lambda item: item[0] == EAGER):
+        curves[name] = curve_of_call(cost), cost.flops
     return Prediction(
         length=length,
         batch=next(iter(inputs.values())).shape[0],
         peak_bytes=peak,
         peak_by_term={name: size for name, size in sorted(bytes_by_term.items(), key=lambda item: -item[1]) if size},
         work=total_work(cost.work for cost in costs),
-        stages=list(summary["stages"]),
-        streams=streams_of(summary),
-        choices=[candidate.as_dict() for search in budget_searches for candidate in search.candidates],
-        budget=next((search.budget for search in budget_searches), None),
-        baselines={name: _baseline_prediction(cost, constant_bytes) for name, cost in baseline_costs.items()},
+        explained=summary,
+        choices=[candidate.as_dict() for search in searches for candidate in search.candidates],
+        baselines={name: StepPrediction(constant_bytes + cost.peak, cost.work) for name, cost in baseline_costs.items()},
         layers_twice=_flops_with_layers_twice(explanation.baseline) if baselines else None,
-        stopped=summary["stopped"],
-        not_checkpointed=summary["not_checkpointed"],
-        wire=summary["wire"],
         overlap_intervals=tuple(
             part for graph_facts, cost in zip(facts_by_call, costs, strict=True) for part in generate_segments(graph_facts, cost)
         ),
         host_bytes=sum(map(bytes_on_host, facts_by_call)),
-        options=summary["options"],
-        sequence=tuple(summary["sequence"]),
         flows=tuple(map(flow_of, facts)),
-        curves=_curves(explanation, baseline_costs, extra_baselines, constant_terms),
+        curves={way: (curve.shifted(NO_WORK, constant_terms), flops) for way, (curve, flops) in curves.items()},
     )
-
-
-def _curves(
-    explanation: Explanation, baseline_costs: Mapping[str, Cost], extra_names: Collection[str], constant_terms: Mapping[str, int]
-) -> dict[str, tuple[Curve, int]]:
-    """Return the memory curve of the backend and each baseline, including the constant memory, and their FLOPs."""
-    curves = explanation.curves(with_baseline=bool(baseline_costs))
-    curves |= {
-        name: (curve_of_call(baseline_costs[name]), baseline_costs[name].flops) for name in extra_names if name in baseline_costs
-    }
-    curves = dict(sorted(curves.items(), key=lambda item: item[0] == EAGER))
-    return {way: (curve.shifted(Work(), constant_terms), flops) for way, (curve, flops) in curves.items()}
 
 
 def weight_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers, or of this rank's part of them, without duplicates."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return sum(map(rank_bytes, tensors.values()))
-
-
-def _baseline_prediction(cost: Cost, constant_bytes: int) -> StepPrediction:
-    """Return the prediction of a baseline: its peak plus the constant memory, and its work."""
-    return StepPrediction(constant_bytes + cost.peak, cost.work)
 
 
 def _flops_with_layers_twice(eager: Cost) -> tuple[int, int] | None:

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from streamfx.argument_checks import choices_hint
 from streamfx.dialect.quantized import UNPACKED
-from streamfx.errors import PlanError
 from streamfx.tools.inspect.layers import layers_of
 
 BLOCK = 64  # elements that share a one-byte scale
@@ -61,8 +59,6 @@ class DequantizedWeight(nn.Module):
 
 def quantized(model: nn.Module, name: str) -> nn.Module:
     """Freeze a model and quantize the large matrices of its layers, including those of experts."""
-    if name not in SCHEMES:
-        raise PlanError(f"there is no quantization {name!r}", do=choices_hint(name, SCHEMES))
     model.requires_grad_(False)
     for layer in layers_of(model):
         for module in list(layer.modules()):

@@ -21,7 +21,7 @@ from streamfx.tools.report.diagram import Diagram, diagram_of
 from streamfx.tools.report.exports import Exports
 from streamfx.tools.report.page import Page, candidate_cells, plan_page
 from streamfx.tools.report.stage_titles import stage_rows, unnumbered
-from streamfx.tools.report.text import in_flops, in_seconds, reason_lines, suffix_of, table_lines
+from streamfx.tools.report.text import in_flops, in_seconds, reason_lines, streams_of, suffix_of, table_lines
 from streamfx.tools.report.timeline import Timeline, memory_timeline
 from streamfx.tools.report.verdict import EAGER, StepCost, length_verdict, times, verdict, verdict_within, why_nothing_streams
 
@@ -111,9 +111,7 @@ class PlanReport(Exports):
             >>> summary["fits"], summary["length"], summary["memory"]
             (True, 1024, 1073741824)
         """
-        prediction = self.prediction
-        baselines = {name: self._baseline_summary(way) for name, way in prediction.baselines.items()}
-        twice = prediction.layers_twice
+        prediction, twice = self.prediction, self.prediction.layers_twice
         return {
             "model": self.name,
             "length": prediction.length,
@@ -129,7 +127,7 @@ class PlanReport(Exports):
             "peak_by_term": dict(prediction.peak_by_term),
             "flops": prediction.flops,
             "baseline_flops": twice[0] if twice else None,
-            "flops_by_kind": {name: by_kind(*counts) for name, counts in self._flops_by_baseline().items()},
+            "flops_by_kind": self._flops_by_kind(),
             "seconds": self._seconds(prediction.work) + sum(self._waited()),
             "optimizer_in_backward": self.updates,
             "world": self.ranks.world,
@@ -142,13 +140,9 @@ class PlanReport(Exports):
             "bytes_of_products": prediction.work.product_bytes,
             "bytes_of_totals": prediction.work.total_bytes,
             "device": self.device.name,
-            "ways": baselines,
+            "ways": {name: self._baseline_summary(way) for name, way in prediction.baselines.items()},
             "choices": prediction.choices,
-            "stages": prediction.stages,
-            "sequence": list(prediction.sequence),
-            "options": dict(prediction.options),
-            "stopped": prediction.stopped,
-            "not_checkpointed": prediction.not_checkpointed,
+            **{key: prediction.explained[key] for key in ("stages", "sequence", "options", "stopped", "not_checkpointed")},
         }
 
     @cached_property
@@ -158,7 +152,7 @@ class PlanReport(Exports):
             memory_timeline(way, curve, self._seconds if way == OURS else self.device.seconds, flops)
             for way, (curve, flops) in self.prediction.curves.items()
         )
-        waiting = "; without the time that a device waits for others" if self.prediction.wire is not None else ""
+        waiting = "; without the time that a device waits for others" if self.prediction.explained["wire"] is not None else ""
         return Timeline(tuple(courses), f"predicted for {self.device.name}, {self._assumed_rates}{waiting}")
 
     @property
@@ -199,7 +193,7 @@ class PlanReport(Exports):
 
     def _sent_in_step(self) -> dict[str, Any] | None:
         """Return the data each device sends in a step, or None if it sends nothing."""
-        wire = self.prediction.wire
+        wire = self.prediction.explained["wire"]
         if wire is None:
             return None
         near, far = self.device.near_and_far
@@ -227,12 +221,13 @@ class PlanReport(Exports):
         gradients = "gradients until the optimizer takes them" if self.updates else "gradients"
         return f"with parameters and {gradients}, {state}"
 
-    def _flops_by_baseline(self) -> dict[str, tuple[int, int]]:
-        """Return the FLOPs, and the FLOPs of attention alone, of the backend and each baseline."""
+    def _flops_by_kind(self) -> dict[str, dict[str, int]]:
+        """Return the FLOPs of products and of attention, of the backend and each baseline."""
         prediction = self.prediction
         works = {"streambp": prediction.work, **{name: way.work for name, way in prediction.baselines.items()}}
         counts = {name: (work.flops, work.attention_flops) for name, work in works.items()}
-        return counts | ({LAYERS_TWICE: prediction.layers_twice} if prediction.layers_twice else {})
+        counts |= {LAYERS_TWICE: prediction.layers_twice} if prediction.layers_twice else {}
+        return {name: {"linear": flops - attention, "attention": attention} for name, (flops, attention) in counts.items()}
 
     def _baseline_summary(self, way: StepPrediction) -> dict[str, Any]:
         """Return peak, FLOPs, launches and seconds of a baseline, also as compiled."""
@@ -241,7 +236,7 @@ class PlanReport(Exports):
 
     def _seconds(self, work: Work) -> float:
         """Return the seconds of the backend's work, with fused element-wise operators unless loop bodies run in eager mode."""
-        return self.device.seconds(work if self.prediction.options.get("bodies") == "eager" else work.compiled)
+        return self.device.seconds(work if self.prediction.explained["options"].get("bodies") == "eager" else work.compiled)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -267,24 +262,33 @@ class PlanReport(Exports):
         yield from self._host_lines(summary["host"])
         yield ""
         header = ("", "peak", "compute", f"time on {self.device.name}", "if compiled")
-        yield from table_lines([header, *self._comparison_rows(summary)], left=1)
-        if step.not_checkpointed:
-            yield f"  not compared with gradient checkpointing: {step.not_checkpointed}"
+        rows = [("streambp", summary), *summary["ways"].items()]
+        cells = [
+            (
+                name,
+                format_bytes(row["peak_bytes"]),
+                in_flops(row["flops"]),
+                *(in_seconds(row[key]) if key in row else "" for key in TIMES),
+            )
+            for name, row in rows
+        ]
+        yield from table_lines([header, *cells], left=1)
+        if summary["not_checkpointed"]:
+            yield f"  not compared with gradient checkpointing: {summary['not_checkpointed']}"
         yield from self._compute_lines(summary["flops_by_kind"])
         yield f"  time     {self._assumed_rates}"
         yield from self._wire_lines(summary["wire"])
         yield ""
-        yield f"  {step.streams}"
+        yield f"  {streams_of(step.explained)}"
         yield from table_lines([("stage", "chunk", "saved"), *_stage_cells(step.stages)], left=1)
         yield from reason_lines(step.stages)
         if step.choices:
             yield ""
-            yield from table_lines(
-                [("candidates in order", "work of a chunk", "peak"), *map(candidate_cells, step.choices)], left=1
-            )
-        if step.stopped:
+            titles = ("candidates in order", "work of a chunk", "peak")
+            yield from table_lines([titles, *map(candidate_cells, step.choices)], left=1)
+        if summary["stopped"]:
             yield ""
-            yield f"the call could not be traced to its end: {step.stopped}"
+            yield f"the call could not be traced to its end: {summary['stopped']}"
 
     def _reserve_lines(self) -> Iterator[str]:
         """Yield the free memory if the step fits, compared with the reserve."""
@@ -305,51 +309,30 @@ class PlanReport(Exports):
         return f" on each {ranks.near} of {ranks.world} devices, {ranks.shard}{split}, sequences split by {ranks.context}"
 
     def _host_lines(self, host: dict[str, Any] | None) -> Iterator[str]:
-        """Yield the bytes that wait on the host."""
+        """Yield the bytes that wait on the host, the bytes copied there and back, and the time it takes."""
         if host is not None:
             limit = "" if host["memory"] is None else f" of {format_bytes(host['memory'])}"
-            every = (
-                ""
-                if host["devices"] == 1
-                else f", {format_bytes(host['bytes_of_all'])}{limit} for the {host['devices']} of a machine"
-            )
-            yield f"  host     {format_bytes(host['bytes'])} offloaded until the backward pass{every or limit}"
-            yield from self._copy_lines(host)
-
-    def _copy_lines(self, host: dict[str, Any]) -> Iterator[str]:
-        """Yield the bytes copied to the host and back, and the time it takes."""
-        copied, rate = f"{format_bytes(host['copied_bytes'])} copied to the host and back", host["bytes_per_second"]
-        if rate is None:
-            yield f"           {copied}, in a time that is not counted: the rate is unknown"
-            return
-        duration, waited = in_seconds(host["seconds"]), in_seconds(host["waited_seconds"])
-        yield f"           {copied} at {format_bytes(int(rate))} per second: {duration}, of which {waited} are waited for"
-        yield f"           {ASSUMED_HOST}"
+            all_devices = f", {format_bytes(host['bytes_of_all'])}{limit} for the {host['devices']} of a machine"
+            devices = all_devices if host["devices"] > 1 else limit
+            yield f"  host     {format_bytes(host['bytes'])} offloaded until the backward pass{devices}"
+            copied, rate = f"{format_bytes(host['copied_bytes'])} copied to the host and back", host["bytes_per_second"]
+            if rate is None:
+                yield f"           {copied}, in a time that is not counted: the rate is unknown"
+            else:
+                duration, waited = in_seconds(host["seconds"]), in_seconds(host["waited_seconds"])
+                yield f"           {copied} at {format_bytes(int(rate))} per second: {duration}, of which {waited} are waited for"
+                yield f"           {ASSUMED_HOST}"
 
     def _wire_lines(self, wire: dict[str, Any] | None) -> Iterator[str]:
         """Yield the bytes that each device sends, and the time it takes."""
         if wire is not None:
             sizes = {"near": wire["bytes"] - wire["far_bytes"], "far": wire["far_bytes"]}
             rates = {name: format_bytes(int(rate)) for name, rate in wire["bytes_per_second"].items()}
-            sent = " and ".join(
-                f"{format_bytes(size)} {name}, at {rates[name]} per second" for name, size in sizes.items() if size
-            )
+            parts = (f"{format_bytes(size)} {name}, at {rates[name]} per second" for name, size in sizes.items() if size)
+            sent = " and ".join(parts)
             takes, waits = in_seconds(wire["seconds"]), in_seconds(wire["waited_seconds"])
             yield f"  wire     each device sends {sent}: {takes}, of which {waits} are waited for"
             yield f"           {ASSUMED_WIRE}"
-
-    def _comparison_rows(self, summary: dict[str, Any]) -> list[list[str]]:
-        """Return a row of peak, compute and times for the backend and each baseline."""
-        rows = [("streambp", summary), *summary["ways"].items()]
-        return [
-            [
-                name,
-                format_bytes(row["peak_bytes"]),
-                in_flops(row["flops"]),
-                *(in_seconds(row[key]) if key in row else "" for key in TIMES),
-            ]
-            for name, row in rows
-        ]
 
     def _compute_lines(self, kinds: dict[str, dict[str, int]]) -> Iterator[str]:
         """Yield the compute relative to checkpointing that recomputes each layer completely."""
@@ -357,10 +340,6 @@ class PlanReport(Exports):
             ours, twice = kinds["streambp"], kinds[LAYERS_TWICE]
             parts = [f"{in_flops(ours[kind])} in {name} ({ratio(ours[kind], twice[kind])})" for kind, name in KINDS.items()]
             yield f"  compute  {', '.join(parts)} of a step that runs each layer's forward pass twice"
-
-
-def by_kind(flops: int, attention: int) -> dict[str, int]:
-    return {"linear": flops - attention, "attention": attention}
 
 
 def ratio(part: int, whole: int) -> str:

@@ -100,11 +100,14 @@ def find_largest(
     failed, size = None, max(first_size // sought.multiple * sought.multiple, sought.multiple)
 
     def next_size(growth: Growth) -> int:
-        """Return the next size to trace, between the largest that fits and the smallest that does not."""
-        return _next_candidate(limits.size(size, prediction, growth), best[0] if best else 0, failed, sought.multiple)
+        """Return the next size to trace: the guess, or the middle of the largest that fits and the smallest that does not."""
+        guess, low = limits.size(size, prediction, growth), best[0] if best else 0
+        if failed is not None and not low < guess < failed:
+            guess = (low + failed) // 2
+        return guess // sought.multiple * sought.multiple
 
     for _ in range(MAX_TRACES):
-        prediction = predict(size, {**options_with_least_memory(sought.sequences(size), stages, options), **options})
+        prediction = predict(size, with_least_memory(sought.sequences(size), stages, options))
         if limits.hold(prediction):
             best = size, prediction
         else:
@@ -121,24 +124,13 @@ def find_largest(
     return best
 
 
-def options_with_least_memory(sequences: int, stages: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with the least memory, as defaults for `options`."""
+def with_least_memory(sequences: int, stages: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options, completed by those with the least memory; `stages` is the approximate number of stages."""
     rows = max(MIN_ROWS, EFFICIENT_TOKENS // sequences)
     offload = options.get("offload", "none")
-    every = stages_per_saved_input(stages) if offload == "none" else 1  # offloaded inputs use no device memory: save all of them
-    return {"save": min_save_level(offload), "keep_every": every, "chunk_size": rows, "loss_chunk_size": rows}
-
-
-def stages_per_saved_input(stages: int) -> int:
-    """Return the number of stages per saved input with the least memory."""
-    return min(KEEP_EVERY, key=lambda every: 1 / every + (every - 1) / max(stages, every))
-
-
-def _next_candidate(size: int, low: int, high: int | None, multiple: int) -> int:
-    """Return the guess, or the middle of the interval if the guess lies outside of it, rounded down to a multiple."""
-    if high is not None and not low < size < high:
-        size = (low + high) // 2
-    return size // multiple * multiple
+    every = min(KEEP_EVERY, key=lambda every: 1 / every + (every - 1) / max(stages, every))  # stages per saved input
+    every = every if offload == "none" else 1  # offloaded inputs use no device memory: save all of them
+    return {"save": min_save_level(offload), "keep_every": every, "chunk_size": rows, "loss_chunk_size": rows, **options}
 
 
 # -- the length from which memory is saved

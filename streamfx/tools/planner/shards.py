@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamfx.argument_checks import choices_hint
 from streamfx.errors import PlanError
 from streamfx.tools.planner.context import context_parallel_attention, tensor_parallel_layers
+from streamfx.tools.planner.model_names import SHARDS
 from streamfx.torch_private.groups import has_ranks, simulated_ranks
 
-DDP, ZERO1, ZERO2, ZERO3 = SHARDS = "ddp", "zero1", "zero2", "zero3"
+DDP, ZERO1, ZERO2, ZERO3 = SHARDS
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,6 @@ class Sharding:
     shard: str = DDP
     tensor: int = 1
     context: int = 1
-
-    @property
-    def divides_parameters(self) -> bool:
-        return self.shard in (ZERO2, ZERO3)
 
     @property
     def near(self) -> int:
@@ -61,11 +57,10 @@ class Sharding:
     @contextmanager
     def divided(self, model: nn.Module) -> Iterator[nn.Module]:
         """Yield the model as one rank holds it, in place, while the ranks exist; a single rank leaves it unchanged."""
-        with (
-            self.cut(model) as mesh,
-            nullcontext() if mesh is None else _with_parameters_of(model, mesh, self.divides_parameters),
-        ):
-            yield model
+        with self.cut(model) as mesh:
+            is_sharded = self.shard in (ZERO2, ZERO3)
+            with nullcontext() if mesh is None else _with_parameters_of(model, mesh, is_sharded):
+                yield model
 
     @contextmanager
     def cut(self, model: nn.Module) -> Iterator[Any]:
@@ -95,21 +90,6 @@ class Sharding:
 
 
 ALONE = Sharding()
-
-
-def checked_sharding(world: int, shard: Any, tensor: int = 1, context: int = 1) -> Sharding:
-    """Return a valid sharding, or raise."""
-    if shard not in SHARDS:
-        raise PlanError(f"there is no sharding {shard!r}", do=choices_hint(shard, SHARDS))
-    if world % (tensor * context):
-        raise PlanError(
-            f"tensor={tensor} times context={context} must divide the number of devices",
-            found=f"a world of {world}",
-            do=f"give a multiple of {tensor * context}",
-        )
-    if world == 1 and shard != DDP:
-        raise PlanError(f"{shard} needs several devices", found="a world of 1", do="give their number, as in --world 8")
-    return Sharding(world, shard, tensor, context)
 
 
 @contextmanager
@@ -196,13 +176,10 @@ STATES: dict[str, Callable[[Tensor], int]] = {
     "adamw": lambda parameter: 2 * parameter.nbytes,
     "adamw8bit": lambda parameter: 2 * (parameter.numel() + 4 * -(-parameter.numel() // BLOCK)),
 }
-UPDATING = tuple(name for name in STATES if name != "none")
 
 
 def state_bytes(model: nn.Module, optimizer: str, ranks: Sharding) -> int:
     """Return the bytes of the optimizer state of all trained parameters on one rank."""
-    if optimizer not in STATES:
-        raise PlanError(f"there is no optimizer {optimizer!r} to plan for", do=choices_hint(optimizer, STATES))
     with ranks.cut(model):
         trained = [rank_part(parameter) for parameter in model.parameters() if parameter.requires_grad]
         return -(-sum(map(STATES[optimizer], trained)) // ranks.holders)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,9 +15,9 @@ from streamfx.errors import OverBudgetError, StreamFXError, describe_error
 from streamfx.frontend.gc_pause import pause_gc
 from streamfx.kernels.device_kinds import pretend_device
 from streamfx.log import log
-from streamfx.tools.inspect.eager import find_layer_repetition
+from streamfx.tools.inspect.eager import eager_cost, find_layer_repetition
 from streamfx.tools.inspect.layers import first_layers, layers_of
-from streamfx.tools.planner.baselines import Baseline, baselines_of, find_longest, peak_of
+from streamfx.tools.planner.baselines import Baseline, baselines_of, find_longest
 from streamfx.tools.planner.context import part_of_a_sequence
 from streamfx.tools.planner.devices import Device
 from streamfx.tools.planner.inputs import Inputs, checked_inputs
@@ -34,7 +34,7 @@ from streamfx.tools.planner.search import (
     find_largest,
     gains_from,
     growth_of,
-    options_with_least_memory,
+    with_least_memory,
 )
 from streamfx.tools.planner.shards import Sharding
 from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, IN_CHUNKS, MIN_GAIN, why_nothing_streams
@@ -42,18 +42,6 @@ from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, IN_CHUNKS, MIN
 OFFLOAD = "offload stage inputs to the host (--offload, offload='inputs'), then it fits: {takes}"
 LENGTH_MULTIPLE = 256  # the longest length per rank is rounded to a multiple of this
 FEW_LAYERS = 4  # layers; with fewer, no stage has the same neighbors as the inner stages of the full model
-
-
-class StepSearch(NamedTuple):
-    """A search for the longest sequences of `batch`, or for the largest batch of `seq` tokens. `few` allows traces of a
-    few layers.
-    """
-
-    batch: int
-    seq: int
-    max_batch: bool
-    few: bool
-    baselines: bool
 
 
 @dataclass(frozen=True)
@@ -155,20 +143,19 @@ class TrainingStep:
         assert limits.device is not None
         inputs = self._inputs(batch, first_length)
         constant_bytes, repeat = self._constant_bytes(inputs), self._layer_repetition(inputs)
+
+        def peak_at(baseline: Baseline, length: int) -> int | None:
+            """Return the peak of a baseline, or None if it cannot be traced."""
+            (model, wrapper), inputs = baseline, self._inputs(batch, length)
+            with pretend_device(self.device.kind), pause_gc():
+                cost = eager_cost(loss_of(model), inputs, wrapper, repeat)
+            return None if cost is None else cost.peak + self._constant_bytes(inputs)
+
         lengths = {
-            name: find_longest(
-                partial(self._peak_of, baseline, repeat, batch), constant_bytes, limits.device, first_length, LENGTH_MULTIPLE
-            )
+            name: find_longest(partial(peak_at, baseline), constant_bytes, limits.device, first_length, LENGTH_MULTIPLE)
             for name, baseline in baselines_of(self.model).items()
         }
         return {name: length for name, length in lengths.items() if length is not None}
-
-    def _peak_of(self, baseline: Baseline, repeat: Repeat | None, batch: int, length: int) -> int | None:
-        """Return the peak of a baseline, or None if it cannot be traced. `repeat` is the layer repetition, if known."""
-        inputs = self._inputs(batch, length)
-        with pretend_device(self.device.kind), pause_gc():
-            peak = peak_of(baseline, inputs, repeat)
-        return None if peak is None else peak + self._constant_bytes(inputs)
 
     def _constant_bytes(self, inputs: Mapping[str, Tensor]) -> int:
         """Return the constant memory: parameters, buffers, optimizer state and inputs."""
@@ -182,20 +169,27 @@ class TrainingStep:
         except Exception:  # a baseline may be traceable even if the plain model is not
             return None
 
-    def searched(self, limits: Limits, fixed_options: Mapping[str, Any], search: StepSearch) -> PlanReport:
-        """Find the longest sequences or the largest batch. If `few` is set, models of a few layers show the growth of
-        the chunk work.
+    def searched(
+        self,
+        limits: Limits,
+        fixed_options: Mapping[str, Any],
+        batch: int,
+        seq: int,
+        baselines: bool,
+        max_batch: bool,
+        allow_few_layers: bool,
+    ) -> PlanReport:
+        """Find the longest sequences of `batch`, or with `max_batch` the largest batch of `seq` tokens.
+
+        With `allow_few_layers`, models of a few layers show the growth of the chunk work.
         """
-        batch, seq, max_batch, allow_few_layers, baselines = search
         assert limits.device is not None
         sequences, layers = self.objective.sequences, len(layers_of(self.model))
-        if max_batch:
-            sought, first_size = SearchedSize(1, lambda size: sequences * size), batch
-        else:
-            sought, first_size = (
-                SearchedSize(LENGTH_MULTIPLE * self.ranks.context, lambda _: sequences * batch),
-                max(seq, self._initial_length(fixed_options)),
-            )
+        sought, first_size = SearchedSize(1, lambda size: sequences * size), batch
+        if not max_batch:
+            sought = SearchedSize(LENGTH_MULTIPLE * self.ranks.context, lambda _: sequences * batch)
+            factor = 1 if fixed_options.get("offload", "none") == "none" else OFFLOAD_LENGTH_FACTOR
+            first_size = max(seq, FIRST_LENGTH * self.ranks.context * factor)
 
         def at(size: int, options: Mapping[str, Any]) -> Prediction:
             return self.at(size, seq, options) if max_batch else self.at(batch, size, options)
@@ -203,37 +197,22 @@ class TrainingStep:
         def growth_of_chunk_work(size: int, prediction: Prediction, other_size: int) -> Growth:
             """Return the growth of the chunk work to `other_size`, from a trace of a few layers."""
             with first_layers(self.model, FEW_LAYERS):
-                options = {**options_with_least_memory(sought.sequences(other_size), layers + 1, fixed_options), **fixed_options}
+                options = with_least_memory(sought.sequences(other_size), layers + 1, fixed_options)
                 return growth_of(size, prediction, other_size, at(other_size, options))
 
-        best = find_largest(
-            at,
-            limits,
-            fixed_options,
-            first_size,
-            sought,
-            layers + 1,
-            growth_of_chunk_work if allow_few_layers and layers > 2 * FEW_LAYERS else None,
-        )
+        work = growth_of_chunk_work if allow_few_layers and layers > 2 * FEW_LAYERS else None
+        best = find_largest(at, limits, fixed_options, first_size, sought, layers + 1, work)
         if best is None:
-            quantity = "batch" if max_batch else "length"
-            refusal = OverBudgetError(
-                f"no {quantity} fits into {format_bytes(limits.device)}", do="give more memory, or a smaller model"
-            )
+            asked = f"no {'batch' if max_batch else 'length'} fits into {format_bytes(limits.device)}"
+            refusal = OverBudgetError(asked, do="give more memory, or a smaller model")
             least = (1, seq) if max_batch else (batch, sought.multiple)
-            raise self._advise_offload(
-                refusal, limits, {**options_with_least_memory(sequences, layers + 1, fixed_options), **fixed_options}, *least
-            )
+            raise self._advise_offload(refusal, limits, with_least_memory(sequences, layers + 1, fixed_options), *least)
         size, prediction = best
         length, largest_batch = (None, size) if max_batch else (size, None)
         baseline_lengths = self.lengths(limits, batch, first_size) if baselines and not max_batch else {}
         return PlanReport(
             self.name, prediction, self.device, limits, length, largest_batch, self.ranks, self.updates, lengths=baseline_lengths
         )
-
-    def _initial_length(self, options: Mapping[str, Any]) -> int:
-        """Return the length at which a search starts; it is longer if stage inputs are offloaded."""
-        return FIRST_LENGTH * self.ranks.context * (1 if options.get("offload", "none") == "none" else OFFLOAD_LENGTH_FACTOR)
 
 
 def _saves_memory(prediction: Prediction) -> bool:
