@@ -334,7 +334,10 @@ def _representative(group: range, sampled: Sequence[SampledChunk]) -> SampledChu
 
 
 def _rescaled(chunk: SampledChunk, work: Work, work_done: Work) -> Iterator[Point]:
-    """Yield the points of a chunk, stretched over the work of its group; counters grow in proportion."""
+    """Yield the points of a chunk, stretched over the work of its group: counters grow in proportion, bytes stay.
+
+    Points after the chunk's own work (those of the last chunk run to the end of the loop) move to the end of the group.
+    """
     begin = chunk.points[0].work if chunk.points else Work()
     for point in shortened(chunk.points, POINTS_PER_GROUP):
         counters = zip(point.work.minus(begin), chunk.work, work, strict=True)
