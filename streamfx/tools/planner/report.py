@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from streamfx.tools.planner.shards import ALONE, ZERO1, Sharding
 from streamfx.tools.report.diagram import Diagram, diagram_of
 from streamfx.tools.report.exports import Exports
 from streamfx.tools.report.page import Page, candidate_cells, plan_page
-from streamfx.tools.report.stage_titles import stage_rows, unnumbered
+from streamfx.tools.report.stage_titles import stage_rows
 from streamfx.tools.report.text import in_flops, in_seconds, reason_lines, streams_of, suffix_of, table_lines
 from streamfx.tools.report.timeline import Timeline, memory_timeline
 from streamfx.tools.report.verdict import EAGER, StepCost, length_verdict, times, verdict, verdict_within, why_nothing_streams
@@ -280,7 +280,9 @@ class PlanReport(Exports):
         yield from self._wire_lines(summary["wire"])
         yield ""
         yield f"  {streams_of(step.explained)}"
-        yield from table_lines([("stage", "chunk", "saved"), *_stage_cells(step.stages)], left=1)
+        stages = stage_rows(step.stages, 0, columns=("kind", "chunk_size", "saved_bytes"))
+        cells = [(row.name + suffix_of(row.stage), str(row.stage["chunk_size"] or "-"), row.saved) for row in stages]
+        yield from table_lines([("stage", "chunk", "saved"), *cells], left=1)
         yield from reason_lines(step.stages)
         if step.choices:
             yield ""
@@ -344,13 +346,3 @@ class PlanReport(Exports):
 
 def ratio(part: int, whole: int) -> str:
     return f"{part / whole:.3f}" if whole else "-"
-
-
-def _stage_cells(stages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """Yield name, chunk size and saved bytes of each group of similar stages."""
-
-    def key(stage: Mapping[str, Any]) -> tuple[Any, ...]:
-        return unnumbered(stage["name"]), suffix_of(stage), stage["chunk_size"], stage["saved_bytes"]
-
-    for row in stage_rows(stages, 0, key=key):
-        yield row.name + suffix_of(row.stage), str(row.stage["chunk_size"] or "-"), row.saved

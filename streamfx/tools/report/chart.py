@@ -153,16 +153,13 @@ def _chart(scale: Scale, shapes: Sequence[Shape], marked: Sequence[MemoryTimelin
     backward_start = scale.x(streamed.backward_start) if streamed.backward_start < streamed.end else None
     xs = tuple(Tick(scale.x(at), in_seconds(at) if at else "0 s") for at in _tick_seconds(scale.seconds))
     ys = tuple(Tick(scale.y(size), _tick_text(size)) for size in range(0, scale.max_bytes + 1, _tick_distance(scale.max_bytes)))
-    marks = tuple(_peak_mark(course, scale) for course in marked if course.seconds)
-    return Chart(
-        height=scale.height, floor=scale.y(0), shapes=tuple(shapes), xs=xs, ys=ys, backward_start=backward_start, marks=marks
+    labels = {course.way: f"{course.way}: {format_bytes(course.peak_bytes)}" for course in marked}
+    marks = tuple(
+        ChartMark(scale.x(course.seconds[course.peak]), scale.y(course.peak_bytes), labels[course.way])
+        for course in marked
+        if course.seconds
     )
-
-
-def _peak_mark(course: MemoryTimeline, scale: Scale) -> ChartMark:
-    """Return the labeled mark at the peak of a course."""
-    label = f"{course.way}: {format_bytes(course.peak_bytes)}"
-    return ChartMark(scale.x(course.seconds[course.peak]), scale.y(course.peak_bytes), label)
+    return Chart(scale.height, scale.y(0), tuple(shapes), xs, ys, backward_start, marks)
 
 
 def area(seconds: Sequence[float], sizes: Sequence[int], end: float, scale: Scale) -> str:

@@ -49,20 +49,19 @@ def communication_of(
         is_checkpointed: Whether each layer is checkpointed in `eager`.
     """
     traffic = [_host_traffic(facts, cost) for facts, cost in zip(graphs, costs, strict=True)]
-    sent = sum_traffic(wire for one in traffic for wire in one.by_loop.values())
-    total = total_of(sent)
+    sent, eager_sent = sum_traffic(wire for one in traffic for wire in one.by_loop.values()), _halves_of_cost(eager)
+    total, eager_total = total_of(sent), total_of(eager_sent)
     if not total.calls:
         return None
     reductions = sum(one.reductions for one in traffic)
-    eager_sent = sum_traffic([] if eager is None else [_halves_of_cost(eager)])
     return {
         **as_plain(sent),
         "bytes": total.bytes,
         "far_bytes": total.far,
         "early_reductions": sum(one.early for one in traffic) / reductions if reductions else None,
         "whole_weights_bytes": max(costs, key=lambda cost: cost.peak).peak_terms.get(WEIGHTS, 0),
-        "eager": {**as_plain(eager_sent), "bytes": total_of(eager_sent).bytes, "checkpointed": is_checkpointed}
-        if total_of(eager_sent).calls
+        "eager": {**as_plain(eager_sent), "bytes": eager_total.bytes, "checkpointed": is_checkpointed}
+        if eager_total.calls
         else None,
     }
 
@@ -108,13 +107,13 @@ class HostTraffic:
 def _host_traffic(facts: Facts, cost: Cost) -> HostTraffic:
     """Return the traffic of a graph by loop, or as one entry if it is not chunked."""
     if facts.program is None:
-        return HostTraffic({"": sum_traffic([_halves_of_cost(cost)])})
+        return HostTraffic({"": _halves_of_cost(cost)})
     return sent_by_program(facts.program, len(facts.joint.outputs), cost.loops)
 
 
-def _halves_of_cost(cost: Cost) -> dict[str, Mapping[str, Traffic]]:
-    """Return the traffic of a forward and a backward graph without loops."""
-    return {FORWARD: cost.forward_traffic, BACKWARD: cost.backward_traffic}
+def _halves_of_cost(cost: Cost | None) -> Wire:
+    """Return the traffic of a forward and a backward graph without loops; no traffic for no cost."""
+    return sum_traffic([] if cost is None else [{FORWARD: cost.forward_traffic, BACKWARD: cost.backward_traffic}])
 
 
 def sent_by_program(program: Program, num_outputs: int, costs: Mapping[str, LoopCost]) -> HostTraffic:
@@ -196,12 +195,7 @@ class ProgramTraffic:
 
     def early(self) -> tuple[int, int]:
         """Return the number of reductions that begin before the last loop, and the number of all reductions."""
-        order = [node for node in self.module.graph.nodes if node in self.loops or _is_reduction(node)]
+        sent = {node: traffic_of_node(node) for node in self.module.graph.nodes}
+        order = [node for node, call in sent.items() if node in self.loops or (call is not None and call.kind == REDUCTIONS)]
         last_loop = max((i for i, node in enumerate(order) if node in self.loops), default=-1)
         return sum(node not in self.loops for node in order[:last_loop]), len(order) - len(self.loops)
-
-
-def _is_reduction(node: fx.Node) -> bool:
-    """Return whether a node is a collective that reduces."""
-    sent = traffic_of_node(node)
-    return sent is not None and sent.kind == REDUCTIONS

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import fx
 
@@ -21,6 +20,8 @@ from streamfx.node_meta import VALUE
 from streamfx.runtime.loop import Loop
 from streamfx.tools.report.stage_titles import StageRow, joint_name
 from streamfx.tools.report.text import extent
+
+SUFFIXES = {"streamed": "", "in part": " falls back in part", "whole": " runs unchunked"}
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,12 @@ def diagram_of(lines: Sequence[StageRow], flows: Sequence[Iterable[LoopTraffic]]
     groups = []
     for group_index, line in enumerate(lines):
         line_boxes = list(_boxes(line, f"s{group_index}"))
-        groups.append(Group(f"s{group_index}", _group_title(line), tuple(line_boxes)))
+        kinds = f" ({', '.join(line.stage['attention'])})" if line.stage["attention"] else ""
+        groups.append(Group(f"s{group_index}", f"{line.name}{SUFFIXES[extent(line.stage)]}{kinds}", tuple(line_boxes)))
         for stage in line.every if line.stage["runs"] else ():
             names = [run["name"] for run in stage["runs"]]
             boxes.update(((stage["graph"], name), box) for name, box in zip(names, line_boxes, strict=True))
     return Diagram(tuple(groups), tuple(_arrows(boxes, flows)))
-
-
-def _group_title(line: StageRow) -> str:
-    """Return the name of similar stages, a note if they are not fully chunked, and their kinds of attention: `head (causal)`."""
-    kinds = ", ".join(line.stage["attention"])
-    suffix = {"streamed": "", "in part": " falls back in part", "whole": " runs unchunked"}[extent(line.stage)]
-    return f"{line.name}{suffix}" + (f" ({kinds})" if kinds else "")
 
 
 def _boxes(line: StageRow, key: str) -> Iterator[Box]:
@@ -112,7 +107,7 @@ def _arrows(boxes: dict[tuple[int, str], Box], flows: Sequence[Iterable[LoopTraf
 
 
 def as_mermaid(diagram: Diagram) -> str:
-    """Return a Mermaid flowchart.
+    """Return a Mermaid flowchart: stages (groups) as subgraphs, loops as boxes; arrows of saved values are dashed.
 
     >>> head = Group("a", "head", (Box("b", ("loop", "2 chunks"), "forward"),))
     >>> print(as_mermaid(Diagram((head,), (Arrow("b", "b", "1 GiB", False),))))
@@ -122,20 +117,14 @@ def as_mermaid(diagram: Diagram) -> str:
       end
       b -->|"1 GiB"| b
     """
-    return "\n".join(_mermaid_lines(diagram))
-
-
-def _mermaid_lines(diagram: Diagram) -> Iterator[str]:
-    """Yield the lines of a Mermaid flowchart: stages (groups) as subgraphs, loops as boxes; arrows of saved values are dashed."""
-    yield "flowchart TB"
+    lines = ["flowchart TB"]
     for group in diagram.groups:
-        yield f'  subgraph {group.key}["{_in_mermaid(group.title)}"]'
-        for box in group.boxes:
-            yield f'    {box.key}["{"<br/>".join(map(_in_mermaid, box.lines))}"]'
-        yield "  end"
+        boxes = [f'    {box.key}["{"<br/>".join(map(_in_mermaid, box.lines))}"]' for box in group.boxes]
+        lines += [f'  subgraph {group.key}["{_in_mermaid(group.title)}"]', *boxes, "  end"]
     for arrow in diagram.arrows:
         line = "-.->" if arrow.saved else "-->"
-        yield f'  {arrow.source} {line}|"{_in_mermaid(arrow.label)}"| {arrow.target}'
+        lines.append(f'  {arrow.source} {line}|"{_in_mermaid(arrow.label)}"| {arrow.target}')
+    return "\n".join(lines)
 
 
 def _in_mermaid(text: str) -> str:
@@ -144,26 +133,17 @@ def _in_mermaid(text: str) -> str:
 
 
 def as_dot(diagram: Diagram) -> str:
-    """Return a directed graph in Graphviz's DOT language."""
-    return "\n".join(_dot_lines(diagram))
-
-
-def _dot_lines(diagram: Diagram) -> Iterator[str]:
-    """Yield the lines of a DOT graph: stages as clusters, loops as boxes."""
-    yield "digraph streamfx {"
-    yield '  node [shape=box, style=rounded, fontname="sans-serif", fontsize=11];'
-    yield '  edge [fontname="sans-serif", fontsize=9];'
+    """Return a directed graph in Graphviz's DOT language: stages as clusters, loops as boxes."""
+    lines = ["digraph streamfx {", '  node [shape=box, style=rounded, fontname="sans-serif", fontsize=11];']
+    lines.append('  edge [fontname="sans-serif", fontsize=9];')
     for group in diagram.groups:
-        yield f"  subgraph cluster_{group.key} {{"
-        yield f'    label="{_in_dot(group.title)}";'
-        for box in group.boxes:
-            label = "\\n".join(map(_in_dot, box.lines))
-            yield f'    {box.key} [label="{label}"];'
-        yield "  }"
+        labels = {box.key: "\\n".join(map(_in_dot, box.lines)) for box in group.boxes}
+        boxes = [f'    {key} [label="{label}"];' for key, label in labels.items()]
+        lines += [f"  subgraph cluster_{group.key} {{", f'    label="{_in_dot(group.title)}";', *boxes, "  }"]
     for arrow in diagram.arrows:
         style = ", style=dashed" if arrow.saved else ""
-        yield f'  {arrow.source} -> {arrow.target} [label="{_in_dot(arrow.label)}"{style}];'
-    yield "}"
+        lines.append(f'  {arrow.source} -> {arrow.target} [label="{_in_dot(arrow.label)}"{style}];')
+    return "\n".join([*lines, "}"])
 
 
 def _in_dot(text: str) -> str:
@@ -174,12 +154,7 @@ def _in_dot(text: str) -> str:
 # -- the values that flow from loop to loop
 
 
-class LoopTraffic(NamedTuple):
-    """Bytes that one loop reads of another loop's results, directly or through operators between the two."""
-
-    source: str
-    target: str
-    bytes: int
+LoopTraffic = tuple[str, str, int]  # source, target, and the bytes of its results that the target reads, maybe through operators
 
 
 def flow_of(facts: Facts) -> list[LoopTraffic]:
@@ -187,29 +162,20 @@ def flow_of(facts: Facts) -> list[LoopTraffic]:
     program = facts.program
     if program is None:
         return []
-    producers: dict[fx.Node, frozenset[str]] = {}
-    traffic = _flow_of_half(program.forward, producers)
-    if program.backward is not None:
-        saved = saved_values(program.forward.graph, program.backward.graph, len(facts.joint.outputs))
-        producers |= {input_: producers.get(node, frozenset()) for input_, node in saved.items()}
-        traffic |= _flow_of_half(program.backward, producers)
-    return [LoopTraffic(source, target, size) for (source, target), size in traffic.items()]
-
-
-def _flow_of_half(host: fx.GraphModule, producers: dict[fx.Node, frozenset[str]]) -> dict[tuple[str, str], int]:
-    """Return the bytes that flow between each pair of loops of a host program.
-
-    `producers` maps each value to the loops that it comes from, and is extended here.
-    """
+    producers: dict[fx.Node, frozenset[str]] = {}  # the loops that a value comes from
     traffic: dict[tuple[str, str], int] = {}
-    for node in host.graph.nodes:
-        loop = host.get_submodule(node.target) if node.op == "call_module" else None
-        if isinstance(loop, Loop):
-            for operand in node.all_input_nodes:
-                for source in sorted(producers.get(operand, ())):  # the order of a set would differ from run to run
-                    pair = source, loop.spec.name
-                    traffic[pair] = traffic.get(pair, 0) + bytes_like(operand.meta.get(VALUE))
-            producers[node] = frozenset([loop.spec.name])
-        elif node.op != "placeholder":
-            producers[node] = frozenset(name for operand in node.all_input_nodes for name in producers.get(operand, ()))
-    return traffic
+    for host in filter(None, (program.forward, program.backward)):
+        if host is program.backward:
+            saved = saved_values(program.forward.graph, host.graph, len(facts.joint.outputs))
+            producers |= {input_: producers.get(node, frozenset()) for input_, node in saved.items()}
+        for node in host.graph.nodes:
+            loop = host.get_submodule(node.target) if node.op == "call_module" else None
+            if isinstance(loop, Loop):
+                for operand in node.all_input_nodes:
+                    for source in sorted(producers.get(operand, ())):  # the order of a set would differ from run to run
+                        pair = source, loop.spec.name
+                        traffic[pair] = traffic.get(pair, 0) + bytes_like(operand.meta.get(VALUE))
+                producers[node] = frozenset([loop.spec.name])
+            elif node.op != "placeholder":
+                producers[node] = frozenset(name for operand in node.all_input_nodes for name in producers.get(operand, ()))
+    return [(source, target, size) for (source, target), size in traffic.items()]

@@ -230,28 +230,21 @@ def why_no_stages(facts: Facts) -> str:
     if _is_single_row(facts):
         return SINGLE_ROW
     text = "no dimension of this graph can be streamed: no attention, no sum over a long dimension"
-    unknown = list(dict.fromkeys(_opaque_text(node) for node in facts.joint.nodes if is_opaque(node)))
-    if unknown:
+    opaque = [(describe_opaque(node), source_line(node)) for node in facts.joint.nodes if is_opaque(node)]
+    if unknown := [f"{what} ({line})" if line else what for what, line in dict.fromkeys(opaque)]:
         return f"{text}, and {'; '.join(unknown[:MAX_OPERATORS])}; {NO_RULE}"
     return f"{text}; {NO_SEQUENCE}"
 
 
 def _is_single_row(facts: Facts) -> bool:
-    """Return whether all inputs that change from call to call have one row: the id or the features of a single token."""
+    """Return whether all inputs that change from call to call have one row: the id or the features of a single token.
+
+    The sizes of rows are those of all dimensions but features: (2, 40) for floats [2 40 16], and (2, 40) for ids [2 40].
+    """
     primals = [primal for primal in facts.joint.primals if is_tensor(primal) and not is_parameter(primal)]
-    rows = [_sizes_of_rows(primal.meta[VALUE]) for primal in primals]
+    values = [primal.meta[VALUE] for primal in primals]
+    rows = [value.shape[:-1] if value.is_floating_point() and value.dim() > 1 else value.shape for value in values]
     return bool(rows) and all(isinstance(size, int) and size == 1 for sizes in rows for size in sizes)
-
-
-def _sizes_of_rows(value: torch.Tensor) -> Sequence[int | torch.SymInt]:
-    """Return the sizes of a value's dimensions except features: (2, 40) for floats [2 40 16], and (2, 40) for ids [2 40]."""
-    return value.shape[:-1] if value.is_floating_point() and value.dim() > 1 else value.shape
-
-
-def _opaque_text(node: fx.Node) -> str:
-    """Return why an operator has no axis rule, with its source line."""
-    line = source_line(node)
-    return f"{describe_opaque(node)} ({line})" if line else describe_opaque(node)
 
 
 def check_strict(facts: Facts, options: Options) -> None:

@@ -21,7 +21,6 @@ from streamfx.ir.program import (
     START,
     STOP,
     Broadcast,
-    Buffer,
     BufferOutput,
     BufferPart,
     ChunkSlice,
@@ -87,9 +86,9 @@ class Scope:
 def program_lines(program: Program, joint: ListingContext) -> Iterator[str]:
     """Yield the lines of the full program: host programs, then each loop that they call."""
     yield from outer_lines(program, joint)
-    for module in (program.forward, program.backward):
-        for node in module.graph.find_nodes(op="call_module") if module is not None else ():
-            spec = getattr(module.get_submodule(str(node.target)), "spec", None)  # type: ignore[union-attr]
+    for module in filter(None, (program.forward, program.backward)):
+        for node in module.graph.find_nodes(op="call_module"):
+            spec = getattr(module.get_submodule(str(node.target)), "spec", None)
             if isinstance(spec, LoopSpec):
                 yield ""
                 yield from _loop_lines(spec, node, joint)
@@ -115,7 +114,9 @@ def _host_lines(name: str, module: fx.GraphModule, joint: ListingContext) -> Ite
         elif node.op == "call_module":
             expression = getattr(module.get_submodule(str(node.target)), "expression", None)
             call = f"{node.target}{scope.text(tuple(node.args))}" if expression is None else str(expression)
-            yield f"  {_result_names(node, scope)} = {call}"
+            results = [user for user in node.users if user.target is operator.getitem]
+            results.sort(key=lambda result: result.args[1])  # type: ignore[arg-type,return-value]
+            yield f"  {', '.join(map(scope.name, results)) or node.name} = {call}"
         elif node.op == "call_function" and not _is_part_of_loop(node):
             yield f"  {scope.line(node)}"
 
@@ -124,13 +125,6 @@ def _is_part_of_loop(node: fx.Node) -> bool:
     """Return whether a node extracts one result of a loop call; the line of the call names all its results."""
     operand = node.args[0] if node.args else None
     return node.target is operator.getitem and isinstance(operand, fx.Node) and operand.op == "call_module"
-
-
-def _result_names(call: fx.Node, scope: Scope) -> str:
-    """Return the names of a loop call's results in index order, as `x, y`; without used results, the name of the call."""
-    parts = [user for user in call.users if user.target is operator.getitem]
-    parts.sort(key=lambda part: part.args[1])  # type: ignore[arg-type,return-value]
-    return ", ".join(scope.name(part) for part in parts) or call.name
 
 
 # -- loops
@@ -145,7 +139,8 @@ def _loop_lines(spec: LoopSpec, call: fx.Node, joint: ListingContext) -> Iterato
     tensors = call.args[len(spec.symbols) :]
     yield f"loop {spec.name}: {chunk_text(spec.chunk_size)} [s, e), {'last to first' if spec.reverse else 'first to last'}"
     for index, buffer in enumerate(spec.buffers):
-        yield f"  buffer {index} = {_buffer_text(buffer, joint)}"
+        kind = f"{'zeros' if buffer.zeroed else 'empty'} {dtype_text(buffer.dtype)}{joint.shapes.get(buffer.name, '')}"
+        yield f"  buffer {index} = {kind} for {buffer.name}"
     same_for_all: list[str] = []
     for node, feed, source in zip(spec.body.graph.find_nodes(op="placeholder"), spec.feeds, spec.sources, strict=True):
         source_text = "" if source is None else outer.text(tensors[source])
@@ -172,13 +167,6 @@ def chunk_text(chunk: ChunkSize) -> str:
     return f"chunks of {chunk} rows"
 
 
-def _buffer_text(buffer: Buffer, joint: ListingContext) -> str:
-    """Describe a buffer that all chunks share, as `zeros f32[b t d] for keys`: content, dtype, axes, and the value it holds."""
-    return (
-        f"{'zeros' if buffer.zeroed else 'empty'} {dtype_text(buffer.dtype)}{joint.shapes.get(buffer.name, '')} for {buffer.name}"
-    )
-
-
 def feed_text(feed: Any, source: str) -> str:
     """Describe what a loop body gets for one of its inputs; `source` names the loop's argument, if the feed reads one."""
     match feed:
@@ -197,15 +185,15 @@ def feed_text(feed: Any, source: str) -> str:
 
 def _rows_text(selections: tuple[RowSelection, ...]) -> str:
     """Describe the rows that a chunk reads along each chunked dimension, as `rows [0, e) of dim 1`."""
-    return ", ".join(f"rows {_selector_text(selector)} of dim {placement.dim}" for placement, selector in selections)
 
+    def rows(selector: Selector) -> str:
+        """Return the rows for the chunk [s, e): a span such as `[0, e)`, shifted rows, or its own rows."""
+        if isinstance(selector, ShiftedRows):
+            window = f" to {selector.by + selector.reach}" if selector.reach else ""
+            return f"[s, e) shifted by {selector.by}{window}"
+        return str(selector) if isinstance(selector, Span) else "[s, e)"
 
-def _selector_text(selector: Selector) -> str:
-    """Describe the rows that a selector takes for the chunk [s, e): a span such as `[0, e)`, shifted rows, or its own rows."""
-    if isinstance(selector, ShiftedRows):
-        window = f" to {selector.by + selector.reach}" if selector.reach else ""
-        return f"[s, e) shifted by {selector.by}{window}"
-    return str(selector) if isinstance(selector, Span) else "[s, e)"
+    return ", ".join(f"rows {rows(selector)} of dim {placement.dim}" for placement, selector in selections)
 
 
 def yield_text(loop_output: Any, operands: Sequence[str]) -> str:

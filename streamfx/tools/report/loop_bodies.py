@@ -38,16 +38,18 @@ def bodies_of_module(module: str, graphs: Sequence[Facts]) -> dict[str, fx.Graph
     Raises `ReportError` if no operator comes from this module, or if its stages fall back to the full sequence.
     """
     stages = [(facts, stage) for facts in graphs if facts.program is not None for stage in facts.stages]
-    matching = [(facts, stage) for facts, stage in stages if any(_is_within(path, module) for path in _module_paths(stage))]
+    matching = [
+        (facts, stage) for facts, stage in stages if any(f"{path}.".startswith(f"{module}.") for path in _module_paths(stage))
+    ]
+    asked = f"cannot find loop bodies of the module {module!r}"
     if not matching:
-        raise _unknown_module_error(module, {path for _, stage in stages for path in _module_paths(stage)})
+        do = _similar_modules_text(module, {path for _, stage in stages for path in _module_paths(stage)})
+        raise ReportError(asked, found="none of its operators streams", do=do)
     body_ids = {id(loop.spec.body) for facts, stage in matching for loop in loops_of(stage, facts)}
     bodies = {name: body for name, body in bodies_of(graphs).items() if id(body) in body_ids}
     if not bodies:
-        names = ", ".join(stage.name for _, stage in matching)
-        raise ReportError(
-            _request_text(module), found=f"{names} has no loops: it runs unchunked", do="print(explanation) shows the reason"
-        )
+        found = f"{', '.join(stage.name for _, stage in matching)} has no loops: it runs unchunked"
+        raise ReportError(asked, found=found, do="print(explanation) shows the reason")
     return bodies
 
 
@@ -56,24 +58,12 @@ def _module_paths(stage: Stage) -> set[str]:
     return {path for node in (*stage.forward, *stage.backward) if (path := module_path(node))}
 
 
-def _is_within(path: str, module: str) -> bool:
-    return path == module or path.startswith(f"{module}.")
-
-
-def _request_text(module: str) -> str:
-    return f"cannot find loop bodies of the module {module!r}"
-
-
-def _unknown_module_error(module: str, paths: set[str]) -> ReportError:
-    """Return an error that suggests similar module paths, or else the first ones."""
+def _similar_modules_text(module: str, paths: set[str]) -> str:
+    """Return advice to give one of the module paths in loops that are similar to `module`, or else one of the first."""
     known_paths = {".".join(path.split(".")[:count]) for path in paths for count in range(1, path.count(".") + 2)}
     similar = get_close_matches(module, sorted(known_paths), MAX_MATCHES) or sorted(known_paths)[:MAX_MATCHES]
-    do = (
-        f"give the path of a module, for example {', '.join(map(repr, similar))}"
-        if similar
-        else "the model has no modules in loops"
-    )
-    return ReportError(_request_text(module), found="none of its operators streams", do=do)
+    examples = ", ".join(map(repr, similar))
+    return f"give the path of a module, for example {examples}" if similar else "the model has no modules in loops"
 
 
 def python_of(bodies: Mapping[str, fx.GraphModule]) -> str:
@@ -83,7 +73,7 @@ def python_of(bodies: Mapping[str, fx.GraphModule]) -> str:
     """
     codes = {name: body.graph.python_code("self", verbose=True) for name, body in bodies.items()}
     imports = dict.fromkeys(line for code in codes.values() for line in _imports(code.src, code.globals))
-    classes = [_class_text(name, codes[name].src, _attribute_names(bodies[name])) for name in bodies]
+    classes = [_class_text(name, codes[name].src, bodies[name]) for name in bodies]
     head = ["import torch", "", "import streamfx.frontend.backend  # its operators", *imports]
     return "\n".join([*head, *(f"\n\n{text}" for text in classes)]) + "\n"
 
@@ -115,20 +105,12 @@ def _is_importable(module: str, path: str, value: Any) -> bool:
         return False
 
 
-def _attribute_names(body: fx.GraphModule) -> list[str]:
-    """Return the names of the attributes that a body reads."""
+def _class_text(name: str, source: str, body: fx.GraphModule) -> str:
+    """Return a module class whose `forward` is the source of a loop body, and whose arguments are the attributes it reads."""
+    identifier = re.sub(r"\W", "_", name)
+    lines = [f"class {identifier}(torch.nn.Module):"]
     nodes = (node for node in body.graph.nodes if node.op in ("get_attr", "call_module"))
-    return list(dict.fromkeys(str(node.target).split(".")[0] for node in nodes))
-
-
-def _class_text(name: str, source: str, attributes: Sequence[str]) -> str:
-    """Return a module class whose `forward` is the source of a loop body."""
-    lines = [f"class {_identifier(name)}(torch.nn.Module):"]
-    if attributes:
+    if attributes := list(dict.fromkeys(str(node.target).split(".")[0] for node in nodes)):
         assignments = [f"        self.{attribute} = {attribute}" for attribute in attributes]
         lines += [f"    def __init__(self, {', '.join(attributes)}):", "        super().__init__()", *assignments, ""]
     return "\n".join([*lines, *(f"    {line}" if line.strip() else "" for line in source.strip("\n").splitlines())])
-
-
-def _identifier(name: str) -> str:
-    return re.sub(r"\W", "_", name)

@@ -74,12 +74,9 @@ class CostedProgram:
 
 def priced(facts: Facts) -> CostedProgram | None:
     """Return the program of a graph for cost prediction, or None if the graph is not chunked."""
-    program = facts.program
-    return (
-        None
-        if program is None
-        else CostedProgram(program.forward, program.backward, len(facts.joint.outputs), loss_values(facts))
-    )
+    if facts.program is None:
+        return None
+    return CostedProgram(facts.program.forward, facts.program.backward, len(facts.joint.outputs), loss_values(facts))
 
 
 def predicted(facts: Facts) -> Cost:
@@ -120,10 +117,8 @@ class Record:
 
 def record_of(facts: Facts, graph: int = 0, cost: Cost | None = None) -> Record:
     """Build the record of one graph of a call. `cost` is its predicted cost, if already known."""
-    if facts.program is None:
-        return Record(facts, tuple(stage_reports(facts, graph, {})), None)
-    cost = cost or predicted(facts)
-    return Record(facts, tuple(stage_reports(facts, graph, cost.loops)), cost)
+    cost = None if facts.program is None else cost or predicted(facts)
+    return Record(facts, tuple(stage_reports(facts, graph, {} if cost is None else cost.loops)), cost)
 
 
 def _record_lines(facts: Facts) -> Iterator[str]:

@@ -104,16 +104,14 @@ def fallback_rows(stages: Sequence[Stage], matters: bool) -> tuple[FallbackRow, 
         for obstacle in obstacles_of(stage):
             if obstacle["matters"] == matters:
                 groups.setdefault((obstacle["where"], obstacle["do"]), []).append((stage["name"], obstacle))
-    return tuple(sorted((_fallback_row(*key, obstacles) for key, obstacles in groups.items()), key=lambda row: -row.bytes))
-
-
-def _fallback_row(where: str, do: str, named_obstacles: Sequence[tuple[str, Stage]]) -> FallbackRow:
-    """Return the row of the unchunked operators of one source line, given with the names of their stages."""
-    operators = tuple(dict.fromkeys(obstacle["operator"] for _, obstacle in named_obstacles))
-    reasons = tuple(dict.fromkeys(obstacle["found"] for _, obstacle in named_obstacles))
-    size = sum(obstacle["bytes"] for _, obstacle in named_obstacles)
-    stages = names_together(list(dict.fromkeys(name for name, _ in named_obstacles)))
-    return FallbackRow(operators, where, reasons, do, len(named_obstacles), stages, size)
+    rows = []
+    for (where, do), named_obstacles in groups.items():
+        operators = tuple(dict.fromkeys(obstacle["operator"] for _, obstacle in named_obstacles))
+        reasons = tuple(dict.fromkeys(obstacle["found"] for _, obstacle in named_obstacles))
+        size = sum(obstacle["bytes"] for _, obstacle in named_obstacles)
+        names = names_together(list(dict.fromkeys(name for name, _ in named_obstacles)))
+        rows.append(FallbackRow(operators, where, reasons, do, len(named_obstacles), names, size))
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
 # -- pages
@@ -184,14 +182,24 @@ def _page_of(
     ours, *others = (StepCost(course.way, course.peak_bytes, course.flops) for course in timeline.courses)
     stages = summary["stages"]
     peak = Figure("Peak", format_bytes(ours.peak_bytes), f"{place_of_peak(timeline.ours, stages)}; {counted}")
-    baseline_tables = [_baseline_table(timeline)] if timeline.others else []
+    ways = ((one.way, format_bytes(one.peak_bytes), in_flops(one.flops), in_seconds(one.end)) for one in timeline.courses)
+    header = ("", "peak", "compute", "predicted time")
+    baseline_tables = [Table("Ways to run this step", header, tuple(ways), f"Time: {timeline.clock}.")] if others else []
     traffic_tables = [_traffic_table(summary["wire"])] if summary["wire"] is not None else []
+    baseline_figures = [
+        Figure(
+            f"{other.way[:1].upper()}{other.way[1:]}",
+            format_bytes(other.peak_bytes),
+            f"at the peak, {times(ratio(other.peak_bytes, ours.peak_bytes))} the streamed peak",
+        )
+        for other in others
+    ]
     return Page(
         title=title,
         subtitle=subtitle,
         verdict=sentence(verdict),
         gains=gains(ours, others) if others and is_compared else None,
-        figures=(peak, *(_baseline_figure(other, ours) for other in others), *figures),
+        figures=(peak, *baseline_figures, *figures),
         timeline=timeline,
         stages=stage_rows(stages, summary["flops"], summary["sequence"]),
         whole=fallback_rows(stages, matters=True),
@@ -213,19 +221,7 @@ def _notes(summary: Mapping[str, Any], breaks: Sequence[Mapping[str, Any]]) -> I
         yield "The call could not be traced to its end", f"Later operators are not shown: {summary['stopped']}"
 
 
-def _baseline_figure(other: StepCost, ours: StepCost) -> Figure:
-    """Return the peak of a baseline and its ratio to the streamed peak."""
-    name, excess = f"{other.way[:1].upper()}{other.way[1:]}", times(ratio(other.peak_bytes, ours.peak_bytes))
-    return Figure(name, format_bytes(other.peak_bytes), f"at the peak, {excess} the streamed peak")
-
-
 # -- tables
-
-
-def _baseline_table(timeline: Timeline) -> Table:
-    """Return a table of peak, compute and time for each way of running the step."""
-    rows = ((one.way, format_bytes(one.peak_bytes), in_flops(one.flops), in_seconds(one.end)) for one in timeline.courses)
-    return Table("Ways to run this step", ("", "peak", "compute", "predicted time"), tuple(rows), f"Time: {timeline.clock}.")
 
 
 def _traffic_table(wire: Mapping[str, Any]) -> Table:

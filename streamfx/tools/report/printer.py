@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from streamfx.ir.axis_names import AxisNames
-from streamfx.ir.facts import Facts, Role, StorageClass
+from streamfx.ir.facts import Facts, Role
 from streamfx.ir.joint import is_tensor, tensor_operands
 from streamfx.ir.signature import LabelShape
 from streamfx.ir.stage import Stage
@@ -116,14 +117,10 @@ def _access_role_lines(facts: Facts) -> Lines:
     for node in facts.joint.nodes:
         if node.target is operator.getitem or node not in facts.access.storage_classes:
             continue
-        storage = ", ".join(_storage_text(storage_class) for storage_class in facts.access.storage_classes[node])
+        storage = ", ".join(storage_class.name.lower() for storage_class in facts.access.storage_classes[node])
         yield f"  {storage:<9} {node.name} = {_roles_text(node, facts, labels)}"
     for node, reason in facts.access.reasons.items():
         yield f"fallback {node.name}: {reason}"
-
-
-def _storage_text(storage_class: StorageClass) -> str:
-    return storage_class.name.lower()
 
 
 def _roles_text(node: fx.Node, facts: Facts, labels: AxisNames) -> str:
@@ -309,42 +306,26 @@ def removed_collectives(facts: Facts) -> Iterator[str]:
         yield "no collectives"
         return
     for weight, gather in collectives.gathers.items():
-        yield f"weight {weight.name} {_shape(weight)} = {_chain_text(gather.subgraph)}"
+        yield f"weight {weight.name} {shape_text(weight.meta[VALUE])} = {_chain_text(gather.subgraph)}"
     trained = {position: primal for position, primal, _ in facts.joint.trained}
     for position, subgraph in collectives.reductions.items():
         yield f"gradient of {trained[position].name} = {_chain_text(subgraph)}"
-
-
-def programs_after_reinsertion(facts: Facts) -> Iterator[str]:
-    """Yield both host programs with the reinserted collectives between loops."""
-    yield from _host_programs(facts, placeholder="no collective was removed")
-
-
-def programs_after_buckets(facts: Facts) -> Iterator[str]:
-    """Yield both host programs after collectives between the same loops are merged."""
-    yield from _host_programs(facts, placeholder="no collectives were merged")
 
 
 def _host_programs(facts: Facts, placeholder: str) -> Iterator[str]:
     """Yield both host programs, or `placeholder` if the graph has no collectives on weights."""
     if facts.collectives is None:
         yield placeholder
-        return
-    if facts.program is None:
-        return
-    yield from outer_lines(facts.program, _context(facts, {}))
+    elif facts.program is not None:
+        yield from outer_lines(facts.program, _context(facts, {}))
 
 
 def _chain_text(subgraph: Subgraph) -> str:
     """Format a chain of operators as nested calls."""
-    text = {subgraph.source: f"{subgraph.source.name} {_shape(subgraph.source)}"}
+    text = {subgraph.source: f"{subgraph.source.name} {shape_text(subgraph.source.meta[VALUE])}"}
     for node in subgraph.nodes:
         text[node] = call_text(node, text.__getitem__)
     return text[subgraph.result]
-
-
-def _shape(node: fx.Node) -> str:
-    return shape_text(node.meta[VALUE])
 
 
 PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
@@ -359,9 +340,9 @@ PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
     "loss_gradient": _loss_gradient_lines,
     "chunk_plan": _plan_lines,
     "build_program": _program_lines,
-    "reinsert_collectives": programs_after_reinsertion,
+    "reinsert_collectives": partial(_host_programs, placeholder="no collective was removed"),
     "budget_search": _budget_search_lines,
-    "buckets": programs_after_buckets,
+    "buckets": partial(_host_programs, placeholder="no collectives were merged"),
     "hoist_masks": _mask_lines,
     "compile_bodies": _body_lines,
 }

@@ -111,27 +111,21 @@ def measured(
     moments, alive = [at for at, _ in on_device], list(accumulate(size for _, size in on_device))
     unseen = unseen or ("" if on_device else NOTHING)
 
+    def seconds(moment: int, start: int = begin) -> float:
+        """Return the seconds from `start` to a moment."""
+        return (moment - start) / 1e9
+
     def highest(first: int, last: int) -> int | None:
-        return None if unseen else _highest(moments, alive, first, last)
+        """Return the peak bytes in an interval, including those alive at its start; None if they are unknown."""
+        low = bisect_left(moments, first)
+        return None if unseen else max(alive[max(low - 1, 0) : bisect_right(moments, last)], default=0)
 
-    loops = [
-        MeasuredLoop(name, stage, half, chunks, _seconds(first, begin), _seconds(last, begin), highest(first, last))
+    loops = tuple(
+        MeasuredLoop(name, stage, half, chunks, seconds(first), seconds(last), highest(first, last))
         for first, last, name, stage, half, chunks in ran
-    ]
-    seconds, at = _seconds(end, begin), tuple(_seconds(moment, begin) for moment in moments)
-    compiling = sum(_seconds(last, first) for first, last in compiled)
-    return MeasuredStep(seconds, at, tuple(alive), tuple(loops), device, unseen, compiling)
-
-
-def _seconds(moment: int, begin: int) -> float:
-    """Return the seconds between two moments in nanoseconds."""
-    return (moment - begin) / 1e9
-
-
-def _highest(moments: Sequence[int], alive: Sequence[int], first: int, last: int) -> int:
-    """Return the peak bytes in an interval, including those alive at its start."""
-    low = bisect_left(moments, first)
-    return max(alive[max(low - 1, 0) : bisect_right(moments, last)], default=0)
+    )
+    compiling = sum(seconds(last, first) for first, last in compiled)
+    return MeasuredStep(seconds(end), tuple(map(seconds, moments)), tuple(alive), loops, device, unseen, compiling)
 
 
 def table_of(step: MeasuredStep, predicted: int | None) -> Iterator[str]:
@@ -151,20 +145,15 @@ def table_of(step: MeasuredStep, predicted: int | None) -> Iterator[str]:
         yield f"  {NO_LOOPS}"
         return
     yield ""
-    rows = [HEADER, *(_table_row(run, step.seconds) for run in _similar_loops(step.loops))]
-    if step.compiled_seconds:
-        rows.append(("compiling", "", "", "", *_time_cells(step.compiled_seconds, step.seconds), ""))
-    outside_of_loops = max(step.seconds - in_loops - step.compiled_seconds, 0.0)
-    rows.append(("outside of loops", "", "", "", *_time_cells(outside_of_loops, step.seconds), ""))
-    yield from table_lines(rows)
-
-
-def _similar_loops(loops: Sequence[MeasuredLoop]) -> list[list[MeasuredLoop]]:
-    """Group the loops of one graph whose stage names differ only in a number, in the order of their first runs."""
-    runs: dict[tuple[str, str], list[MeasuredLoop]] = {}
-    for loop in loops:
+    runs: dict[tuple[str, str], list[MeasuredLoop]] = {}  # the loops of one graph whose stage names differ only in a number
+    for loop in step.loops:
         runs.setdefault((loop.half, unnumbered(loop.stage)), []).append(loop)
-    return list(runs.values())
+    rows = [HEADER, *(_table_row(run, step.seconds) for run in runs.values())]
+    others = {"compiling": step.compiled_seconds} if step.compiled_seconds else {}
+    others["outside of loops"] = max(step.seconds - in_loops - step.compiled_seconds, 0.0)
+    for name, seconds in others.items():
+        rows.append((name, "", "", "", in_seconds(seconds), _percent(seconds, step.seconds), ""))
+    yield from table_lines(rows)
 
 
 def _table_row(run: Sequence[MeasuredLoop], total: float) -> tuple[str, ...]:
@@ -175,10 +164,6 @@ def _table_row(run: Sequence[MeasuredLoop], total: float) -> tuple[str, ...]:
     peaks = [loop.peak_bytes for loop in run if loop.peak_bytes is not None]
     peak = format_bytes(max(peaks)) if peaks else "-"
     return joint_name(names), run[0].half, f"{len(run):,}", f"{chunks:,}", in_seconds(seconds), _percent(seconds, total), peak
-
-
-def _time_cells(seconds: float, total: float) -> tuple[str, str]:
-    return in_seconds(seconds), _percent(seconds, total)
 
 
 def _percent(part: float, total: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -30,9 +30,10 @@ class StageReport:
     """The report of one stage of one graph.
 
     `reasons` explain why the stage is not chunked; `also_whole` lists unchunked operators too small to matter. `wire` is its
-    communication by graph and kind, or None if it sends nothing. `spans` are the key bounds of each attention, `runs` the loops,
-    `saved` the values counted in `saved_bytes`, `obstacles` the source of the reasons. `truncated` lists recurrences whose
-    gradients an option truncates to few rows.
+    communication by graph and kind, or None if it sends nothing. `spans`, one per attention, are [low, high] if a chunk of rows
+    [s, e) sees keys [s + low, e + high), with None for no bound, or None if it sees all keys. `runs` are the loops, `saved` the
+    values counted in `saved_bytes`, `obstacles` the source of the reasons. `truncated` lists recurrences whose gradients an
+    option truncates to few rows.
     """
 
     graph: int
@@ -63,11 +64,15 @@ class StageReport:
 
 
 def stage_reports(facts: Facts, graph: int, costs: Mapping[str, LoopCost]) -> list[StageReport]:
-    """Return the reports of all stages that have work along the sequence."""
+    """Return the reports of all stages that have work along the sequence; a graph without stages is one, with the reason."""
     if facts.program is None:
-        return [_unchunked_graph(facts, graph)] if computes(facts) else []
-    view = _ReportBuilder(facts, graph, costs)
-    return [report for stage in facts.stages if (report := view.report(stage)) is not None]
+        source = source_lines(node for node in facts.joint.nodes if node in facts.joint.forward)
+        unchunked = StageReport(graph, f"graph {graph}", (why_no_stages(facts),), (), 0, 0, 0, 0, source)
+        return [unchunked] if computes(facts) else []
+    traffic = sent_by_program(facts.program, len(facts.joint.outputs), costs).by_loop
+    obstacle_of = obstacles(facts)
+    reports = (_stage_report(stage, facts, graph, costs, obstacle_of, traffic) for stage in facts.stages)
+    return [report for report in reports if report is not None]
 
 
 def computes(facts: Facts) -> bool:
@@ -81,67 +86,48 @@ def computes(facts: Facts) -> bool:
     return bool(works) and not facts.axes.static.issuperset(facts.joint.nodes)
 
 
-def _unchunked_graph(facts: Facts, graph: int) -> StageReport:
-    """Return the report of a graph without stages, with the reason."""
-    nodes = [node for node in facts.joint.nodes if node in facts.joint.forward]
-    return StageReport(graph, f"graph {graph}", (why_no_stages(facts),), (), 0, 0, 0, 0, source_lines(nodes))
+def _stage_report(
+    stage: Stage,
+    facts: Facts,
+    graph: int,
+    costs_by_loop: Mapping[str, LoopCost],
+    obstacle_of: Mapping[fx.Node, Obstacle],
+    traffic_by_loop: Mapping[str, Wire],
+) -> StageReport | None:
+    """Return the report of a stage, or None if it has neither loops nor unchunked operators."""
+    loops, saved = loops_of(stage, facts), saved_reports(stage, facts)
+    unchunked = [obstacle_of[node] for node in (*stage.forward, *stage.backward) if node in obstacle_of]
+    if not loops and not unchunked:
+        return None
+    # Without loops, the stage has nothing else to report.
+    unchunked = unchunked if loops else [replace(item, matters=True) for item in unchunked]
+    costs = [costs_by_loop[loop.spec.name] for loop in loops]
+    attention = attention_kinds(stage, facts)
+    wire = sum_traffic(traffic_by_loop[loop.spec.name] for loop in loops if loop.spec.name in traffic_by_loop)
 
-
-@dataclass
-class _ReportBuilder:
-    """Builds the reports of the stages of one graph."""
-
-    facts: Facts
-    graph: int
-    costs: Mapping[str, LoopCost]
-    obstacles_by_node: dict[fx.Node, Obstacle] = field(init=False)
-    traffic_by_loop: dict[str, Wire] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Find the unchunked operators, and the traffic of each loop."""
-        self.obstacles_by_node = obstacles(self.facts)
-        self.traffic_by_loop = sent_by_program(known(self.facts.program), len(self.facts.joint.outputs), self.costs).by_loop
-
-    def report(self, stage: Stage) -> StageReport | None:
-        """Return the report of a stage, or None if it has neither loops nor unchunked operators."""
-        loops, saved = loops_of(stage, self.facts), saved_reports(stage, self.facts)
-        unchunked = [self.obstacles_by_node[node] for node in (*stage.forward, *stage.backward) if node in self.obstacles_by_node]
-        if not loops and not unchunked:
-            return None
-        # Without loops, the stage has nothing else to report.
-        unchunked = unchunked if loops else [replace(item, matters=True) for item in unchunked]
-        costs = [self.costs[loop.spec.name] for loop in loops]
-        attention = attention_kinds(stage, self.facts)
-        return StageReport(
-            graph=self.graph,
-            name=stage.name,
-            reasons=_distinct_texts(item for item in unchunked if item.matters),
-            attention=tuple(kind for kind, _ in attention),
-            chunk_size=max((cost.rows for cost in costs), default=0),
-            loops=len(loops),
-            saved_bytes=sum(value.bytes for value in saved),
-            flops=sum(cost.flops for cost in costs),
-            source=source_lines(stage.forward),
-            also_whole=_distinct_texts(item for item in unchunked if not item.matters),
-            wire=self._communication(loops),
-            spans=tuple(bounds_of(span) for _, span in attention),
-            runs=loop_reports(loops, known(self.facts.program), self.costs),
-            saved=saved,
-            obstacles=tuple(unchunked),
-            truncated=tuple(node.name for node in stage.backward if self._is_truncated(node, costs)),
-        )
-
-    def _is_truncated(self, node: fx.Node, costs: Iterable[LoopCost]) -> bool:
+    def is_truncated(node: fx.Node) -> bool:
         """Return whether the gradients of a recurrence reach back over fewer chunks than there are."""
-        if node not in self.facts.truncations:
-            return False
-        rows = self.facts.truncations[node].num_rows
+        rows = facts.truncations[node].num_rows
         return any(cost.chunks - 1 > -(-(rows - 1) // max(cost.rows, 1)) for cost in costs)
 
-    def _communication(self, loops: Iterable[Loop]) -> dict[str, dict[str, dict[str, int]]] | None:
-        """Return the communication of the loops, or None if they send nothing."""
-        wire = sum_traffic(self.traffic_by_loop[loop.spec.name] for loop in loops if loop.spec.name in self.traffic_by_loop)
-        return as_plain(wire) if total_of(wire).calls else None
+    return StageReport(
+        graph=graph,
+        name=stage.name,
+        reasons=_distinct_texts(item for item in unchunked if item.matters),
+        attention=tuple(kind for kind, _ in attention),
+        chunk_size=max((cost.rows for cost in costs), default=0),
+        loops=len(loops),
+        saved_bytes=sum(value.bytes for value in saved),
+        flops=sum(cost.flops for cost in costs),
+        source=source_lines(stage.forward),
+        also_whole=_distinct_texts(item for item in unchunked if not item.matters),
+        wire=as_plain(wire) if total_of(wire).calls else None,
+        spans=tuple(None if span is None else [span.low, span.high] for _, span in attention),
+        runs=loop_reports(loops, known(facts.program), costs_by_loop),
+        saved=saved,
+        obstacles=tuple(unchunked),
+        truncated=tuple(node.name for node in stage.backward if node in facts.truncations and is_truncated(node)),
+    )
 
 
 def _distinct_texts(items: Iterable[Obstacle]) -> tuple[str, ...]:
@@ -225,32 +211,19 @@ class SavedReport:
 def loop_reports(loops: Iterable[Loop], program: Program, costs: Mapping[str, LoopCost]) -> tuple[LoopReport, ...]:
     """Return the reports of loops, each with its graph and cost."""
     forward = {name for name, _ in program.forward.named_children()}
-    return tuple(_loop_report(loop, loop.spec.name in forward, costs[loop.spec.name]) for loop in loops)
-
-
-def _loop_report(loop: Loop, is_forward: bool, cost: LoopCost) -> LoopReport:
-    half = "forward" if is_forward else "backward"
-    return LoopReport(loop.spec.name, half, cost.chunks, cost.rows, cost.flops, cost.work.launches)
+    halves = {loop.spec.name: "forward" if loop.spec.name in forward else "backward" for loop in loops}
+    runs = ((name, half, costs[name]) for name, half in halves.items())
+    return tuple(LoopReport(name, half, cost.chunks, cost.rows, cost.flops, cost.work.launches) for name, half, cost in runs)
 
 
 def saved_reports(stage: Stage, facts: Facts) -> tuple[SavedReport, ...]:
     """Return the saved values of a stage, the largest first."""
     ids_of_values = {id(node.meta[VALUE]) for node in (*stage.forward, *stage.backward) if is_tensor(node)}
-    saved = [node for node in known(facts.program).saved if id(node.meta.get(VALUE)) in ids_of_values]
-    return tuple(sorted(map(_saved_report, saved), key=lambda item: -item.bytes))
-
-
-def _saved_report(node: fx.Node) -> SavedReport:
-    """Return name, dtype, shape, bytes and source line of a saved value."""
-    value = node.meta[VALUE]
-    kind = str(value.dtype).removeprefix("torch.")
-    where = next(filter(None, map(source_line, (node, *node.all_input_nodes))), "")
-    return SavedReport(node.name, f"{kind} {shape_text(value)}", bytes_like(value), where)
-
-
-def bounds_of(span: Span | None) -> list[int | None] | None:
-    """Return [low, high] if a chunk of rows [s, e) sees keys [s + low, e + high).
-
-    A bound is None if the span is unbounded on that side; the result is None if the attention sees all keys.
-    """
-    return None if span is None else [span.low, span.high]
+    reports = []
+    for node in known(facts.program).saved:
+        value: Any = node.meta.get(VALUE)
+        if id(value) in ids_of_values:
+            kind = str(value.dtype).removeprefix("torch.")
+            where = next(filter(None, map(source_line, (node, *node.all_input_nodes))), "")
+            reports.append(SavedReport(node.name, f"{kind} {shape_text(value)}", bytes_like(value), where))
+    return tuple(sorted(reports, key=lambda item: -item.bytes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -17,12 +17,6 @@ Stage = Mapping[str, Any]
 def unnumbered(name: str) -> str:
     """Replace each number in a name by `#`."""
     return re.sub(r"\d+", "#", name)
-
-
-def group_key(stage: Stage) -> tuple[Any, ...]:
-    """Return the key under which stages share a line: everything but a number in the name."""
-    keys = ("graph", "kind", "chunk_size", "loops", "saved_bytes", "flops")
-    return unnumbered(stage["name"]), tuple(stage["attention"]), *(stage[key] for key in keys)
 
 
 def joint_name(names: Sequence[str]) -> str:
@@ -48,7 +42,7 @@ def names_together(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class SpanFigure:
-    """The keys that an attention sees: its kind, and bounds as returned by `stage_table.bounds_of`."""
+    """The keys that an attention sees: its kind, and bounds as in `StageReport.spans`."""
 
     kind: str
     bounds: Sequence[int | None] | None
@@ -82,19 +76,19 @@ def stage_rows(
     stages: Sequence[Stage],
     flops: int,
     sequences: Sequence[int | None] = (),
-    key: Callable[[Stage], tuple[Any, ...]] = group_key,
+    columns: Sequence[str] = ("graph", "kind", "attention", "chunk_size", "loops", "saved_bytes", "flops"),
 ) -> tuple[StageRow, ...]:
-    """Group consecutive stages with equal keys.
+    """Group consecutive stages whose names differ only in numbers, and that agree in `columns`.
 
     `flops` are those of the whole step, `sequences` the sequence length of each graph.
     """
-    return tuple(_stage_row(list(run), flops, sequences) for _, run in groupby(stages, key=key))
-
-
-def _stage_row(run: Sequence[Stage], flops: int, sequences: Sequence[int | None]) -> StageRow:
-    """Return the line of similar stages: FLOPs share, saved bytes and sequence length."""
-    stage, name = run[0], joint_name([stage["name"] for stage in run])
-    share = f"{100 * sum(similar['flops'] for similar in run) / flops:.1f} %" if flops else "-"
-    saved = format_bytes(stage["saved_bytes"])
-    sequence = sequences[stage["graph"]] if stage["graph"] < len(sequences) else None
-    return StageRow(name, len(run), stage, saved if len(run) == 1 else f"{len(run)} x {saved}", share, sequence, run)
+    rows = []
+    for _, run in groupby(stages, key=lambda stage: (unnumbered(stage["name"]), *(stage[column] for column in columns))):
+        similar = list(run)
+        stage, count = similar[0], len(similar)
+        saved = format_bytes(stage["saved_bytes"])
+        share = f"{100 * sum(each['flops'] for each in similar) / flops:.1f} %" if flops else "-"
+        sequence = sequences[stage["graph"]] if stage["graph"] < len(sequences) else None
+        name = joint_name([each["name"] for each in similar])
+        rows.append(StageRow(name, count, stage, saved if count == 1 else f"{count} x {saved}", share, sequence, similar))
+    return tuple(rows)

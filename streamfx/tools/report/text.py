@@ -37,21 +37,40 @@ def _report_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     if summary["wire"] is not None:
         yield ""
         yield from _traffic_table(summary["stages"], summary["wire"])
-    yield from _split_lines(summary)
+    if summary["splits"]:
+        yield ""
+        yield "split where another sequence begins: each part streams separately, and values between parts are saved in full"
+        yield from (f"  {line}" for line in summary["splits"])
     yield from _break_lines(summary)
 
 
 def stage_lines(stages: Sequence[Stage], flops: int) -> Iterator[str]:
-    """Yield a table of stages, then the unchunked operators with reasons."""
-    yield from _table(stages, flops)
+    """Yield a table with a line per group of similar stages, then the unchunked operators with reasons."""
+    cells = [
+        (
+            row.name + suffix_of(row.stage),
+            ", ".join(row.stage["attention"]) or "-",
+            str(row.stage["chunk_size"] or "-"),
+            str(row.stage["loops"]),
+            row.saved,
+            row.share,
+        )
+        for row in stage_rows(stages, flops)
+    ]
+    yield from table_lines([HEADER, *cells])
     yield from reason_lines(stages)
 
 
 def reason_lines(stages: Sequence[Stage]) -> Iterator[str]:
     """Yield each distinct reason once, with the stages and source lines to which it applies."""
+    groups: dict[tuple[str, str, str], list[tuple[str, str]]] = {}  # stage and source line of equal reasons of one kind
+    for stage in stages:
+        for obstacle in obstacles_of(stage):
+            kind = extent(stage) if obstacle["matters"] else "small"
+            groups.setdefault((kind, obstacle["found"], obstacle["do"]), []).append((stage["name"], obstacle["where"]))
     texts_of_small_operators: dict[str, list[str]] = {}
     texts_by_heading: dict[str, list[str]] = {}
-    for (kind, found, do), items in _alike_obstacles(stages).items():
+    for (kind, found, do), items in groups.items():
         names = names_together(list(dict.fromkeys(name for name, _ in items)))
         where = _source_lines_text(list(dict.fromkeys(line for _, line in items if line)))
         text = ": ".join(filter(None, (f"{found}{where}", do)))
@@ -66,16 +85,6 @@ def reason_lines(stages: Sequence[Stage]) -> Iterator[str]:
         yield from (f"  {text}" for text in texts)
     for names, texts in texts_of_small_operators.items():
         yield from (f"{names}: a small operator falls back: {text}" for text in texts)
-
-
-def _alike_obstacles(stages: Sequence[Stage]) -> dict[tuple[str, str, str], list[tuple[str, str]]]:
-    """Group stages and source lines by reason and kind: "whole" (unchunked) stages, stages "in part", or "small" operators."""
-    groups: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
-    for stage in stages:
-        for obstacle in obstacles_of(stage):
-            kind = extent(stage) if obstacle["matters"] else "small"
-            groups.setdefault((kind, obstacle["found"], obstacle["do"]), []).append((stage["name"], obstacle["where"]))
-    return groups
 
 
 def obstacles_of(stage: Stage) -> Sequence[Mapping[str, Any]]:
@@ -242,18 +251,6 @@ def _peak_values(items: Sequence[Mapping[str, Any]], peak: int) -> str:
     return "; ".join(texts)
 
 
-def _table(stages: Sequence[Stage], flops: int) -> Iterator[str]:
-    """Yield a line per group of similar stages, with aligned columns."""
-    rows = stage_rows(stages, flops)
-    yield from table_lines([HEADER, *((*_stage_cells(row.stage, row.name), row.saved, row.share) for row in rows)])
-
-
-def _stage_cells(stage: Stage, name: str) -> tuple[str, str, str, str]:
-    """Return the cells of a group of similar stages, which `stage` represents: name, attention, rows per chunk, and loops."""
-    attention, rows = ", ".join(stage["attention"]) or "-", str(stage["chunk_size"] or "-")
-    return name + suffix_of(stage), attention, rows, str(stage["loops"])
-
-
 def table_lines(rows: Sequence[Sequence[str]], left: int = 2) -> Iterator[str]:
     """Yield the lines of a table: its first `left` columns are aligned left, the others right.
 
@@ -312,14 +309,6 @@ def _traffic_rows(name: str, wire: Mapping[str, Any], count: int) -> Iterator[tu
 
 def _eager_text(eager: Mapping[str, Any] | None) -> str:
     return "eager, layers checkpointed" if eager is not None and eager["checkpointed"] else "eager"
-
-
-def _split_lines(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the places at which a graph is split because another sequence begins."""
-    if summary["splits"]:
-        yield ""
-        yield "split where another sequence begins: each part streams separately, and values between parts are saved in full"
-        yield from (f"  {line}" for line in summary["splits"])
 
 
 def _break_lines(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, ClassVar
 
-from streamfx.cost.curve import Curve, LoopInterval, extreme_indices
+from streamfx.cost.curve import Curve, extreme_indices
 from streamfx.cost.work import Work
 from streamfx.renamed import RenamedAttributes
 
@@ -127,15 +127,13 @@ def memory_timeline(way: str, curve: Curve, seconds: Seconds, flops: int | None 
     for point in curve.points:
         latest = max(latest, scale * seconds(point.work))  # predicted times must not decrease
         moments.append(latest)
-    loops = tuple(_loop_time(loop, lambda work: scale * seconds(work)) for loop in curve.loops)
-    backward_start = scale * seconds(curve.backward_start) if curve.backward_start is not None else end
-    return MemoryTimeline(
-        way, tuple(moments), _terms_of(curve), backward_start, end, curve.work.flops if flops is None else flops, loops
+    loops = tuple(
+        LoopTime(loop.name, scale * seconds(loop.start), scale * seconds(loop.end), loop.chunks, loop.sampled_chunks)
+        for loop in curve.loops
     )
-
-
-def _loop_time(loop: LoopInterval, seconds: Seconds) -> LoopTime:
-    return LoopTime(loop.name, seconds(loop.start), seconds(loop.end), loop.chunks, loop.sampled_chunks)
+    backward_start = scale * seconds(curve.backward_start) if curve.backward_start is not None else end
+    flops = curve.work.flops if flops is None else flops
+    return MemoryTimeline(way, tuple(moments), _terms_of(curve), backward_start, end, flops, loops)
 
 
 def _terms_of(curve: Curve) -> dict[str, tuple[int, ...]]:
@@ -145,13 +143,12 @@ def _terms_of(curve: Curve) -> dict[str, tuple[int, ...]]:
     """
     names = list(dict.fromkeys(name for point in curve.points for name in point.terms))
     sizes = {name: tuple(point.terms.get(name, 0) for point in curve.points) for name in names}
-    present = {name: column for name, column in sizes.items() if any(column)}
-    return dict(sorted(present.items(), key=lambda item: _total_variation(item[1]) / max(item[1])))
-
-
-def _total_variation(sizes: Sequence[int]) -> int:
-    """Return the sum of all increases and decreases of a size over the step."""
-    return sum(abs(after - before) for before, after in pairwise(sizes))
+    changes = {
+        name: sum(abs(after - before) for before, after in pairwise(column)) / max(column)
+        for name, column in sizes.items()
+        if any(column)
+    }
+    return {name: sizes[name] for name in sorted(changes, key=changes.__getitem__)}
 
 
 # -- the JSON trace event format, which Perfetto and Chrome's tracing open
@@ -169,7 +166,8 @@ def trace_of(timeline: Timeline, stage_of: Mapping[str, str]) -> str:
     """
     source = timeline.source
     events = [event for number, course in enumerate(timeline.courses, 1) for event in _counter_events(course, number, source)]
-    events += _track_name(1, STAGES, "stages"), _track_name(1, LOOPS, "loops")
+    for track, name in ((STAGES, "stages"), (LOOPS, "loops")):
+        events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": track, "args": {"name": name}})
     events += _slices(timeline.ours.loops, stage_of)
     metadata = {"source": f"{source} by streamfx", "time": f"{source} seconds: {timeline.clock}"}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": metadata})
@@ -188,28 +186,15 @@ def _counter_events(course: MemoryTimeline, process: int, source: str) -> Iterat
     yield {"ph": "C", "name": "bytes alive", "pid": process, "ts": course.end * MICROSECONDS, "args": nothing}
 
 
-def _track_name(process: int, thread: int, name: str) -> Event:
-    """Return the event that names a track."""
-    return {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
-
-
 def _slices(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[Event]:
     """Yield a slice per loop, and a slice per stage that covers its consecutive loops; `stage_of`: loop name -> stage name."""
-    open_: list[LoopTime] = []
-    for loop in loops:
-        if open_ and stage_of.get(open_[0].name) != stage_of.get(loop.name):
-            yield from _stage_slices(open_, stage_of)
-            open_ = []
-        open_.append(loop)
-        chunks = {"chunks": loop.chunks, "chunks drawn": loop.sampled_chunks}
-        yield _slice(loop.name, LOOPS, loop.start, loop.end, chunks)
-    yield from _stage_slices(open_, stage_of)
-
-
-def _stage_slices(loops: Sequence[LoopTime], stage_of: Mapping[str, str]) -> Iterator[Event]:
-    """Yield one slice that covers consecutive loops of a stage; none if there are no loops, or their stage is unknown."""
-    if loops and (name := stage_of.get(loops[0].name)):
-        yield _slice(name, STAGES, loops[0].start, loops[-1].end, {"loops": len(loops)})
+    for stage, run in groupby(loops, key=lambda loop: stage_of.get(loop.name)):
+        loops_of_stage = list(run)
+        for loop in loops_of_stage:
+            chunks = {"chunks": loop.chunks, "chunks drawn": loop.sampled_chunks}
+            yield _slice(loop.name, LOOPS, loop.start, loop.end, chunks)
+        if stage:
+            yield _slice(stage, STAGES, loops_of_stage[0].start, loops_of_stage[-1].end, {"loops": len(loops_of_stage)})
 
 
 def _slice(name: str, thread: int, start: float, end: float, details: Event) -> Event:

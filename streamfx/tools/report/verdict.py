@@ -68,7 +68,11 @@ def verdict(
     saving, excess = ratio(other.peak_bytes, ours.peak_bytes), ratio(ours.peak_bytes, other.peak_bytes)
     if saving >= MIN_GAIN:
         though = "" if why_unchunked is None else f", though {NOTHING}, because {why_unchunked}"
-        return f"{times(saving)} less {counted} than {other.way}{_versus_chunked(ours, others)}{_flop_share(ours, other)}{though}"
+        chunked = next(
+            (f" ({times(ratio(one.peak_bytes, ours.peak_bytes))} {IN_CHUNKS})" for one in others if one.way == CHUNKED), ""
+        )
+        share = f", {ours.flops / other.flops:.2f} of its FLOPs" if ours.flops and other.flops else ""
+        return f"{times(saving)} less {counted} than {other.way}{chunked}{share}{though}"
     if why_unchunked is not None and saving < MIN_DIFFERENCE:
         text = "no gain" if excess < MIN_GAIN else f"{times(excess)} as much {counted} as {other.way}"
         return f"{text}: {NOTHING}, because {why_unchunked}"
@@ -148,19 +152,6 @@ def times(factor: float) -> str:
     ('4.2 times', '12 times', '250 times')
     """
     return f"{factor:.1f} times" if factor < 10 else f"{factor:,.0f} times"
-
-
-def _versus_chunked(ours: StepCost, others: Sequence[StepCost]) -> str:
-    """Compare with checkpointing and a chunked loss, if it is among the baselines."""
-    chunked = next((other for other in others if other.way == CHUNKED), None)
-    return "" if chunked is None else f" ({times(ratio(chunked.peak_bytes, ours.peak_bytes))} {IN_CHUNKS})"
-
-
-def _flop_share(ours: StepCost, other: StepCost) -> str:
-    """Return the FLOPs relative to the FLOPs of a baseline; empty if unknown."""
-    if not ours.flops or not other.flops:
-        return ""
-    return f", {ours.flops / other.flops:.2f} of its FLOPs"
 
 
 def _savings_text(ours: StepCost, other: StepCost) -> str:
