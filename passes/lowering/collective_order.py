@@ -14,7 +14,6 @@ from torch import fx
 
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import bound_arguments, is_tensor
-from streamfx.ir.program import Program
 from streamfx.node_meta import COLLECTIVE_TEXT, TRACED_NAME, VALUE
 from streamfx.passes.ops.collectives import find_group_name, is_collective
 from streamfx.rank_errors import NUMBER
@@ -30,7 +29,19 @@ def describe_order_with_chunks(facts: Facts, group: str) -> str:
 
     Of other groups' collectives between loops, only the operator. "unchunked" if there is no program.
     """
-    return UNCHUNKED if facts.program is None else "\n".join(_lines_of_program(facts.program, group))
+    if facts.program is None:
+        return UNCHUNKED
+    lines = []
+    for direction, host_program in (("forward", facts.program.forward), ("backward", facts.program.backward)):
+        lines.append(direction)
+        if host_program is None:
+            continue
+        for node in host_program.graph.nodes:
+            if node.op == "call_module":
+                lines += _lines_of_loop(host_program.get_submodule(str(node.target)))
+            elif is_collective(node):
+                lines.append(f"  {_call_text(node, group)}")
+    return "\n".join(lines)
 
 
 def describe_order_between_loops(facts: Facts, group: str) -> str:
@@ -41,10 +52,9 @@ def describe_order_between_loops(facts: Facts, group: str) -> str:
     labels = _traced_labels(facts, group)
     if facts.program is None:
         return "\n".join((UNCHUNKED, *labels.values()))
-    forward_and_backward = _between_loops(facts.program, group)
-    return "\n".join(
-        labels.get(node.meta.get(TRACED_NAME, "")) or _call_text(node, group) for nodes in forward_and_backward for node in nodes
-    )
+    host_programs = (facts.program.forward, facts.program.backward)
+    nodes = (node for host in host_programs if host is not None for node in _of_group(host.graph, group))
+    return "\n".join(labels.get(node.meta.get(TRACED_NAME, "")) or _call_text(node, group) for node in nodes)
 
 
 def describe_weight_collectives(facts: Facts, group: str) -> str:
@@ -69,12 +79,6 @@ def describe_traced_order(graph: fx.Graph, group: str) -> str:
     return "\n".join(f"{_operator_name(node)} {source_line(node)}" for node in _of_group(graph, group))
 
 
-def _between_loops(program: Program, group: str) -> list[list[fx.Node]]:
-    """Return a group's collectives between loops, for the forward and the backward program."""
-    host_programs = (program.forward, program.backward)
-    return [_of_group(host_program.graph, group) for host_program in host_programs if host_program is not None]
-
-
 def _of_group(graph: fx.Graph, group: str) -> list[fx.Node]:
     """Return a group's collectives in a graph, in order."""
     return [node for node in graph.nodes if is_collective(node) and find_group_name(node) == group]
@@ -90,23 +94,6 @@ def _sent_values(node: fx.Node) -> list[str]:
     name, (operand, *others) = _operator_name(node), bound_arguments(node).values()
     values = operand if isinstance(operand, (list, tuple)) else [operand]
     return [f"{name.removesuffix('_coalesced')} {_type_and_sizes(value)} {others}" for value in values]
-
-
-def _lines_of_program(program: Program, group: str) -> Iterator[str]:
-    """Yield a line for each collective between loops or reduced value in loops, forward, then backward."""
-    for direction, host_program in (("forward", program.forward), ("backward", program.backward)):
-        yield direction
-        if host_program is not None:
-            yield from _lines_of_host_program(host_program, group)
-
-
-def _lines_of_host_program(host_program: fx.GraphModule, group: str) -> Iterator[str]:
-    """Yield the lines of one host program: for its loops, and for the collectives between them."""
-    for node in host_program.graph.nodes:
-        if node.op == "call_module":
-            yield from _lines_of_loop(host_program.get_submodule(str(node.target)))
-        elif is_collective(node):
-            yield f"  {_call_text(node, group)}"
 
 
 def _lines_of_loop(loop: Any) -> Iterator[str]:

@@ -86,6 +86,7 @@ class FunctionText:
         """Start an empty function; `reserved` are names in use, which `unused` does not return."""
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}  # globals of the function
+        self.nodes_by_line: dict[int, tuple[fx.Node, ...]] = {}  # by line number, the operators that the line runs
         self._reserved_names = set(reserved)
         self._next: Counter[str] = Counter()  # by hint: the first suffix that may be free
 
@@ -168,17 +169,20 @@ def generate_function(
         text.line(f"{arguments}.clear()", 2)
     dead_first, *dead_after = dead_values(inputs, calls, result)
     write_drop(text, dead_first)
-    nodes_by_line: dict[int, tuple[fx.Node, ...]] = {}  # keyed by line number
-    for call, values in zip(calls, dead_after, strict=True):
-        write_call(text, call)
-        nodes_by_line[len(text.lines)] = call.executed
-        write_drop(text, values)
+    write_calls(text, calls, dead_after)
     text.line(f"return {text.argument(result)}", 2)
-    write_except(text, nodes_by_line)
+    write_except(text)
     return text.function(title)
 
 
-def write_call(text: FunctionText, call: CodeCall) -> None:
+def write_calls(text: FunctionText, calls: Sequence[CodeCall], dead_after: Sequence[Sequence[fx.Node]]) -> None:
+    """Append the lines that run these calls; each is followed by the line that drops the values of `dead_after` for it."""
+    for call, values in zip(calls, dead_after, strict=True):
+        _write_call(text, call)
+        write_drop(text, values)
+
+
+def _write_call(text: FunctionText, call: CodeCall) -> None:
     """Append the line that runs a call and assigns its results, for example `[a, b] = run_0(x, dim=1)`.
 
     Arguments whose name is a keyword of Python (`from`) are passed as `**{"from": ...}`.
@@ -190,6 +194,7 @@ def write_call(text: FunctionText, call: CodeCall) -> None:
     arguments += [f"**{{{key!r}: {item}}}" for key, item in keywords.items() if iskeyword(key)]
     targets = call.outputs.name if isinstance(call.outputs, fx.Node) else f"[{', '.join(node.name for node in call.outputs)}]"
     text.line(f"{targets} = {text.name('run', call.run)}({', '.join(arguments)})", 2)
+    text.nodes_by_line[len(text.lines)] = call.executed
 
 
 def write_drop(text: FunctionText, values: Sequence[fx.Node]) -> None:
@@ -198,11 +203,18 @@ def write_drop(text: FunctionText, values: Sequence[fx.Node]) -> None:
         text.line(" = ".join([*(node.name for node in values), "None"]), 2)
 
 
-def write_except(text: FunctionText, nodes_by_line: dict[int, tuple[fx.Node, ...]]) -> None:
-    """Write the `except` clause that closes `try`; `nodes_by_line` maps line numbers to the nodes that the line executes."""
-    error = text.unused("error")
-    text.line(f"except Exception as {error}:")
-    text.line(f"{text.name('failed', _blame(nodes_by_line))}({error})", 2)
+def write_except(text: FunctionText) -> None:
+    """Write the `except` clause that closes `try`; it adds the user's source line to an error, found by the generated line."""
+    nodes_by_line = text.nodes_by_line
+
+    def on_error(error: Exception) -> None:
+        """Name the user's line for the operators of the generated line that raised."""
+        trace = error.__traceback__
+        name_line(error, nodes_by_line.get(trace.tb_lineno, ()) if trace is not None else ())
+
+    name = text.unused("error")
+    text.line(f"except Exception as {name}:")
+    text.line(f"{text.name('failed', on_error)}({name})", 2)
     text.line("raise", 2)
 
 
@@ -219,14 +231,3 @@ def dead_values(inputs: Sequence[fx.Node], calls: Sequence[CodeStep], result: An
     for node, index in last.items():
         dead_after[index + 1].append(node)
     return dead_after[:-1]
-
-
-def _blame(nodes_by_line: dict[int, tuple[fx.Node, ...]]) -> Callable[[Exception], None]:
-    """Return a function that adds the user's source line to an error, found by the line of the generated code."""
-
-    def on_error(error: Exception) -> None:
-        """Name the user's line for the nodes of the generated line that raised."""
-        trace = error.__traceback__
-        name_line(error, nodes_by_line.get(trace.tb_lineno, ()) if trace is not None else ())
-
-    return on_error

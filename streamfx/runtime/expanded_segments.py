@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from streamfx.ir.release_plan import ReleaseSegment
-from streamfx.runtime.expanded_code import CodeCall, CodeStep, FunctionText, dead_values, write_call, write_drop, write_except
+from streamfx.runtime.expanded_code import CodeCall, CodeStep, FunctionText, dead_values, write_calls, write_drop, write_except
 
 SegmentGenerator = Callable[[list[Any], dict[int, Any]], Generator[None, None, None]]
 CHANGED = (
@@ -76,21 +76,17 @@ def generate_segments(
     text.line("yield", 2)
     dead_first, *dead_after = dead_values(inputs, [step for segment_steps in steps for step in segment_steps], ())
     write_drop(text, dead_first)
-    nodes_by_line: dict[int, tuple[fx.Node, ...]] = {}
     for (segment, calls), (dead_at_begin, *dead_after_calls, dead_at_end) in zip(
         segments, _split(dead_after, map(len, steps)), strict=True
     ):
         text.line(f"{text.name('unchanged', check_unchanged)}({versions}, {_by_name(segment.reads)})", 2)
         write_drop(text, dead_at_begin)
-        for call, values in zip(calls, dead_after_calls, strict=True):
-            write_call(text, call)
-            nodes_by_line[len(text.lines)] = call.executed
-            write_drop(text, values)
+        write_calls(text, calls, dead_after_calls)
         for index, node in segment.gradients.items():
             text.line(f"{results}[{index}] = {node.name}", 2)
         write_drop(text, dead_at_end)
         text.line("yield", 2)
-    write_except(text, nodes_by_line)
+    write_except(text)
     return text.function(title)
 
 

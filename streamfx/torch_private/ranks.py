@@ -111,7 +111,14 @@ class _Board:
     """The texts that the ranks of a group exchange, keyed by index and rank, in a store that all ranks can reach.
 
     A rank that failed leaves a text without an index, so that ranks that do not compile this graph never read it. A rank
-    that compiles it withdraws its own text, so that the indices of both ranks stay equal.
+    that compiles it withdraws its own text, so that the indices of both ranks stay equal. Keys of the store:
+
+        count/RANK           the number of texts that a rank has written and not withdrawn: the index of its last text
+        INDEX/RANK           the text that a rank has written with an index
+        begun/SUBJECT/RANK   the number of texts of a rank about a subject, left ones included
+        left/SUBJECT         is set if any rank has left a text about a subject
+        left/SUBJECT/RANK    the text that a rank left about a subject
+        known/TOPIC/RANK     the text about a topic that, as this rank knows, all ranks have written
     """
 
     store: Any
@@ -129,9 +136,9 @@ class _Board:
         Raises:
             RanksMissingError: if a rank does not write within `WAIT_LIMIT`.
         """
-        index = self.store.add(self._counter, 1)
+        index = self.store.add(self._key("count", self.rank), 1)
         own_text = self._new_text(text)
-        self._store_text(self._slot(index, self.rank), own_text)
+        self.store.set(self._key(index, self.rank), own_text.to_stored())
         deadline, pause = time.monotonic() + WAIT_LIMIT.total_seconds(), MIN_PAUSE
         texts: dict[int, _Text] = {}
         while True:
@@ -140,8 +147,8 @@ class _Board:
             answered_ranks = {rank for rank, other in texts.items() if other.subject == self.subject}
             left_texts = {rank: left for rank, left in self._left_instead_of(own_text).items() if rank not in answered_ranks}
             if left_texts:
-                self.store.set(self._slot(index, self.rank), WITHDRAWN)
-                self.store.add(self._counter, -1)
+                self.store.set(self._key(index, self.rank), WITHDRAWN)
+                self.store.add(self._key("count", self.rank), -1)
                 return [left_texts.get(rank, text) for rank in self.ranks]
             if len(texts) == len(self.ranks):
                 return [texts[rank].text for rank in self.ranks]
@@ -154,21 +161,21 @@ class _Board:
 
     def leave(self, text: str) -> None:
         """Write a text for ranks that compile the same graph, without waiting."""
-        self._store_text(self._left_key(self.rank, self.subject), self._new_text(text))
-        self.store.set(self._left_flag(self.subject), "yes")
+        self.store.set(self._key("left", self.subject, self.rank), self._new_text(text).to_stored())
+        self.store.set(self._key("left", self.subject), "yes")
 
     def agreed(self, about: str) -> str | None:
         """Return the text about a topic that all ranks agreed on; None if they have not agreed on it."""
-        agreed_key = self._agreed_key(about)
+        agreed_key = self._key("known", _hash(about), self.rank)
         return self.store.get(agreed_key).decode() if self.store.check([agreed_key]) else None
 
     def agree(self, about: str, text: str) -> None:
         """Store the text about a topic that all ranks have written."""
-        self.store.set(self._agreed_key(about), text)
+        self.store.set(self._key("known", _hash(about), self.rank), text)
 
     def _new_text(self, text: str) -> _Text:
         """Return a text of this rank about the subject, with its number (`attempt`), which the store counts."""
-        return _Text(self.subject, int(self.store.add(f"{self.name}/begun/{self.subject}/{self.rank}", 1)), text)
+        return _Text(self.subject, int(self.store.add(self._key("begun", self.subject, self.rank), 1)), text)
 
     def _read_texts(self, index: int, texts: dict[int, _Text]) -> None:
         """Add to `texts` (by rank) the texts with this index that it lacks, once all ranks have written theirs.
@@ -176,13 +183,13 @@ class _Board:
         Until then, one check of the store covers hundreds of ranks. Texts that their authors will withdraw are not added.
         """
         absent = [rank for rank in self.ranks if rank not in texts]
-        if self.store.check([self._slot(index, rank) for rank in absent]):
-            new_texts = {rank: item for rank in absent if (item := self._load_text(self._slot(index, rank))) is not None}
+        if self.store.check([self._key(index, rank) for rank in absent]):
+            new_texts = {rank: item for rank in absent if (item := self._load_text(self._key(index, rank))) is not None}
             texts.update({rank: item for rank, item in new_texts.items() if not self._is_withdrawn(item, {**texts, **new_texts})})
 
     def _missing_ranks(self, index: int) -> str:
         """Return the ranks that have written no text with this index, as "2, 5", for an error message."""
-        texts = {rank: item for rank in self.ranks if (item := self._load_text(self._slot(index, rank))) is not None}
+        texts = {rank: item for rank in self.ranks if (item := self._load_text(self._key(index, rank))) is not None}
         present_ranks = {rank for rank, item in texts.items() if not self._is_withdrawn(item, texts)}
         return ", ".join(str(rank) for rank in self.ranks if rank not in present_ranks)
 
@@ -191,9 +198,9 @@ class _Board:
 
         Only those of at least the same attempt: an earlier one belongs to an earlier compilation of this subject.
         """
-        if not self.store.check([self._left_flag(text.subject)]):
+        if not self.store.check([self._key("left", text.subject)]):
             return {}
-        left_texts = {rank: self._load_text(self._left_key(rank, text.subject)) for rank in self.ranks}
+        left_texts = {rank: self._load_text(self._key("left", text.subject, rank)) for rank in self.ranks}
         return {rank: item.text for rank, item in left_texts.items() if item is not None and item.attempt >= text.attempt}
 
     def _is_withdrawn(self, text: _Text, others: Mapping[int, _Text]) -> bool:
@@ -212,27 +219,6 @@ class _Board:
         stored = self.store.get(key).decode() if self.store.check([key]) else WITHDRAWN
         return None if stored == WITHDRAWN else _Text.read(stored)
 
-    def _store_text(self, key: str, text: _Text) -> None:
-        """Store a text under a key."""
-        self.store.set(key, text.to_stored())
-
-    def _slot(self, index: int, rank: int) -> str:
-        """Return the store's key of the text that a rank has written with an index."""
-        return f"{self.name}/{index}/{rank}"
-
-    def _left_key(self, rank: int, subject: str) -> str:
-        """Return the store's key of the text that a rank left about a subject."""
-        return f"{self.name}/left/{subject}/{rank}"
-
-    def _left_flag(self, subject: str) -> str:
-        """Return the store's key that is set if any rank has left a text about a subject."""
-        return f"{self.name}/left/{subject}"
-
-    def _agreed_key(self, about: str) -> str:
-        """Return the store's key of the text about a topic that, as this rank knows, all ranks have written."""
-        return f"{self.name}/known/{_hash(about)}/{self.rank}"
-
-    @property
-    def _counter(self) -> str:
-        """The store's key of the number of texts that this rank has written and not withdrawn: the index of its last text."""
-        return f"{self.name}/count/{self.rank}"
+    def _key(self, *parts: str | int) -> str:
+        """Return a key of the store; the class lists them."""
+        return "/".join((self.name, *map(str, parts)))
