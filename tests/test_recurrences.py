@@ -98,7 +98,7 @@ def test_loops_over_rows(name: str) -> None:
     assert not streams or not count or all_in_rows(report, operators(report, Recurrence))
 
 
-def test_a_counter_in_each_step_compiles_quickly() -> None:
+def test_a_counter_in_each_step_streams() -> None:
     """Each step reads it twice: a recursive cost estimate without a cache would take exponential time."""
 
     def counted(m: Mixed, x: Tensor) -> Tensor:
@@ -108,7 +108,8 @@ def test_a_counter_in_each_step_compiles_quickly() -> None:
 
         return m.out(looped(step, (zeros(x), torch.zeros(len(x), dtype=torch.int64)), x, (x[..., 0] > 0.5).detach()))
 
-    compared(counted, length=24, streams=None)
+    report = compared(counted, length=24, chunk_size=5, also=(1, 24), streams=None)
+    assert loops_of(report) == 2 and all_in_rows(report, operators(report, Recurrence))
 
 
 # -- loops over blocks of rows

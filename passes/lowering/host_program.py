@@ -275,7 +275,7 @@ def fake_states(node: fx.Node) -> torch.Tensor:
     """Return a fake value for a scan's states, with one state, because the number of chunks is known at run time only."""
     if isinstance(node.target, Recurrence):
         like: torch.Tensor = node.meta[VALUE][0]
-        return like.new_empty((1, numeric(node.target.carry_size)), dtype=node.target.carry_type)
+        return like.new_empty((1, numeric(node.target.carry_size)), dtype=torch.uint8)
     dim = bound_arguments(node)["dim"]
     value: torch.Tensor = node.meta[VALUE]
     with torch.no_grad():

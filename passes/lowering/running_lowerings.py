@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import fx
 
 from streamfx.ir.facts import Role
@@ -85,7 +86,7 @@ def lower_recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     if recurrence.reverse:
         if not builder.reverse or (recurrence.needs_states and stored_states is None):
             raise FallbackError(node, NO_STATES)
-        carry, _ = builder.emit_carry(node, recurrence.carry_shape, recurrence.carry_type, keeps_states=False)
+        carry, _ = builder.emit_carry(node, recurrence.carry_shape, torch.uint8, keeps_states=False)
         if isinstance(recurrence, UnrolledRecurrence) and (kept := _kept_steps(builder, forward, recurrence)) is not None:
             return builder.graph.call_function(recurrence.retreat_from, (rows_before, rows_after, carry, kept, *operands))
         return builder.graph.call_function(recurrence.retreat, (rows_before, rows_after, carry, states, chunk, *operands))
@@ -93,9 +94,7 @@ def lower_recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
         if stored_states is None:
             raise FallbackError(node, OPPOSITE_DIRECTION.format(target="a loop over rows"))
         return builder.graph.call_function(recurrence.resume, (rows_before, rows_after, states, chunk, *operands))
-    carry, new_states = builder.emit_carry(
-        node, recurrence.carry_shape, recurrence.carry_type, keeps_states=stored_states is None
-    )
+    carry, new_states = builder.emit_carry(node, recurrence.carry_shape, torch.uint8, keeps_states=stored_states is None)
     return builder.graph.call_function(recurrence.advance, (rows_before, rows_after, carry, new_states, chunk, *operands))
 
 

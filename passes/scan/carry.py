@@ -1,42 +1,25 @@
-"""The carry of an unrolled loop: its dtype, a slot for each value that crosses from row to row, and when values end.
+"""The carry of an unrolled loop: a slot for each value that crosses from row to row, and when values end.
 
-An unrolled loop has a step for each row. The carry is one flat vector that step t passes to the next step; a *slot* is the
-interval of its elements that holds one value. Boundary b lies before step b, so a loop of n steps has boundaries 0 to n.
+An unrolled loop has a step for each row. The carry is a vector of bytes that step t passes to the next step; a *slot* is the
+interval of its bytes that holds one value. Boundary b lies before step b, so a loop of n steps has boundaries 0 to n.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-import torch
 from torch import fx
 
 from streamfx.ir.joint import is_tensor
-from streamfx.ir.recurrence import CarrySlot, Instruction, Operation, StepValue, ValueId
+from streamfx.ir.recurrence import CarrySlot, Instruction, Operation, StepValue, ValueId, aligned
 from streamfx.node_meta import VALUE
 
 
 class NoRecurrenceError(Exception):
     """The reason why an unrolled loop cannot run in chunks."""
-
-
-def carry_type(values: Iterable[fx.Node]) -> torch.dtype:
-    """Return the dtype of the carry vector, which represents the carried values of all (floating or bool) dtypes exactly.
-
-    It is the widest of their dtypes; float32 for bfloat16 together with float16, or without floating-point values.
-    Raise `NoRecurrenceError` if a value has another dtype, or is not a tensor.
-    """
-    dtypes = {value.meta[VALUE].dtype if is_tensor(value) else None for value in values}
-    widest_first = [dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) if dtype in dtypes]
-    if dtypes - {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool}:
-        raise NoRecurrenceError("values that are not numbers cross from row to row")
-    if not widest_first:
-        return torch.float32
-    has_both_half_types = {torch.bfloat16, torch.float16} <= dtypes  # neither represents the other exactly
-    return torch.float32 if has_both_half_types and widest_first[0] is torch.bfloat16 else widest_first[0]
 
 
 def assign_carry_slots(
@@ -45,30 +28,30 @@ def assign_carry_slots(
     """Return, for each boundary between steps, the carry slots of the values that cross it (`Steps.crossing`).
 
     `lifetimes` maps a value to the first and the last boundary that it crosses; `length` is the number of steps. A loop in
-    `reverse` runs from boundary `length` to 0. When a value ends, its slot is reused for a value of the same size.
+    `reverse` runs from boundary `length` to 0. When a value ends, its slot is reused for a value of the same size and dtype.
     """
     crossing: list[list[CarrySlot]] = [[] for _ in range(length + 1)]
     carry_size = 0
-    free_starts: dict[int, list[int]] = defaultdict(list)  # by size, in elements
+    free_starts: dict[Any, list[int]] = defaultdict(list)  # by number of elements and dtype
     values_starting_at: dict[int, list[fx.Node]] = defaultdict(list)  # by boundary
-    slots_freed_at: dict[int, list[CarrySlot]] = defaultdict(list)  # by boundary
+    starts_freed_at: dict[int, list[tuple[Any, int]]] = defaultdict(list)  # by boundary: key of `free_starts`, start
     for value, (low, high) in lifetimes.items():
         values_starting_at[high if reverse else low].append(value)
     for boundary in range(length, -1, -1) if reverse else range(length + 1):
-        for slot in slots_freed_at.pop(boundary, ()):
-            free_starts[slot.stop - slot.start].append(slot.start)
+        for size, start in starts_freed_at.pop(boundary, ()):
+            free_starts[size].append(start)
         for value in values_starting_at[boundary]:
-            shape = tuple(value.meta[VALUE].shape)
-            size = prod(shape)
-            if free_starts[size]:
-                start = free_starts[size].pop()
-            else:
-                start, carry_size = carry_size, carry_size + size
-            slot = CarrySlot(value_ids[value], start, shape, value.meta[VALUE].dtype)
+            if not is_tensor(value):
+                raise NoRecurrenceError("values that are not tensors cross from row to row")
+            shape, dtype = tuple(value.meta[VALUE].shape), value.meta[VALUE].dtype
+            size = prod(shape), dtype
+            start = free_starts[size].pop() if free_starts[size] else aligned(carry_size, dtype.itemsize)
+            slot = CarrySlot(start, start + prod(shape) * dtype.itemsize, shape, dtype, value_ids[value])
+            carry_size = max(carry_size, start + prod(shape) * dtype.itemsize)
             low, high = lifetimes[value]
             for crossed in range(low, high + 1):
                 crossing[crossed].append(slot)
-            slots_freed_at[low - 1 if reverse else high + 1].append(slot)
+            starts_freed_at[low - 1 if reverse else high + 1].append((size, start))
     return tuple(map(tuple, crossing))
 
 

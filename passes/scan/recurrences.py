@@ -13,7 +13,6 @@ the sequence from which a loop's rows come, as `x[:, 8:16]`: two loops with equa
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -37,7 +36,7 @@ from streamfx.passes.scan.carry import NoRecurrenceError
 from streamfx.passes.scan.rerolling import reroll, sort_topologically, unrolled_name
 from streamfx.passes.scan.row_access import ConcatAccess, RowAccesses, find_row_accesses
 from streamfx.passes.scan.row_ranges import SourceRows, sequence_start_and_block
-from streamfx.passes.scan.schedule import RecurrencePair, UnrolledLoop, plan_recurrence
+from streamfx.passes.scan.schedule import LoopPart, RecurrencePair, UnrolledLoop, plan_recurrence
 from streamfx.passes.scan.strip_mine import restore_unused_blocks, stack_sliced_blocks
 
 aten = torch.ops.aten
@@ -134,17 +133,15 @@ class _Family:
         linked: set[Dim] = set()  # axes along which loops over the sequence concatenate results
         needed_by_others = {node for family in families for node in family.useful if node not in self.useful}
         for loop in self.loops(needed_by_others):
-            nodes = (*loop.forward, *loop.backward)
+            nodes, reads = loop.operators, (*loop.forward.reads.values(), *loop.backward.reads.values())
             if not planned_nodes.isdisjoint(nodes) or any(
                 source in self.reads_of_other_intervals for node in nodes for source in node.all_input_nodes
             ):
                 continue
-            read_dims = [
-                axes.shapes[row.source][row.dim] for row in (*loop.forward_reads.values(), *loop.backward_reads.values())
-            ]
+            read_dims = [axes.shapes[row.source][row.dim] for row in reads]
             if not any(axes.sequence_factor(dim) is not None or axes.table.resolve(dim) in linked for dim in read_dims):
                 continue
-            linked |= {axes.table.resolve(axes.shapes[concat.node][concat.dim]) for concat in loop.forward_concats}
+            linked |= {axes.table.resolve(axes.shapes[concat.node][concat.dim]) for concat in loop.forward.concats}
             try:
                 plans.append(plan_recurrence(loop, axes, self.nodes))
                 planned_nodes.update(nodes)
@@ -328,27 +325,19 @@ class _Family:
 
         `nodes_of_component` maps the root of each component to its operators. Loops with random operators are omitted.
         """
-        # the roots of all components of a root's loop; components of one loop share the list
-        loop_roots: dict[fx.Node, list[fx.Node]] = {root: [root] for root in nodes_of_component}
+        links: list[tuple[fx.Node, fx.Node]] = []
         for root, nodes in nodes_of_component.items():
             if not self.is_forward(nodes[0]):
                 sources = [s for node in nodes for s in node.all_input_nodes if self._is_operator_of(s, forward=True)]
                 roots_used = dict.fromkeys(self.component[source] for source in sources if source in self.component)
                 forward_roots = [used for used in roots_used if used in nodes_of_component]
-                for forward_root in forward_roots or self._components_sharing_reads(nodes, nodes_of_component):
-                    if loop_roots[forward_root] is not loop_roots[root]:
-                        loop_roots[root] += loop_roots[forward_root]
-                        loop_roots |= dict.fromkeys(loop_roots[forward_root], loop_roots[root])
-        concats: dict[int, list[ConcatAccess]] = defaultdict(list)  # by the id of the list of roots
-        for concat in self.concats:
-            own_value = next((value for value in concat.values if value in self.component), None)
-            if own_value is not None and self.component[own_value] in loop_roots:
-                concats[id(loop_roots[self.component[own_value]])].append(concat)
-        loops = []
-        for roots in {id(roots): roots for roots in loop_roots.values()}.values():
-            nodes = sorted((node for root in roots for node in nodes_of_component[root]), key=self.order.__getitem__)
-            loops.append(self._unrolled_loop(nodes, concats[id(roots)]))
-        return [loop for loop in loops if not any(map(is_random, (*loop.forward, *loop.backward)))]
+                forward_roots = forward_roots or self._components_sharing_reads(nodes, nodes_of_component)
+                links += [(root, forward_root) for forward_root in forward_roots]
+        loops = [
+            self._unrolled_loop(sorted((node for root in roots for node in nodes_of_component[root]), key=self.order.__getitem__))
+            for roots in connected_components(nodes_of_component, links)
+        ]
+        return [loop for loop in loops if not any(map(is_random, loop.operators))]
 
     def _components_sharing_reads(self, backward: Iterable[fx.Node], roots: Iterable[fx.Node]) -> list[fx.Node]:
         """Return the first of the components `roots`, in a list, whose forward operators read a row that the operators
@@ -360,29 +349,27 @@ class _Family:
         readers = {self.component[user] for user in users if user in self.component and self.is_forward(user)}
         return [root for root in roots if root in readers][:1]
 
-    def _unrolled_loop(self, nodes: list[fx.Node], concats: list[ConcatAccess]) -> UnrolledLoop:
-        """Return the loop of these operators: with the rows that it reads, and with `concats` that no other loop computes."""
+    def _unrolled_loop(self, nodes: list[fx.Node]) -> UnrolledLoop:
+        """Return the loop of these operators: with the rows that it reads, and the concatenations that no other loop computes."""
         inside = set(nodes)
         concats = [
-            concat for concat in concats if all(value in inside for value in concat.values if self._is_computed_in_step(value))
+            concat
+            for concat in self.concats
+            if not inside.isdisjoint(concat.values)
+            and all(value in inside for value in concat.values if self._is_computed_in_step(value))
         ]
-        forward_concats = [concat for concat in concats if self.is_forward(concat.node)]
-        backward_concats = [concat for concat in concats if not self.is_forward(concat.node)]
         values_used = [source for node in nodes for source in node.all_input_nodes]
-        values_used += [value for concat in (*forward_concats, *backward_concats) for value in concat.values]
+        values_used += [value for concat in concats for value in concat.values]
         reads = {value: self.reads[value] for value in values_used if value in self.reads}
-        reads_forward_value = {node: self.is_forward(self.reads[node].source) for node in reads}
-        return UnrolledLoop(
-            self.length,
-            tuple(node for node in nodes if self.is_forward(node)),
-            tuple(node for node in nodes if not self.is_forward(node)),
-            tuple(forward_concats),
-            tuple(backward_concats),
-            {node: row for node, row in reads.items() if reads_forward_value[node]},
-            {node: row for node, row in reads.items() if not reads_forward_value[node]},
-            self.step,
-            self.order,
+        forward, backward = (
+            LoopPart(
+                tuple(node for node in nodes if self.is_forward(node) == is_forward),
+                {node: row for node, row in reads.items() if self.is_forward(row.source) == is_forward},
+                tuple(concat for concat in concats if self.is_forward(concat.node) == is_forward),
+            )
+            for is_forward in (True, False)
         )
+        return UnrolledLoop(self.length, forward, backward, self.step, self.order)
 
 
 def _operator_and_shape(node: fx.Node) -> Any:

@@ -1,16 +1,17 @@
 """Plan how an unrolled loop runs in chunks of its rows: translate its operators to steps of a recurrence operator.
 
-Each operator belongs to a *step*, one per row of the sequence. Values that cross from step to step get slots of the carry (one
-flat vector); operands and results get axis labels. If a loop cannot run in chunks, `NoRecurrenceError` has the reason, and
+Each operator belongs to a *step*, one per row of the sequence. Values that cross from step to step get slots of the carry (a
+vector of bytes); operands and results get axis labels. If a loop cannot run in chunks, `NoRecurrenceError` has the reason, and
 the loop stays unrolled. `ir/recurrence.py` has an example of steps.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import prod
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from streamfx.ir.recurrence import (
 from streamfx.ir.signature import LabelShape
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import READS_LAYOUT
-from streamfx.passes.scan.carry import NoRecurrenceError, assign_carry_slots, carry_type, dead_values
+from streamfx.passes.scan.carry import NoRecurrenceError, assign_carry_slots, dead_values
 from streamfx.passes.scan.row_access import ConcatAccess, RowAccess
 from streamfx.runtime.outer import COPYING_VIEWS
 
@@ -43,22 +44,35 @@ MAX_SINGLE_ROW_RESULTS = 24  # per loop: more results of single rows are not sup
 
 
 @dataclass(frozen=True)
-class UnrolledLoop:
-    """The operators of an unrolled loop, in the forward and the backward graph, with the rows that they read and concatenate.
+class LoopPart:
+    """The operators of an unrolled loop in the forward or the backward graph.
 
-    `length` is the number of steps (rows); `step` has the step of each operator and of each row that is read; `order` has the
-    position of each node in the graph. `..._reads` maps a node that selects a row to what it selects.
+    `reads`: the rows that the loop reads of values of this graph, by the node that selects the row. `concats`: the
+    concatenations of the loop's rows in this graph.
+    """
+
+    operators: tuple[fx.Node, ...]
+    reads: Mapping[fx.Node, RowAccess]
+    concats: tuple[ConcatAccess, ...]
+
+
+@dataclass(frozen=True)
+class UnrolledLoop:
+    """An unrolled loop: its parts in the forward and the backward graph, and the number of steps (rows).
+
+    `step` has the step of each operator and of each row that is read; `order` has the position of each node in the graph.
     """
 
     length: int
-    forward: tuple[fx.Node, ...]
-    backward: tuple[fx.Node, ...]
-    forward_concats: tuple[ConcatAccess, ...]
-    backward_concats: tuple[ConcatAccess, ...]
-    forward_reads: Mapping[fx.Node, RowAccess]
-    backward_reads: Mapping[fx.Node, RowAccess]
+    forward: LoopPart
+    backward: LoopPart
     step: Mapping[fx.Node, int]
     order: Mapping[fx.Node, int]
+
+    @property
+    def operators(self) -> tuple[fx.Node, ...]:
+        """The operators in both graphs."""
+        return (*self.forward.operators, *self.backward.operators)
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,7 @@ def plan_recurrence(loop: UnrolledLoop, axes: AxisFacts, nodes: list[fx.Node]) -
     `axes`: the axis of each dimension; `nodes`: the graph's nodes in order. Raise `NoRecurrenceError` if the loop cannot run
     in chunks.
     """
-    for operators in filter(None, (loop.forward, loop.backward)):
+    for operators in filter(None, (loop.forward.operators, loop.backward.operators)):
         _check_order(frozenset(operators), nodes[loop.order[operators[0]] : loop.order[operators[-1]] + 1])
     return _Planner(loop, axes).plan_recurrence()
 
@@ -116,38 +130,30 @@ class _Planner:
     def __init__(self, loop: UnrolledLoop, axes: AxisFacts) -> None:
         """Assign an identifier to each value of the loop: the results of its operators, and the rows that it reads."""
         self.loop, self.axes = loop, axes
-        self.values = {*loop.forward, *loop.backward, *loop.forward_reads, *loop.backward_reads}
-        self.forward_values = {*loop.forward, *loop.forward_reads}  # values of the forward graph
+        self.forward_values = {*loop.forward.operators, *loop.forward.reads}  # values of the forward graph
+        self.values = {*loop.operators, *loop.forward.reads, *loop.backward.reads}
         ids = count()
         self.value_ids: dict[fx.Node, ValueId] = defaultdict(lambda: next(ids))
-        self.concat_nodes = {concat.node for concat in (*loop.forward_concats, *loop.backward_concats)}
+        self.concat_nodes = {concat.node for concat in (*loop.forward.concats, *loop.backward.concats)}
 
     def plan_recurrence(self) -> RecurrencePair:
         """Return the loop's forward and backward recurrence operators; raise `NoRecurrenceError` if it cannot run in chunks.
 
         Backward steps run in reverse. Before them, a chunk of the backward operator recomputes the chunk's forward steps.
         """
-        loop = self.loop
+        loop, name = self.loop, "recurrence"
         self._check()
-        forward_uses = self._steps_using(loop.forward, loop.forward_concats)
-        backward_uses = self._steps_using(loop.backward, loop.backward_concats)
-        forward_lifetimes, backward_lifetimes = self._lifetimes(forward_uses, backward_uses)
-        dtype = carry_type([*forward_lifetimes, *backward_lifetimes])
-        forward_steps = self._steps(
-            loop.forward, loop.forward_reads, loop.forward_concats, forward_lifetimes, dtype, reverse=False
-        )
-        backward_steps = self._steps(
-            loop.backward, loop.backward_reads, loop.backward_concats, backward_lifetimes, dtype, reverse=True
-        )
-        if not loop.forward and not backward_steps.carry_size:
+        forward_lifetimes, backward_lifetimes = self._lifetimes()
+        forward_steps = self._steps(loop.forward, forward_lifetimes, reverse=False)
+        backward_steps = self._steps(loop.backward, backward_lifetimes, reverse=True)
+        if not loop.forward.operators and not backward_steps.carry_size:
             raise NoRecurrenceError("no value crosses from row to row, and the forward graph has no such loop")
-        name = "recurrence"
-        forward = self._recurrence_call(name, forward_steps, None, loop.forward_concats, loop.forward) if loop.forward else None
+        forward = self._recurrence_call(name, loop.forward, forward_steps, None) if loop.forward.operators else None
         backward = None
-        if loop.backward:
-            recomputed = forward_steps if loop.forward or loop.forward_reads else None
-            backward = self._recurrence_call(f"{name}_backward", backward_steps, recomputed, loop.backward_concats, loop.backward)
-        self._check_size(forward or backward, max(forward_steps.carry_size, backward_steps.carry_size))
+        if loop.backward.operators:
+            recomputed = forward_steps if self.forward_values else None
+            backward = self._recurrence_call(f"{name}_backward", loop.backward, backward_steps, recomputed)
+        self._check_size(forward or backward, max((*_num_carried(forward_steps), *_num_carried(backward_steps))))
         return RecurrencePair(forward, backward, frozenset(self.values | self.concat_nodes))
 
     def _check(self) -> None:
@@ -156,7 +162,7 @@ class _Planner:
         The last: too many steps (a quarter of them) each use a value of the sequence that no other step uses. Then the loop
         has an operand per row, which a chunk cannot slice.
         """
-        for node in (*self.loop.forward, *self.loop.backward):
+        for node in self.loop.operators:
             if any(is_size(source) for source in node.all_input_nodes) or not _has_static_sizes(node):
                 raise NoRecurrenceError(f"{node.name} has dynamic sizes")
             if node.target in READS_LAYOUT:
@@ -170,7 +176,7 @@ class _Planner:
         Values of the first and the last step are omitted: these use initial states and gradients of final states.
         """
         steps_using: dict[fx.Node, set[int]] = defaultdict(set)
-        for node in (*self.loop.forward, *self.loop.backward):
+        for node in self.loop.operators:
             for source in node.all_input_nodes:
                 if source not in self.values:
                     steps_using[source].add(self.loop.step[node])
@@ -188,16 +194,16 @@ class _Planner:
             seen.update(node.all_input_nodes)
         return False
 
-    def _check_size(self, call: RecurrenceCall | None, carry_size: int) -> None:
+    def _check_size(self, call: RecurrenceCall | None, num_carried: int) -> None:
         """Raise `NoRecurrenceError` if chunks would not save memory: the carry is larger than all rows, or grows with each step.
 
         It grows if it is 1.5 times larger after a quarter of the steps than before the last quarter, or the reverse.
-        `carry_size`: in elements.
+        `num_carried`: the elements of the carry.
         """
         assert call is not None
-        if carry_size > sum(value.meta[VALUE].numel() for value in (*call.operands, *(concat.node for concat in call.concats))):
+        if num_carried > sum(value.meta[VALUE].numel() for value in (*call.operands, *(concat.node for concat in call.concats))):
             raise NoRecurrenceError("the carry is larger than the rows")
-        sizes = [sum(slot.stop - slot.start for slot in slots) for slots in call.plan.steps.crossing]  # by boundary
+        sizes = _num_carried(call.plan.steps)
         quarter = self.loop.length // 4
         early, late = sizes[quarter], sizes[-1 - quarter]
         if quarter > 1 and 2 * max(early, late) > 3 * max(min(early, late), 1):
@@ -205,28 +211,27 @@ class _Planner:
 
     # -- uses
 
-    def _steps_using(self, nodes: Iterable[fx.Node], concats: Iterable[ConcatAccess]) -> dict[fx.Node, list[int]]:
-        """Return, for each value of the loop, the steps that use it: as an operand of `nodes`, or as a row of `concats`."""
+    def _steps_using(self, part: LoopPart) -> dict[fx.Node, list[int]]:
+        """Return, for each value of the loop, the steps of this part that use it: as an operand, or as a row of a result."""
         steps_of: dict[fx.Node, list[int]] = defaultdict(list)
-        for node in nodes:
+        for node in part.operators:
             for source in node.all_input_nodes:
                 if source in self.values:
                     steps_of[source].append(self.loop.step[node])
-        for concat in concats:
+        for concat in part.concats:
             for step, item in enumerate(concat.values):
                 if item in self.values:
                     steps_of[item].append(step)
         return steps_of
 
-    def _lifetimes(
-        self, forward_uses: Mapping[fx.Node, list[int]], backward_uses: Mapping[fx.Node, list[int]]
-    ) -> tuple[dict[fx.Node, tuple[int, int]], dict[fx.Node, tuple[int, int]]]:
+    def _lifetimes(self) -> tuple[dict[fx.Node, tuple[int, int]], dict[fx.Node, tuple[int, int]]]:
         """Return the (first, last) boundary that each carried value crosses, for the forward and for the backward loop.
 
         Boundary b lies before step b: a value of step 2 that step 4 uses crosses (3, 4). The backward loop runs from the last
         step to the first; it recomputes forward values, so it also carries those that an earlier step's gradient uses. Raise
         `NoRecurrenceError` if a step uses a value of its graph that a step after it (in execution order) computes.
         """
+        forward_uses, backward_uses = self._steps_using(self.loop.forward), self._steps_using(self.loop.backward)
         forward_lifetimes, backward_lifetimes = {}, {}
         for value in sorted(self.values, key=self.loop.order.__getitem__):
             own_step = self.loop.step[value]
@@ -246,32 +251,23 @@ class _Planner:
 
     # -- steps
 
-    def _steps(
-        self,
-        nodes: tuple[fx.Node, ...],
-        reads: Mapping[fx.Node, RowAccess],
-        concats: tuple[ConcatAccess, ...],
-        lifetimes: Mapping[fx.Node, tuple[int, int]],
-        dtype: torch.dtype,
-        reverse: bool,
-    ) -> Steps:
-        """Return the steps of the forward or (`reverse`) backward loop: instructions, carry between steps, and results.
+    def _steps(self, part: LoopPart, lifetimes: Mapping[fx.Node, tuple[int, int]], reverse: bool) -> Steps:
+        """Return the steps of the forward or (`reverse`) backward part: instructions, carry between steps, and results.
 
-        `nodes`, `reads`, `concats`: the loop's operators, the rows that they select, and concatenations, in that graph.
-        `lifetimes`: the boundaries that each value crosses; `dtype`: of the carry.
+        `lifetimes`: the boundaries that each value crosses.
         """
         steps: list[list[Instruction]] = [[] for _ in range(self.loop.length)]
-        for node, row in reads.items():
+        for node, row in part.reads.items():
             steps[row.step].append(RowRead(self.value_ids[node], self.value_ids[row.source], row.dim, row.step))
-        for node in nodes:
+        for node in part.operators:
             steps[self.loop.step[node]].append(self._operation(node))
-        results = tuple(self._concat_result(concat) for concat in concats)
-        single_row_results = tuple(self._single_step_result(node) for node in self._values_used_outside(nodes))
+        results = tuple(self._concat_result(concat) for concat in part.concats)
+        single_row_results = tuple(self._single_step_result(node) for node in self._values_used_outside(part.operators))
         crossing = assign_carry_slots(lifetimes, self.value_ids, self.loop.length, reverse)
         live_values = {slot.value for slots in crossing for slot in slots} | {result.value for result in single_row_results}
         live_values |= {value_id for concat in results for value_id in concat.values}
         dead_after = dead_values(steps, live_values, reverse)
-        return Steps(tuple(map(tuple, steps)), crossing, results, single_row_results, dtype, reverse, dead_after)
+        return Steps(tuple(map(tuple, steps)), crossing, results, single_row_results, reverse, dead_after)
 
     def _operation(self, node: fx.Node) -> Operation:
         """Return an operator as an instruction of its step: operands that are nodes become identifiers (`StepValue`).
@@ -311,57 +307,41 @@ class _Planner:
 
     # -- operands and results
 
-    def _recurrence_call(
-        self, name: str, steps: Steps, recomputed: Steps | None, concats: tuple[ConcatAccess, ...], nodes: tuple[fx.Node, ...]
-    ) -> RecurrenceCall:
-        """Return the forward or backward recurrence operator, which runs `steps`.
+    def _recurrence_call(self, name: str, part: LoopPart, steps: Steps, recomputed: Steps | None) -> RecurrenceCall:
+        """Return the recurrence operator of one part of the loop, which runs `steps`.
 
-        `nodes`, `concats`: the loop's operators and concatenations in that graph. `recomputed`: the forward steps that a
-        backward operator recomputes, None for the forward operator. The operands are first the values that are read row by
-        row, then values from outside the loop that are used in full. Raise `NoRecurrenceError` if it cannot be planned.
+        `recomputed`: the forward steps that a backward operator recomputes, None for the forward operator. The operands are
+        first the values that are read row by row, then values from outside the loop that are used in full; a value may be
+        both. Raise `NoRecurrenceError` if it cannot be planned.
         """
+        parts = (part,) if recomputed is None else (self.loop.forward, self.loop.backward)
         row_dims: dict[fx.Node, int] = {}  # of each value that is read row by row
-        full_operands: dict[fx.Node, None] = {}  # an ordered set
-        reads_forward_too = recomputed is not None
-        reads = (self.loop.forward_reads, self.loop.backward_reads) if reads_forward_too else (self._reads_of(steps),)
-        for row in (row for reads_of_graph in reads for row in reads_of_graph.values()):
+        for row in (row for each in parts for row in each.reads.values()):
             if row_dims.setdefault(row.source, row.dim) != row.dim:
                 raise NoRecurrenceError(f"{row.source.name} is read along two dimensions")
-        operators = (*(self.loop.forward if reads_forward_too else ()), *nodes)
-        values_used = [source for node in operators for source in node.all_input_nodes]
-        values_used += [row_value for concat in concats for row_value in concat.values]
-        full_operands |= dict.fromkeys(value for value in values_used if value not in self.values)
-        if not row_dims or not all(is_tensor(value) for value in full_operands):
+        values_used = [source for each in parts for node in each.operators for source in node.all_input_nodes]
+        values_used += [row_value for concat in part.concats for row_value in concat.values]
+        shared = list(dict.fromkeys(value for value in values_used if value not in self.values))
+        if not row_dims or not all(map(is_tensor, shared)):
             raise NoRecurrenceError("it reads no rows, or values that are not tensors")
-        operands = [(value, True) for value in row_dims] + [(value, False) for value in full_operands]
-        single_row_results = self._values_used_outside(nodes)
+        single_row_results = self._values_used_outside(part.operators)
         if len(single_row_results) > MAX_SINGLE_ROW_RESULTS:
             raise NoRecurrenceError(f"{len(single_row_results)} values of single rows are used elsewhere")
+        operands = [*row_dims.items(), *((value, None) for value in shared)]
         plan = RecurrencePlan(
             name,
             self.loop.length,
             steps,
             recomputed,
-            tuple(self._operand(value, has_rows) for value, has_rows in operands),
-            {self._operand(value, has_rows=True): dim for value, dim in row_dims.items()},
-            {self._operand(value, has_rows=False): self.value_ids[value] for value in full_operands},
-            self._axis_labels(
-                [(value, row_dims[value] if has_rows else None) for value, has_rows in operands], concats, single_row_results
-            ),
+            {self.value_ids[value]: dim for value, dim in row_dims.items()},
+            tuple(self.value_ids[value] for value in shared),
+            self._axis_labels(operands, part.concats, single_row_results),
         )
-        return RecurrenceCall(plan, tuple(value for value, _ in operands), concats, single_row_results)
-
-    def _reads_of(self, steps: Steps) -> Mapping[fx.Node, RowAccess]:
-        """Return the rows that the steps read: the backward graph's rows if the steps run in reverse."""
-        return self.loop.backward_reads if steps.reverse else self.loop.forward_reads
-
-    def _operand(self, value: fx.Node, has_rows: bool) -> ValueId:
-        """Return an operand's identifier: negative if used in full, so a value read by rows and in full is two operands."""
-        return self.value_ids[value] if has_rows else -1 - self.value_ids[value]
+        return RecurrenceCall(plan, tuple(value for value, _ in operands), part.concats, single_row_results)
 
     def _axis_labels(
         self,
-        operands: list[tuple[fx.Node, int | None]],
+        operands: Sequence[tuple[fx.Node, int | None]],
         concats: tuple[ConcatAccess, ...],
         single_row_results: tuple[fx.Node, ...],
     ) -> RecurrenceAxes:
@@ -389,6 +369,11 @@ class _Planner:
             *(labels_of(result, None) for result in single_row_results),
         )
         return RecurrenceAxes(operand_labels, result_labels, ROWS)
+
+
+def _num_carried(steps: Steps) -> list[int]:
+    """Return the number of elements that cross each boundary between steps."""
+    return [sum(prod(slot.shape) for slot in slots) for slots in steps.crossing]
 
 
 def _has_static_sizes(node: fx.Node) -> bool:

@@ -166,10 +166,12 @@ def _is_accumulated(carry_input: fx.Node, carry_output: fx.Node, results: Sequen
 def _(run: UnrolledRecurrence, depends_on_tangents: Sequence[bool]) -> Sequence[CarryIntervals]:
     """An unrolled loop: at each boundary, the carried values that depend on tangents, except sums of gradients."""
     plan, steps = run.plan, run.plan.steps
-    tangent_operands = {operand for operand, is_dependent in zip(plan.operands, depends_on_tangents, strict=True) if is_dependent}
-    adjoint_values = {value_id for operand, value_id in plan.shared.items() if operand in tangent_operands}
+    num_rows = len(plan.rows)
+    tangent_rows = {operand for operand, is_dependent in zip(plan.rows, depends_on_tangents, strict=False) if is_dependent}
+    shared = zip(plan.shared, depends_on_tangents[num_rows:], strict=True)
+    adjoint_values = {value_id for value_id, is_dependent in shared if is_dependent}
     for item in _instructions(steps):
-        reads_tangent_row = isinstance(item, RowRead) and item.operand in tangent_operands
+        reads_tangent_row = isinstance(item, RowRead) and item.operand in tangent_rows
         if reads_tangent_row or not adjoint_values.isdisjoint(_values_used(item)):
             adjoint_values.add(item.result_id)
     adjoint_values -= _accumulated_sums(steps)

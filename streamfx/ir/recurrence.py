@@ -6,8 +6,8 @@
                                                 crossing from step t to step t + 1: state_t
 
 Steps may differ: a chunk of rows runs the operators of its rows unchanged. The values that cross from step to step are stored
-in one vector, the *carry*, so that a chunk can start where the chunk before it ended. Values of the steps, and operands, are
-identified by numbers (`ValueId`).
+in one vector of bytes, the *carry*, so that a chunk can start where the chunk before it ended. Values of the steps, and
+operands, are identified by numbers (`ValueId`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import prod
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from streamfx.ir.signature import AxisLabel, LabelShape
 from streamfx.ir.sizes import Size
@@ -59,18 +59,31 @@ Instruction: TypeAlias = "RowRead | Operation"
 
 
 @dataclass(frozen=True)
-class CarrySlot:
-    """A value that a step passes to the next one, and the elements of the carry that hold it: [start, stop)."""
+class Slot:
+    """The bytes [start, stop) of a carry that hold one value, and the value's shape and dtype."""
 
-    value: ValueId
     start: int
-    shape: tuple[int, ...]
+    stop: int | None  # None: to the end of the carry
+    shape: tuple[int, ...]  # -1: a size known only at run time, at most one
     dtype: torch.dtype
 
-    @property
-    def stop(self) -> int:
-        """The end of the slot in the carry, in elements."""
-        return self.start + prod(self.shape)
+    def read(self, carry: Tensor) -> Tensor:
+        """Return a copy of the value, because the carry will be overwritten."""
+        if 0 in self.shape:  # an empty slice may not be aligned for a view of this dtype
+            return carry.new_empty(self.shape, dtype=self.dtype)
+        return carry[self.start : self.stop].view(self.dtype).view(self.shape).clone()
+
+    def write(self, carry: Tensor, value: Tensor) -> None:
+        """Copy a value into the carry."""
+        if 0 not in self.shape:
+            carry[self.start : self.stop].view(self.dtype).copy_(value.reshape(-1))
+
+
+@dataclass(frozen=True)
+class CarrySlot(Slot):
+    """The slot of a value that a step passes to the next one."""
+
+    value: ValueId
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,7 @@ class Steps:
     `steps[t]`: the operators of step t.
     `crossing[b]`: the values that the steps before b pass to step b and later steps; if `reverse`, the values that step b
     and later steps pass to the steps before b.
-    `concat_results`, `single_step_results`: the results of the loop. `dtype`: the dtype of the carry.
+    `concat_results`, `single_step_results`: the results of the loop.
     `dead_after[t]`: the values that no operator uses after step t, which may be freed.
     """
 
@@ -108,14 +121,21 @@ class Steps:
     crossing: tuple[tuple[CarrySlot, ...], ...]
     concat_results: tuple[ConcatResult, ...]
     single_step_results: tuple[SingleStepResult, ...]
-    dtype: torch.dtype
     reverse: bool
     dead_after: tuple[tuple[ValueId, ...], ...] = ()
 
     @property
     def carry_size(self) -> int:
-        """The number of elements of the carry."""
-        return max((slot.stop for slots in self.crossing for slot in slots), default=0)
+        """The bytes of the carry, a multiple of each dtype's size: so values in a row of several carries are aligned."""
+        slots = [slot for slots in self.crossing for slot in slots]
+        return aligned(
+            max((slot.stop or 0 for slot in slots), default=0), max((slot.dtype.itemsize for slot in slots), default=1)
+        )
+
+
+def aligned(start: int, alignment: int) -> int:
+    """Return the first multiple of `alignment` that is at least `start`."""
+    return -(-start // alignment) * alignment
 
 
 @dataclass(frozen=True)
@@ -142,7 +162,7 @@ def separate_axes(operands: Iterable[Shaped], results: Iterable[Shaped]) -> Recu
     return RecurrenceAxes(tuple(labels_of(*item) for item in operands), tuple(labels_of(*item) for item in results), ROWS)
 
 
-CarryIntervals: TypeAlias = "Sequence[tuple[int, int | None]]"  # (start, stop) of elements of a carry; None: to its end
+CarryIntervals: TypeAlias = "Sequence[tuple[int, int | None]]"  # (start, stop) of bytes of a carry; None: to its end
 
 
 @dataclass(frozen=True)
@@ -163,18 +183,16 @@ class RecurrencePlan:
 
     `steps`: the operators that the loop runs.
     `recomputed`: the forward steps that a backward loop recomputes before its own; None for a forward loop.
-    `operands`: identifies each operand, in order.
-    `row_dims`: the step dimension of each operand that has rows.
-    `shared`: the value of the steps that each operand without rows holds.
+    `rows`: for each operand with rows, its identifier in `RowRead` and the dimension of the steps.
+    `shared`: the value of the steps that each operand without rows holds; these follow the operands with rows.
     """
 
     name: str
     length: int
     steps: Steps
     recomputed: Steps | None
-    operands: tuple[ValueId, ...]
-    row_dims: Mapping[ValueId, int]
-    shared: Mapping[ValueId, ValueId]
+    rows: Mapping[ValueId, int]
+    shared: tuple[ValueId, ...]
     axes: RecurrenceAxes
 
 

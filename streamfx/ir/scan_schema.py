@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamfx.ir.recurrence import RecurrenceAxes, separate_axes
+from streamfx.ir.recurrence import RecurrenceAxes, Slot, aligned, separate_axes
 from streamfx.ir.sizes import Size, product, shape_of, size_of
 from streamfx.torch_private.symbolic_sizes import size_hint
 
@@ -74,15 +74,11 @@ class NotStatefulError(Exception):
 
 
 @dataclass(frozen=True)
-class StateSlot:
-    """One state: its argument, the index of its result, and its bytes in the carry, [start, stop)."""
+class StateSlot(Slot):
+    """The slot of a state in the carry, its argument, and the index of its result."""
 
     argument: str
     result: int
-    start: int
-    stop: int | None  # None: to the end of the carry
-    shape: tuple[int, ...]  # -1: a size known only at run time, at most one
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -365,14 +361,14 @@ def _slots(states: Sequence[tuple[str, int, Tensor]]) -> tuple[tuple[StateSlot, 
     if unknown:
         ((argument, result_index, value),) = states
         shape = tuple(size if isinstance(size, int) else -1 for size in shapes[0])
-        return (StateSlot(argument, result_index, 0, None, shape, value.dtype),), product((*shapes[0], value.dtype.itemsize))
+        return (StateSlot(0, None, shape, value.dtype, argument, result_index),), product((*shapes[0], value.dtype.itemsize))
     slots: list[StateSlot] = []
     start = 0
     for (argument, result_index, value), shape in zip(states, shapes, strict=True):
         sizes = tuple(map(int, shape))
         stop = start + prod(sizes) * value.dtype.itemsize
-        slots.append(StateSlot(argument, result_index, start, stop, sizes, value.dtype))
-        start = -(-stop // ALIGNED) * ALIGNED
+        slots.append(StateSlot(start, stop, sizes, value.dtype, argument, result_index))
+        start = aligned(stop, ALIGNED)
     return tuple(slots), start
 
 

@@ -46,14 +46,13 @@ class Recurrence(ABC):
     """An operator of a graph that processes rows in order, from the last to the first if `reverse`.
 
     A call with full operands runs all rows. In a loop over chunks of the sequence, `advance`, `retreat` and `resume` run the
-    rows of one chunk: `before` rows run before them and `after` rows after them. `carry` is the loop's buffer for the values
-    that pass from row to row; it begins as zeros. `states` [chunks, ...] holds the carries with which the chunks of the
+    rows of one chunk: `before` rows run before them and `after` rows after them. `carry` is the loop's buffer of bytes for the
+    values that pass from row to row; it begins as zeros. `states` [chunks, ...] holds the carries with which the chunks of the
     forward loop began, and `chunk` is the chunk's index there. A subclass implements `run_chunk`.
     """
 
     reverse: bool
-    carry_size: Size  # elements of the carry
-    carry_type: torch.dtype = torch.uint8
+    carry_size: Size  # bytes of the carry
     block: int = 1  # chunks begin at multiples of this many rows
     needs_states: bool = False  # if `reverse`: it needs the states with which the forward chunks began
 
@@ -120,14 +119,9 @@ class UnrolledRecurrence(Recurrence):
     """
 
     def __init__(self, plan: RecurrencePlan) -> None:
-        """Wrap a plan, the traced steps of one loop over rows.
-
-        `carry_size`: elements of the carry. `needs_states`: a chunk recomputes forward steps that start from a carry of the
-        forward loop.
-        """
+        """Wrap a plan. A backward loop needs states if forward steps that it recomputes start from a carry."""
         super().__init__(plan.name, plan.axes)
-        self.plan, self.reverse = plan, plan.steps.reverse
-        self.carry_size, self.carry_type = plan.steps.carry_size, plan.steps.dtype
+        self.plan, self.reverse, self.carry_size = plan, plan.steps.reverse, plan.steps.carry_size
         self.needs_states = plan.recomputed is not None and plan.recomputed.carry_size > 0
 
     def run_chunk(self, chunk: Chunk, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -159,7 +153,8 @@ class UnrolledRecurrence(Recurrence):
 
         Then a backward loop that recomputes the forward's chunk anyway does not run its steps twice.
         """
-        return forward.plan.steps is self.plan.recomputed and set(forward.plan.operands) <= set(self.plan.operands)
+        has_operands = forward.plan.rows.keys() <= self.plan.rows.keys() and {*forward.plan.shared} <= {*self.plan.shared}
+        return forward.plan.steps is self.plan.recomputed and has_operands
 
     def _run_steps(self, chunk: Chunk, env: Env, operands: tuple[Tensor, ...], keeps: bool = False) -> tuple[Tensor, ...]:
         """Run the chunk's own steps from its carry, and write its next carry; return the chunk's results.
@@ -178,16 +173,14 @@ class UnrolledRecurrence(Recurrence):
 
     def _shared_values(self, operands: tuple[Tensor, ...]) -> Env:
         """Return the operands without rows, by the value that they are."""
-        operand_of = dict(zip(self.plan.operands, operands, strict=True))
-        return {value: operand_of[index] for index, value in self.plan.shared.items()}
+        return dict(zip(self.plan.shared, operands[len(self.plan.rows) :], strict=True))
 
     def _rows(self, chunk: Chunk, operands: tuple[Tensor, ...]) -> tuple[dict[ValueId, Tensor], int, int]:
         """Return the operands with rows, by identifier, and the first and last + 1 of the chunk's rows in the sequence."""
-        operand_of = dict(zip(self.plan.operands, operands, strict=True))
-        rows = {index: operand_of[index] for index in self.plan.row_dims}
-        index, dim = next(iter(self.plan.row_dims.items()))
+        rows = dict(zip(self.plan.rows, operands, strict=False))
+        dim = next(iter(self.plan.rows.values()))
         first = chunk.after if self.reverse else chunk.before
-        return rows, first, first + rows[index].shape[dim]
+        return rows, first, first + operands[0].shape[dim]
 
 
 def run_steps(steps: Steps, env: Env, rows: Mapping[ValueId, Tensor], first: int, stop: int, keeps: bool = False) -> None:
@@ -233,10 +226,10 @@ def restore_carry(steps: Steps, env: Env, boundary: int, carry: Tensor | None) -
     """Copy the values that cross the boundary between steps `boundary` - 1 and `boundary` from the carry into `env`."""
     for slot in steps.crossing[boundary]:
         assert carry is not None
-        env[slot.value] = carry[slot.start : slot.stop].to(slot.dtype, copy=True).view(slot.shape)
+        env[slot.value] = slot.read(carry)
 
 
 def store_carry(steps: Steps, env: Env, boundary: int, carry: Tensor) -> None:
     """Copy the values that cross the boundary between steps `boundary` - 1 and `boundary` from `env` into the carry."""
     for slot in steps.crossing[boundary]:
-        carry[slot.start : slot.stop].copy_(env[slot.value].reshape(-1))
+        slot.write(carry, env[slot.value])

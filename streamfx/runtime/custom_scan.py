@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from streamfx.ir.scan_schema import ALIGNED, StatefulPlan, StateSlot, listed
+from streamfx.ir.scan_schema import ALIGNED, StatefulPlan, listed
 from streamfx.runtime.chunked_recurrences import Chunk, Recurrence
 from streamfx.runtime.select_row import additive_identity
 from streamfx.torch_private import SCAN, FakeTensor
@@ -43,7 +43,7 @@ class StatefulRecurrence(Recurrence):
         values = dict(zip(self.plan.operands, operands, strict=True))
         for slot in self.plan.slots:
             if slot.argument not in self.plan.absent:
-                store_state(slot, values[slot.argument], carry)
+                slot.write(carry, values[slot.argument])
 
     def run_chunk(self, chunk: Chunk, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Call the operator on the chunk's rows and states, and store the final states in the next carry.
@@ -66,7 +66,7 @@ class StatefulRecurrence(Recurrence):
             final_states = {slot.result: states[slot.argument] for slot in plan.slots}
         if chunk.next_carry is not None:
             for slot in plan.slots:
-                store_state(slot, final_states[slot.result], chunk.next_carry)
+                slot.write(chunk.next_carry, final_states[slot.result])
         has_last = chunk.after == 0 and (count > 0 or (chunk.before == 0 and chunk.chunk_index == 0))
         results: list[Tensor] = []
         for result in plan.results:
@@ -215,19 +215,6 @@ def num_rows(plan: StatefulPlan, operands: Mapping[str, Any]) -> int:
 
 
 def states_from_carry(plan: StatefulPlan, carry: Tensor | None) -> Arguments:
-    """Return copies of the states in a carry, by argument, because the carry will be overwritten."""
+    """Return copies of the states in a carry, by argument."""
     assert carry is not None
-    return {slot.argument: _state_from_carry(slot, carry) for slot in plan.slots}
-
-
-def _state_from_carry(slot: StateSlot, carry: Tensor) -> Tensor:
-    """Return a copy of one state in the carry."""
-    if 0 in slot.shape:  # an empty slice may not be aligned for a view of this dtype
-        return carry.new_empty(slot.shape, dtype=slot.dtype)
-    return carry[slot.start : slot.stop].view(slot.dtype).view(slot.shape).clone()
-
-
-def store_state(slot: StateSlot, state: Tensor, carry: Tensor) -> None:
-    """Copy one state into the bytes of the carry."""
-    if 0 not in slot.shape:
-        carry[slot.start : slot.stop].view(slot.dtype).copy_(state.reshape(-1))
+    return {slot.argument: slot.read(carry) for slot in plan.slots}

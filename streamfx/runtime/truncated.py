@@ -40,8 +40,7 @@ class TruncatedRecurrence(Recurrence):
         """
         super().__init__(f"truncated_{recurrence.name}", recurrence.axes)
         self.run, self.reach, self.adjoints = recurrence, truncation.num_rows, truncation.adjoints
-        self.block, self.needs_states = recurrence.block, recurrence.needs_states
-        self.carry_size, self.carry_type = recurrence.carry_size, recurrence.carry_type
+        self.block, self.needs_states, self.carry_size = recurrence.block, recurrence.needs_states, recurrence.carry_size
 
     @property
     def carry_shape(self) -> tuple[Size, ...]:
