@@ -9,7 +9,6 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.dialect.associative_scan import SCAN_BACKWARD, TREE_SCAN, register_combine_graph
-from streamfx.dialect.decayed_sums import DECAYED_SUMS, DECAYED_SUMS_BACKWARD
 from streamfx.ir.joint import is_tensor
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.rewrite.canonicalize import LATE_RULES, RULES
@@ -132,19 +131,6 @@ def of_other_rows(x: Tensor, y: Tensor, dx: Tensor, weight: Tensor) -> tuple[Ten
     return (SCAN_BACKWARD([dx, None], [x, y], [weight], number_of(affine, x[0], y[0], 2 * x[0], 2 * y[0], weight))[0],)
 
 
-def decayed(x: Tensor, rows: Tensor, first: Tensor) -> tuple[Tensor, ...]:
-    """Sums over rows that decay, and their gradients; the last sum has none."""
-    decays = -x.square()
-    sums, last = DECAYED_SUMS(decays, rows, first)
-    ddecays, drows, _ = DECAYED_SUMS_BACKWARD(sums, None, decays, rows, first)
-    return last, ddecays, drows
-
-
-def that_may_grow(x: Tensor, rows: Tensor) -> Tensor:
-    made: Tensor = DECAYED_SUMS(x, rows, None)[0]
-    return made
-
-
 SHOWN: dict[str, tuple[Case, Case]] = {
     **{rule: (case, EXAMPLES[f"not {rule}"]) for rule, case in EXAMPLES.items() if not rule.startswith("not ")},
     "fuse_all_reduce_with_wait": pair(
@@ -167,10 +153,6 @@ SHOWN: dict[str, tuple[Case, Case]] = {
         Case(read_by_others, (plain(2, 6, 1, 3), plain(2, 6, 1))),
     ),
     "associative_scan_to_recurrence": pair(combined, of_other_rows, plain(5, 3), plain(5, 3), plain(5, 3), plain(3)),
-    "decayed_sums_to_recurrence": (
-        Case(decayed, (plain(2, 5), plain(2, 5, 3), plain(2, 3))),
-        Case(that_may_grow, (plain(2, 5), plain(2, 5, 3))),
-    ),
 }
 if not IS_STAND_IN:  # the package itself traces for GPUs only
     SHOWN = {name: cases for name, cases in SHOWN.items() if "flash_attn" not in name}

@@ -32,7 +32,6 @@ from streamfx.passes.rewrite.scans import (
     prefix_tree,
     reverse_cumsum,
     scan_hop,
-    segment_sum,
 )
 from streamfx.passes.rewrite.views import (
     concat,
@@ -105,7 +104,6 @@ RULES: tuple[RewriteRule, ...] = (
     scan_hop.remove_flip_of_expand,
     scan_hop.scan_to_recurrence,
     prefix_tree.associative_scan_to_recurrence,
-    segment_sum.decayed_sums_to_recurrence,
     custom_scan.STATEFUL_OPERATOR_TO_RECURRENCE,
     conv_gradients.split_convolution_backward,
     cross_entropy.mean_loss_to_sum,

@@ -10,7 +10,7 @@ implies
     out[c + 1] = exp(decays[c]) * out[c] + rows[c]
 
 up to rounding, if no decay is positive. This is proven once the graph is differentiated
-(`passes/rewrite/scans/segment_sum.py`). Until then, and if it does not hold, the operator computes the original
+(`nonpositive` in `runtime/segment_sum.py`). Until then, and if it does not hold, the operator computes the original
 product.
 
 Dimensions have labels, as in an einsum: c (rows of the weights and the product), z (columns of the weights, rows of the other

@@ -40,6 +40,7 @@ class Stateful:
     `only`: the one supported value of an argument, if a call passes it.
     `counts`: arguments that are the number of rows.
     `block`: chunks start at multiples of it; it may be the name of an argument.
+    `nonpositive`: arguments that must provably be at most zero.
     `reverse`: the operator runs from the last row to the first (and has no backward).
     `is_kernel`: its arguments must be dense, at aligned addresses, and have at least one row.
     """
@@ -60,6 +61,7 @@ class Stateful:
     only: Mapping[str, Any] = field(default_factory=dict)
     counts: frozenset[str] = frozenset()
     block: int | str = 1
+    nonpositive: tuple[str, ...] = ()
     reverse: bool = False
     is_kernel: bool = True
 

@@ -105,8 +105,12 @@ def _implement_decayed_sums(operator: OpOverload, backward_operator: OpOverload,
         states={"first": 1},
         cotangents={"dsums": 0, "dlast": 1},
         gradients=("decays", "rows", "first"),
+        # otherwise the weight of earlier rows may underflow at the start of a chunk and grow large after it
+        nonpositive=("decays",),
     )
 
 
-BEFORE_ROW_SCAN = _implement_decayed_sums(DECAYED_SUMS, DECAYED_SUMS_BACKWARD, after_row=False)
-AFTER_ROW_SCAN = _implement_decayed_sums(SUMS_AFTER, SUMS_AFTER_BACKWARD, after_row=True)
+DECAYED_SUM_SCANS = (
+    _implement_decayed_sums(DECAYED_SUMS, DECAYED_SUMS_BACKWARD, after_row=False),
+    _implement_decayed_sums(SUMS_AFTER, SUMS_AFTER_BACKWARD, after_row=True),
+)

@@ -1,4 +1,6 @@
-"""Declarations of operators with a state that other packages define. No package is imported, and any may be missing.
+"""Declarations of operators with a state: sums with decay, and operators that other packages define.
+
+No package is imported, and any may be missing.
 
 flash-linear-attention's delta rule (fla/ops/generalized_delta_rule/dplr/backends/tilelang/chunk.py, August 2026):
 rows [b t h d], state [b h k v] in float32. A flag says whether an initial state is passed; without it, the
@@ -15,6 +17,7 @@ import torch
 
 from streamfx.ir.scan_schema import Stateful
 from streamfx.passes.ops.rules.stateful import declare
+from streamfx.runtime.segment_sum import DECAYED_SUM_SCANS
 
 ROWS = ("q", "k", "v", "a", "b", "gk")
 OPTIONS = ("scale", "has_initial_state", "is_varlen", "chunk_size")
@@ -58,5 +61,5 @@ def _delta_rule(suffix: str, context: tuple[str, ...]) -> Stateful:
     )
 
 
-declare(_delta_rule("", ()))
-declare(_delta_rule("_ctx", CONTEXT))
+for declared in (_delta_rule("", ()), _delta_rule("_ctx", CONTEXT), *DECAYED_SUM_SCANS):
+    declare(declared)

@@ -21,6 +21,7 @@ from streamfx.ir.scan_schema import NotStatefulError, Stateful, StatefulPlan, ba
 from streamfx.ir.sizes import shape_of
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import FALLBACK_REASON, FORWARD_OPERATOR, VALUE
+from streamfx.passes.ops.ranges import ValueRanges
 from streamfx.passes.ops.rules.stateful import STATEFUL
 from streamfx.passes.ops.traits import overload_name
 from streamfx.passes.rewrite.pattern import RewriteRule, getitems_by_index
@@ -32,6 +33,7 @@ TENSOR_LIST = "a list of tensors"
 DYNAMIC_SIZE = "argument {name}, a size that changes from call to call"
 SHARED_RESULT = "result {index} in use by more than the operator's own backward"
 AMBIGUOUS_BACKWARD = "a backward that may belong to another call, with other arguments"
+ABOVE_ZERO = "{name} that may be above zero: clamp(max=0) proves that they are not"
 CHANGED_RESULT = "result {index} in use, which changes if the state after the last row is returned as well"
 
 
@@ -57,6 +59,8 @@ class ScanCall:
 def stateful_operator_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, fx.Node] | None:
     """scan(x, first) -> y, last                       ->   recurrence(x, first) -> y, last
     scan_backward(dy, dlast, x, first) -> dx, dfirst   ->   recurrence(dy, dlast, x, first) -> dx, dfirst, in reverse
+
+    Applies if the call is one that its declaration allows.
     """
     declared = STATEFUL[overload_name(node.target)]
     backwards: list[ScanCall] = []
@@ -64,6 +68,7 @@ def stateful_operator_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mappi
         call = read_call(node, declared)
         _check_names(declared, call)
         backwards += find_backwards(declared, call)
+        _check_nonpositive(declared, call)
         return emit_recurrences(declared, call, backwards, writer)
     except NotStatefulError as why:
         for call_node in (node, *(backward.node for backward in backwards)):
@@ -164,6 +169,13 @@ def _check_names(declared: Stateful, call: ScanCall, backward: bool = False) -> 
     expected = declared.backward_argument_names if backward else declared.argument_names
     if tuple(call.arguments) != expected:
         raise NotStatefulError(f"other arguments than {', '.join(expected)}")
+
+
+def _check_nonpositive(declared: Stateful, call: ScanCall) -> None:
+    """Raise a NotStatefulError if an argument may be above zero, although the declaration does not allow it."""
+    for name in declared.nonpositive:
+        if ValueRanges().of(call.arguments[name]).high > 0:
+            raise NotStatefulError(ABOVE_ZERO.format(name=name))
 
 
 def _are_equal_arguments(value: Any, expected: Any) -> bool:
