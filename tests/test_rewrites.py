@@ -14,6 +14,7 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.passes.rewrite.canonicalize import LATE_RULES, RULES
 from streamfx.passes.rewrite.driver import simplify
 from streamfx.passes.rewrite.pattern import RewriteRule, rewrite_rule
+from streamfx.passes.rewrite.views.column_strips import ColumnLine, clamp, fit_line
 from streamfx.passes.rewrite.views.constant_writes import constant_writes_to_where
 from streamfx.tools.report.listing import call_text, dtype_text, shape_text
 from streamfx.torch_private.vmapped import traced_on_rows
@@ -49,6 +50,16 @@ GROUPS = {"groups": True, "groups, squeezed": True, **dict.fromkeys(("other grou
 def test_heads_stay_repeated_unless_their_gradients_are_summed(name: str) -> None:
     _, after = graphs(CASES[name])
     assert any(node.target is aten.expand.default for node in after.graph.nodes) is not GROUPS.get(name, False)
+
+
+@pytest.mark.parametrize("line", [ColumnLine(f, o, b, s) for f in (-2, 1, 3) for b in (1, 3) for s in range(b) for o in (2, 9)])
+def test_a_line_is_found_from_some_of_its_columns(line: ColumnLine) -> None:
+    """Rows before the first one have other columns, and both edges of the buffer cut the line."""
+    for end in (13, 7 if line.block == 1 else 9 + line.block):
+        points = [(row, line.at(row)) for row in range(5, end)]
+        found = fit_line(points, 24)
+        assert found is not None and type(found.factor) is int
+        assert [clamp(found.at(row), 24) for row, _ in points] == [clamp(column, 24) for _, column in points]
 
 
 def test_a_replacement_does_not_read_the_size_of_its_node() -> None:
