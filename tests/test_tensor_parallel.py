@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -267,6 +267,21 @@ class Ulysses(Layer):
         return all_to_all_single_autograd(sent, None, None, everybody()).permute(2, 1, 0, 3, 4).flatten(2)
 
 
+class FewKeys(Layer):
+    """Two heads of queries share a head of keys and values."""
+
+    def parts(self, h: Tensor) -> Iterable[Tensor]:
+        steps = ((self.q, 1), (self.k, 2), (self.v, 2))
+        return (self.by_heads(project(h).unflatten(-1, (-1, HEAD))[:, :, ::step]) for project, step in steps)
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class FewKeysByHeads(FewKeys, Ulysses):
+    """The same of all rows, for a part of the heads, which attend in groups."""
+
+
 class Swapped(Layer):
     """Queries of a rank's own rows, keys and values of all; ranks have other numbers of rows, and send them all to all."""
 
@@ -278,14 +293,14 @@ class Swapped(Layer):
         return by_own_rows(q, k, v, sum(UNEVEN[: dist.get_rank()]))
 
 
-def error_of(rank: int, kind: type[Layer], rows: tuple[int, ...] = ()) -> float:
-    """The largest error of a gradient: each rank has the loss of its own rows, and a head."""
+def error_of(rank: int, kind: type[Layer], rows: tuple[int, ...] = (), heads: int = 1) -> float:
+    """The largest error of a gradient: each rank has the loss of its own rows, and some heads."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    truth = Decoder(layers=2, width=dist.get_world_size() * HEAD)
+    truth = Decoder(layers=2, width=dist.get_world_size() * heads * HEAD)
     model: Any = copy.deepcopy(truth)
-    for layer in model.layers:
-        layer.__class__ = kind
+    for layer, other in zip(model.layers, truth.layers, strict=True):
+        layer.__class__, other.__class__ = kind, FewKeys if issubclass(kind, FewKeys) else Layer
     rows = rows or (20,) * dist.get_world_size()
     data = data_of(0, sum(rows))
     truth(*data).backward()
@@ -300,6 +315,11 @@ def error_of(rank: int, kind: type[Layer], rows: tuple[int, ...] = ()) -> float:
 def test_ranks_with_different_lengths_repeat_exchanges() -> None:
     """The backward repeats the exchange, with parts of different sizes."""
     assert max(on_ranks(error_of, Swapped, UNEVEN)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [FewKeysByHeads, pytest.param(Ulysses, marks=pytest.mark.long)])
+def test_groups_of_heads_have_the_gradients_of_one_process(kind: type[Layer]) -> None:
+    assert max(on_ranks(error_of, kind, (), 4)) < 1e-12
 
 
 @pytest.mark.long
