@@ -13,7 +13,7 @@ from streamfx.ir.axis_table import Dim
 from streamfx.ir.facts import Facts
 from streamfx.passes import run_analyses
 from streamfx.tools.inspect import repeated_analysis, tracing
-from streamfx.tools.inspect.eager import EagerCall, allow_real_inputs, checkpointed, faker_of
+from streamfx.tools.inspect.eager import EagerCall, checkpointed, tracing_mode
 from streamfx.tools.inspect.full_depth import FullGraph, LayerSubset, of_all_layers
 from streamfx.tools.inspect.layer_segments import LayersDifferError
 from streamfx.tools.inspect.layers import find_repeat, layers_of
@@ -114,9 +114,8 @@ COSTS: list[tuple[Stack, bool]] = [
 def test_few_layers_predict_the_cost_of_eager(model: Stack, are_alike: bool) -> None:
     """Also with checkpoints around layers."""
     inputs = {"ids": ids()}
-    mode, faker = faker_of(model, (), inputs)
     for around in (None, checkpointed):
-        with allow_real_inputs(mode), mode:
+        with tracing_mode(model, (), inputs) as faker:
             call, every = (EagerCall(model, (), inputs, faker) for _ in range(2))
             every.__dict__["repeat"] = None
             found, full = call.cost(around), every.cost(around)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from streamfx.errors import ModelError, describe_error
-from streamfx.tools.inspect.eager import allow_real_inputs, faker_of
+from streamfx.tools.inspect.eager import tracing_mode
 from streamfx.tools.inspect.side_effect_guard import modules_of, original, without_side_effects
 from streamfx.torch_private.dynamo import quiet_tracer
 
@@ -63,11 +63,9 @@ def arguments_of(model: Callable[..., Any], name: str, batch: int, length: int) 
     (ids, rows_of_table), labels = table_rows.popitem(), _label_names(model)
     vocabulary = min(rows_of_table, getattr(getattr(model, "config", None), "vocab_size", rows_of_table))
     random_ids = torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
-    return (
-        ((random_ids,), dict.fromkeys(labels, random_ids))
-        if ids.startswith("*")
-        else ((), dict.fromkeys((ids, *labels), random_ids))
-    )
+    if ids.startswith("*"):
+        return (random_ids,), dict.fromkeys(labels, random_ids)
+    return (), dict.fromkeys((ids, *labels), random_ids)
 
 
 def _parameters(model: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -115,8 +113,8 @@ def _rows_looked_up(model: Callable[..., Any], ids: str, argument_names: list[st
     """
     model = original(model)
     ids_input, other_input = torch.zeros(PROBE_SHAPE, dtype=torch.int64), torch.zeros(PROBE_SHAPE, dtype=torch.int64)
-    mode, faker = faker_of(model, (ids_input, other_input), {})
-    with allow_real_inputs(mode), mode, without_side_effects(model), quiet_tracer(), torch.no_grad():
+    inputs = ids_input, other_input
+    with tracing_mode(model, inputs, {}) as faker, without_side_effects(model), quiet_tracer(), torch.no_grad():
         faker.replace(modules_of(model), buffers=True)
         ids_input, other_input = faker.fake(ids_input), faker.fake(other_input)
         arguments: Mapping[str, Tensor] = {name: ids_input if name == ids else other_input for name in argument_names}

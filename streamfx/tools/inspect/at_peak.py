@@ -5,7 +5,7 @@ Only the host program is followed: buffers inside a loop body are not included.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -29,19 +29,28 @@ def alive_at_peak(graphs: Sequence[TracedGraph], costs: Sequence[Cost]) -> list[
     Values of the same operator form one item: `bytes` in total, the number of `values`, and `where` the first is computed.
     """
     graph, cost = max(zip(graphs, costs, strict=True), key=lambda item: item[1].peak)
-    items = _by_operator(most_alive(*graph.that_run, graph.num_outputs)[1])
-    return [item for item in items if item["bytes"] >= MIN_SHARE * cost.peak][:MAX_OPERATORS]
+    nodes_by_operator: dict[str, list[fx.Node]] = {}
+    for node in sorted(most_alive(*graph.that_run, graph.num_outputs), key=lambda node: node.name):
+        producer = producer_of(node)
+        operator = f"loop {producer.target}" if producer.op == "call_module" else str(producer.target)
+        nodes_by_operator.setdefault(operator, []).append(node)
+    items: list[dict[str, Any]] = []
+    for operator, nodes in nodes_by_operator.items():
+        where = next((line for node in nodes if (line := source_line(producer_of(node)) or source_line(node))), "")
+        items.append({"operator": operator, "where": where, "bytes": bytes_of_values(nodes), "values": len(nodes)})
+    largest = sorted(items, key=lambda item: -item["bytes"])[:MAX_OPERATORS]
+    return [item for item in largest if item["bytes"] >= MIN_SHARE * cost.peak]
 
 
-def most_alive(forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> tuple[int, Values]:
-    """Return the peak bytes of a forward and backward graph and the values alive then. Forward outputs live until the end."""
+def most_alive(forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> Values:
+    """Return the values alive at the peak of a forward and backward graph. Forward outputs live until the end."""
     moments = list(_moments(forward, {}))
     if backward is not None:
         saved = saved_values(forward.graph, backward.graph, num_outputs)
         aliased = {placeholder: frozenset(computed_memories([node])) for placeholder, node in saved.items()}
         results = computed_memories(node for node in outputs_of(forward.graph)[:num_outputs] if isinstance(node, fx.Node))
         moments += _moments(backward, aliased, frozenset(results))
-    return max(moments, key=lambda moment: moment[0], default=(0, frozenset()))
+    return max(moments, key=lambda moment: moment[0], default=(0, frozenset()))[1]
 
 
 def _moments(
@@ -69,21 +78,3 @@ def _moments(
         dead = {value for source in node.all_input_nodes for value in values[source] if last_user.get(value) is node}
         alive -= dead
         bytes_now -= bytes_of_values(dead)
-
-
-def _by_operator(values: Collection[fx.Node]) -> list[dict[str, Any]]:
-    """Return one item per operator with the bytes, count and source line of its values, largest first."""
-    groups: dict[str, list[fx.Node]] = {}
-    for node in sorted(values, key=lambda node: node.name):
-        groups.setdefault(_operator_name(node), []).append(node)
-    items = []
-    for operator, nodes in groups.items():
-        where = next((line for node in nodes if (line := source_line(producer_of(node)) or source_line(node))), "")
-        items.append({"operator": operator, "where": where, "bytes": bytes_of_values(nodes), "values": len(nodes)})
-    return sorted(items, key=lambda item: -item["bytes"])
-
-
-def _operator_name(node: fx.Node) -> str:
-    """Return the name of the loop or of the operator that computes a node."""
-    producer = producer_of(node)
-    return f"loop {producer.target}" if producer.op == "call_module" else str(producer.target)

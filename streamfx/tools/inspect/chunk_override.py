@@ -9,7 +9,6 @@ from streamfx.frontend.backend import Compilation
 from streamfx.ir.facts import Facts
 from streamfx.ir.stage_plan import AutoChunk
 from streamfx.options import Options
-from streamfx.runtime.loop import Loop
 from streamfx.tools.inspect.tracing import QuietCompilation
 
 MIN_CHUNKS = 3  # per loop: the first, the last, and one between
@@ -34,12 +33,6 @@ def why_not_chunked(compilations: Sequence[Compilation]) -> str:
     """Return why a comparison does not exercise the values passed between chunks, or an empty string if it does."""
     programs = [facts.program for compilation in compilations for facts in compilation.facts]
     loops = [loop for program in programs if program is not None for loop in program.loops]
-    if not loops:
-        return NOT_CHUNKED
-    return ONE_CHUNK if any(map(_has_one_chunk, loops)) else ""
-
-
-def _has_one_chunk(loop: Loop) -> bool:
-    """Return whether a loop over several rows has a single chunk."""
-    length = loop.spec.length
-    return isinstance(length, int) and length > 1 and loop.rows_per_chunk(length, {}) >= length
+    lengths = [(loop, loop.spec.length) for loop in loops]
+    has_one = any(isinstance(rows, int) and rows > 1 and loop.rows_per_chunk(rows, {}) >= rows for loop, rows in lengths)
+    return NOT_CHUNKED if not loops else ONE_CHUNK if has_one else ""

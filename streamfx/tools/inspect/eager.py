@@ -62,32 +62,29 @@ def eager_cost(
 
     None if it cannot be traced or has no layers. `repeat` is the layer repetition, if already found for these inputs.
     """
-    mode, faker = faker_of(model, (), inputs)
-    with allow_real_inputs(mode), mode:
+    with tracing_mode(model, (), inputs) as faker:
         return EagerCall(model, (), inputs, faker, repeat).cost(wrapper) if layers_of(model) else None
 
 
 def find_layer_repetition(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Repeat | None:
     """Return the layer repetition of a call, or None if the layers do not repeat."""
-    mode, faker = faker_of(model, (), inputs)
-    with allow_real_inputs(mode), mode:
+    with tracing_mode(model, (), inputs) as faker:
         return EagerCall(model, (), inputs, faker).repeat
 
 
-def faker_of(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[FakeTensorMode, FakeConverter]:
-    """Return the fake mode in which to trace a call, that of its fake tensors or a new one, and a converter to this mode."""
+@contextmanager
+def tracing_mode(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[FakeConverter]:
+    """Context manager: the fake mode in which to trace a call, that of its fake tensors or a new one; yield a converter to it.
+
+    Operators of the mode may mix fake tensors with real ones, such as parameters.
+    """
     tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
     tensors += [value for module in modules_of(model) for value in held_tensors(module)]
     mode = fake_mode_of(tensors) or FakeTensorMode()
-    return mode, FakeConverter(mode, device_of(tensors))
-
-
-@contextmanager
-def allow_real_inputs(mode: FakeTensorMode) -> Iterator[None]:
-    """Context manager: operators of a fake mode may mix fake tensors with real ones, such as parameters."""
     saved, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
-        yield
+        with mode:
+            yield FakeConverter(mode, device_of(tensors))
     finally:
         mode.allow_non_fake_inputs = saved
 

@@ -378,18 +378,18 @@ def _cost_without_backend(graph: TracedGraph) -> Cost:
 
 def masked_attention_flops(graph: TracedGraph) -> tuple[int, int]:
     """Return the FLOPs of fused attention without a causal flag: on the pairs that masks leave visible, and on all pairs."""
+
+    def flops(node: fx.Node, span: Span) -> int:
+        """Return the FLOPs of a node on the key positions in `span`."""
+        arguments = bound_arguments(node)
+        values = {name: arguments[name].meta[VALUE] for name in ("query", "key", "value")}
+        return attention_flops(node.target, values, span)
+
     spans = {} if graph.facts.found_key_spans is None else {node.name: span for node, span in graph.facts.key_spans.spans.items()}
     modules = [module for module in graph.halves if module is not None]
     nodes = [node for module in modules for node in module.graph.nodes if is_fused_attention(node.target)]
     masked = [node for node in nodes if not bound_arguments(node)["is_causal"]]
-    return sum(_flops(node, spans.get(node.name, Span())) for node in masked), sum(_flops(node, Span()) for node in masked)
-
-
-def _flops(node: fx.Node, span: Span) -> int:
-    """Return the FLOPs of a fused attention node on the key positions in `span`."""
-    arguments = bound_arguments(node)
-    values = {name: arguments[name].meta[VALUE] for name in ("query", "key", "value")}
-    return attention_flops(node.target, values, span)
+    return sum(flops(node, spans.get(node.name, Span())) for node in masked), sum(flops(node, Span()) for node in masked)
 
 
 def flops_of_calls(costs: list[Cost]) -> int:

@@ -67,14 +67,9 @@ class LayerSubset:
 
     def layer_index(self, node: fx.Node, half: str) -> int | None:
         """Return the index of the layer that contains a node of the forward or backward graph."""
-        stack = node.meta.get(half) or {}
-        indices = (self._index_in(entry[0]) for entry in stack.values())
-        return next((index for index in indices if index is not None), None)
-
-    def _index_in(self, path: str) -> int | None:
-        """Return the layer index in a module path, or None if the path does not end at a layer."""
-        match = re.search(rf"(?:^|\.){re.escape(self.name)}\.(\d+)$", plain_path(path))
-        return None if match is None else int(match[1])
+        paths = (plain_path(entry[0]) for entry in (node.meta.get(half) or {}).values())
+        matches = (re.search(rf"(?:^|\.){re.escape(self.name)}\.(\d+)$", path) for path in paths)  # paths that end at a layer
+        return next((int(match[1]) for match in matches if match is not None), None)
 
 
 def of_all_layers(
@@ -101,23 +96,15 @@ def of_all_layers(
 
 def graph_of_all_layers(graph: fx.Graph, num_primals: int, num_outputs: int, subset: LayerSubset) -> ExpandedGraph:
     """Return the graph of all layers, built from the graph of the kept layers. Raises `LayersDifferError`."""
-    placeholders = graph.find_nodes(op="placeholder")
-    if (
-        has_collectives(graph)
-        or not has_default_descriptors(graph, num_primals)
-        or any(_is_symbolic(node) for node in placeholders)
-    ):
+    values = [node.meta.get(VALUE) for node in graph.find_nodes(op="placeholder")]
+    sizes = [size for value in values for size in (value, *getattr(value, "shape", ()))]
+    is_symbolic = any(isinstance(size, SymInt) for size in sizes)
+    if has_collectives(graph) or not has_default_descriptors(graph, num_primals) or is_symbolic:
         raise LayersDifferError("inputs or results that are not plain tensors")
     if len(results_of(graph)) != num_outputs + num_primals:
         raise LayersDifferError("gradients that do not belong to inputs")
     periods = periods_of(graph, num_primals, num_outputs, subset.repeat, subset.layer_index)
     return _LayerExpander(graph, num_primals, num_outputs, periods, subset).build()
-
-
-def _is_symbolic(node: fx.Node) -> bool:
-    """Return whether a node is a symbolic integer or has a symbolic size."""
-    value = node.meta.get(VALUE)
-    return isinstance(value, SymInt) or any(isinstance(size, SymInt) for size in getattr(value, "shape", ()))
 
 
 class _LayerExpander:
@@ -162,11 +149,6 @@ class _LayerExpander:
                 period_of_copy.update(dict.fromkeys(copies_by_period, copy_index))
         original_of = {node: originals[node] for node in self.expanded.nodes if node.op != "output"}
         return ExpandedGraph(self.expanded, original_of, period_of_copy, self.periods)
-
-    @property
-    def _num_primals_of_all(self) -> int:
-        """The number of primals of the graph of all layers."""
-        return self.num_primals + self.copies * len(self.periods.second[Track.INPUTS])
 
     # -- nodes
 
@@ -253,23 +235,17 @@ class _LayerExpander:
         primals = self.graph.find_nodes(op="placeholder")[: self.num_primals]
         gradients: list[Any] = []
         inputs = self.periods.first[Track.INPUTS], self.periods.second[Track.INPUTS]
-        for primal, gradient in zip(primals, results[self.num_outputs :], strict=True):
+        gradient_of = dict(zip(primals, results[self.num_outputs :], strict=True))
+        for primal, gradient in gradient_of.items():
             period, _ = self.places.get(primal, (0, None))
             gradients.append(self._operand_of_original(period, gradient) if isinstance(gradient, fx.Node) else gradient)
-            if inputs[0] and primal is inputs[0][-1]:
-                gradients += self._gradients_of_copies(dict(zip(primals, results[self.num_outputs :], strict=True)))
+            for copy_index in range(self.copies) if inputs[0] and primal is inputs[0][-1] else ():
+                templates = map(gradient_of.__getitem__, inputs[1])
+                gradients += (self._operand(item, copy_index) if isinstance(item, fx.Node) else item for item in templates)
         outputs = [
             self.copy_of_original[result] if isinstance(result, fx.Node) else result for result in results[: self.num_outputs]
         ]
         output = self.expanded.output((*outputs, *gradients))
         output.meta = dict(self.graph.output_node().meta)
-        set_default_descriptors(self.expanded, self._num_primals_of_all, self.num_outputs)
-
-    def _gradients_of_copies(self, gradients: dict[fx.Node, Any]) -> list[Any]:
-        """Return the gradients of the primals of all copies, given the gradients in the graph of the kept layers."""
-        templates = [gradients[primal] for primal in self.periods.second[Track.INPUTS]]
-        return [
-            self._operand(template, copy_index) if isinstance(template, fx.Node) else template
-            for copy_index in range(self.copies)
-            for template in templates
-        ]
+        num_all_primals = self.num_primals + self.copies * len(inputs[1])
+        set_default_descriptors(self.expanded, num_all_primals, self.num_outputs)

@@ -73,8 +73,11 @@ def periods_of(graph: fx.Graph, num_primals: int, num_outputs: int, repeat: Repe
     """Return the first two periods of the repeated layers, proven to be equal. Raises `LayersDifferError`."""
     nodes = list(graph.nodes)
     front, period = repeat.front, repeat.period
-    calls = [(i, node) for i, node in enumerate(nodes) if node.op == "call_function"]
-    forward_firsts, backward_firsts = (_firsts(calls, half, layer_index) for half in (FORWARD, BACKWARD))
+    forward_firsts, backward_firsts = dict[int, int](), dict[int, int]()  # the index of the first operator of each layer
+    for firsts, half in ((forward_firsts, FORWARD), (backward_firsts, BACKWARD)):
+        for i, node in enumerate(nodes):
+            if node.op == "call_function" and (layer := layer_index(node, half)) is not None:
+                firsts.setdefault(layer, i)
     forward_bounds = [forward_firsts.get(layer) for layer in (front, front + period, front + 2 * period)]
     backward_bounds = [backward_firsts.get(layer) for layer in (front + 2 * period - 1, front + period - 1, front - 1)]
     bounds = [bound for bound in (*forward_bounds, *backward_bounds) if bound is not None]
@@ -90,16 +93,6 @@ def periods_of(graph: fx.Graph, num_primals: int, num_outputs: int, repeat: Repe
     periods = Periods(first, second)
     _PeriodMatcher(periods, graph, num_primals, num_outputs).prove({node: i for i, node in enumerate(nodes)}, f)
     return periods
-
-
-def _firsts(calls: Sequence[tuple[int, fx.Node]], half: str, layer_index: LayerIndexOf) -> dict[int, int]:
-    """Return the index of the first operator of each layer in the forward or backward graph."""
-    firsts: dict[int, int] = {}
-    for position, node in calls:
-        index = layer_index(node, half)
-        if index is not None:
-            firsts.setdefault(index, position)
-    return firsts
 
 
 def _primals_by_period(primals: Sequence[fx.Node], *periods: Sequence[fx.Node]) -> list[list[fx.Node]]:

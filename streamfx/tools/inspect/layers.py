@@ -111,7 +111,7 @@ def find_repeat(model: Callable[..., Any], by_settings: bool = False) -> Repeat 
     count, second_longest = len(layers), len(lists[-2]) if len(lists) > 1 else 0
     if not layers or count != len(lists[-1]) or not _share_no_tensors(model, layers):
         return None
-    kinds: list[Any] = [_layer_description(layer) for layer in layers]
+    kinds: list[Any] = [[(name, *_description_of(module)) for name, module in layer.named_modules()] for layer in layers]
     if by_settings:
         kinds = list(zip(kinds, _settings(layers), strict=True))
     best = min(
@@ -136,18 +136,11 @@ def _share_no_tensors(model: Callable[..., Any], layers: Sequence[nn.Module]) ->
     return all(holder_counts[tensor] == count == 1 for tensor, count in layer_counts.items())
 
 
-def _layer_description(layer: nn.Module) -> Any:
-    """Describe a layer: its modules, their hooks (by identity), and the tensors they hold."""
-    return [
-        (
-            name,
-            type(module),
-            module.training,
-            [getattr(module, hooks) and id(module) for hooks in HOOKS],
-            _tensor_descriptions(module),
-        )
-        for name, module in layer.named_modules()
-    ]
+def _description_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return the properties in which a module of equal layers agrees: its class, its hooks (by identity), and its tensors."""
+    tensors = {**module._parameters, **module._buffers}
+    descriptions = [(name, None if tensor is None else _tensor_description(tensor)) for name, tensor in tensors.items()]
+    return type(module), module.training, [getattr(module, hooks) and id(module) for hooks in HOOKS], descriptions
 
 
 def _settings(layers: Sequence[nn.Module]) -> list[dict[tuple[str, str], Any]]:
@@ -165,12 +158,6 @@ def _settings(layers: Sequence[nn.Module]) -> list[dict[tuple[str, str], Any]]:
         key for key in settings[0] if all(layer_settings.get(key) == index for index, layer_settings in enumerate(settings))
     }
     return [{key: value for key, value in layer_settings.items() if key not in indices} for layer_settings in settings]
-
-
-def _tensor_descriptions(module: nn.Module) -> list[Any]:
-    """Return name and description of each parameter and buffer of a module."""
-    tensors = {**module._parameters, **module._buffers}
-    return [(name, None if tensor is None else _tensor_description(tensor)) for name, tensor in tensors.items()]
 
 
 def _tensor_description(tensor: Tensor) -> Any:

@@ -10,7 +10,7 @@ sequence, and which of two candidate axes are the key positions. They are copied
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
@@ -44,7 +44,7 @@ def facts_of_all_layers(facts: Facts, subset: LayerSubset) -> Facts:
                 raise LayersDifferError(f"different facts about {first_node.name} and {second_node.name}")
     _name_memories(expanded)
     num_primals = len(joint.primals) + subset.repeat.copies * len(expanded.periods.second[Track.INPUTS])
-    return _FactCopier(expanded).copy_facts(facts, joint_graph(expanded.graph, num_primals, len(joint.outputs)))
+    return _copy_facts(expanded, facts, joint_graph(expanded.graph, num_primals, len(joint.outputs)))
 
 
 def _check_transferable(facts: Facts) -> None:
@@ -53,18 +53,14 @@ def _check_transferable(facts: Facts) -> None:
         raise LayersDifferError("a graph without a sequence, or with more than axes, access roles and key spans")
     for node in facts.joint.graph.nodes:
         is_plain = isinstance(node.target, (str, OpOverload, FunctionType, BuiltinFunctionType))
-        if not is_plain or (node.op == "call_function" and (is_random(node) or is_opaque(node))) or _holds_nodes(node.meta):
+        is_plain &= not (node.op == "call_function" and (is_random(node) or is_opaque(node)))
+        values = (value if isinstance(value, (tuple, list)) else (value,) for value in node.meta.values())
+        if not is_plain or any(isinstance(element, fx.Node) for value in values for element in value):
             raise LayersDifferError(f"{node.name} is not a plain operator on values")
     if any(facts.joint.graph.output_node().meta.get(RESULT_VIEWS, ())):
         raise LayersDifferError("results that are parts of other values")
     if _voted(facts.axes) != {facts.axes.sequence.main} or not is_unanimous(facts):
         raise LayersDifferError("operators disagree about the sequence or the keys")
-
-
-def _holds_nodes(meta: Mapping[str, Any]) -> bool:
-    """Return whether metadata refers to other nodes."""
-    elements = (element for value in meta.values() for element in (value if isinstance(value, (tuple, list)) else (value,)))
-    return any(isinstance(element, fx.Node) for element in elements)
 
 
 def _voted(axes: AxisFacts) -> set[int]:
@@ -115,62 +111,52 @@ def _name_memories(expanded: ExpandedGraph) -> None:
     )
 
 
-@dataclass(frozen=True)
-class _FactCopier:
-    """Copies the facts of the graph of the kept layers to the graph of all layers."""
+def _copy_facts(expanded: ExpandedGraph, facts: Facts, joint: JointGraph) -> Facts:
+    """Return the facts of `joint`, the graph of all layers. Masks without readers stay in its forward graph."""
+    axes, access, key_spans = facts.axes, facts.access, facts.key_spans
 
-    expanded: ExpandedGraph
-
-    def copy_facts(self, facts: Facts, joint: JointGraph) -> Facts:
-        """Return the facts of `joint`, the graph of all layers. Masks without readers stay in its forward graph."""
-        axes, access, key_spans = facts.axes, facts.access, facts.key_spans
-        return replace(
-            facts,
-            joint=replace(joint, forward=self._copy_nodes(facts.joint.forward)),
-            found_axes=replace(
-                axes,
-                shapes=self._copy_mapping(axes.shapes),
-                results=self._copy_mapping(axes.results),
-                signatures=self._copy_mapping(axes.signatures),
-                labels=self._copy_mapping(axes.labels),
-                missing_rules=self._copy_mapping(axes.missing_rules),
-                static=self._copy_nodes(axes.static),
-            ),
-            found_access=AccessFacts(
-                self._copy_mapping(access.roles), self._copy_mapping(access.storage_classes), self._copy_mapping(access.reasons)
-            ),
-            found_key_spans=SpanFacts(
-                self._copy_spans(key_spans.spans),
-                self._copy_mapping(key_spans.span_kinds),
-                *(
-                    self._copy_nodes(nodes)
-                    for nodes in (key_spans.recomputed_per_consumer, key_spans.exact_masks, key_spans.ordinary_scores)
-                ),
-            ),
-        )
-
-    def _copy_mapping(self, facts: Mapping[fx.Node, T]) -> dict[fx.Node, T]:
+    def copied(facts_by_node: Mapping[fx.Node, T]) -> dict[fx.Node, T]:
         """Map each node of the expanded graph to the fact of its original."""
-        return {copy: facts[node] for copy, node in self.expanded.original_of.items() if node in facts}
+        return {copy: facts_by_node[node] for copy, node in expanded.original_of.items() if node in facts_by_node}
 
-    def _copy_nodes(self, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    def copies_of(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
         """Return the nodes of the expanded graph whose originals are among the given nodes."""
-        originals = frozenset(nodes)
-        return frozenset(copy for copy, node in self.expanded.original_of.items() if node in originals)
+        return frozenset(copied(dict.fromkeys(nodes)))
 
-    def _copy_spans(self, spans: Mapping[fx.Node, Span]) -> dict[fx.Node, Span]:
-        """Map each node of the expanded graph to its span.
+    return replace(
+        facts,
+        joint=replace(joint, forward=copies_of(facts.joint.forward)),
+        found_axes=replace(
+            axes,
+            shapes=copied(axes.shapes),
+            results=copied(axes.results),
+            signatures=copied(axes.signatures),
+            labels=copied(axes.labels),
+            missing_rules=copied(axes.missing_rules),
+            static=copies_of(axes.static),
+        ),
+        found_access=AccessFacts(copied(access.roles), copied(access.storage_classes), copied(access.reasons)),
+        found_key_spans=SpanFacts(
+            _copy_spans(key_spans.spans, expanded),
+            copied(key_spans.span_kinds),
+            *map(copies_of, (key_spans.recomputed_per_consumer, key_spans.exact_masks, key_spans.ordinary_scores)),
+        ),
+    )
 
-        Operators analyzed together share one `Span` object; each copied period gets a separate object.
-        """
-        repeated_nodes = {node for nodes in self.expanded.periods.second.values() for node in nodes}
-        shared = {id(span) for node, span in spans.items() if node not in repeated_nodes}
-        copied_spans: dict[tuple[int, int], Span] = {}
-        result: dict[fx.Node, Span] = {}
-        for copy, node in self.expanded.original_of.items():
-            span, period = spans.get(node), self.expanded.copies.get(copy)
-            if span is None:
-                continue
-            keeps_span = period is None or id(span) in shared
-            result[copy] = span if keeps_span else copied_spans.setdefault((period, id(span)), replace(span))  # type: ignore[arg-type]
-        return result
+
+def _copy_spans(spans: Mapping[fx.Node, Span], expanded: ExpandedGraph) -> dict[fx.Node, Span]:
+    """Map each node of the expanded graph to its span.
+
+    Operators analyzed together share one `Span` object; each copied period gets a separate object.
+    """
+    repeated_nodes = {node for nodes in expanded.periods.second.values() for node in nodes}
+    shared = {id(span) for node, span in spans.items() if node not in repeated_nodes}
+    copied_spans: dict[tuple[int, int], Span] = {}
+    result: dict[fx.Node, Span] = {}
+    for copy, node in expanded.original_of.items():
+        span, period = spans.get(node), expanded.copies.get(copy)
+        if span is None:
+            continue
+        keeps_span = period is None or id(span) in shared
+        result[copy] = span if keeps_span else copied_spans.setdefault((period, id(span)), replace(span))  # type: ignore[arg-type]
+    return result

@@ -195,12 +195,8 @@ def restored_randomness() -> Iterator[None]:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Return a module's attributes for `_restore`: name -> (value, shallow copy of the value if it is a container, else None)."""
-    return {name: (value, _container_copy(value)) for name, value in module.__dict__.items()}
-
-
-def _container_copy(value: Any) -> Any:
-    """Return a shallow copy of a builtin container, or None for any other value."""
-    return value.copy() if type(value) in (dict, OrderedDict, list, set) else None
+    containers = (dict, OrderedDict, list, set)
+    return {name: (value, value.copy() if type(value) in containers else None) for name, value in module.__dict__.items()}
 
 
 def _restore(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -259,10 +255,13 @@ class FakeConverter:
         `with_integers`: tensors of integers and booleans become real copies instead, so that code can read their data. If the
         arguments cannot be copied, objects in them are shared, and only tensors in containers are replaced.
         """
-        tensors = [value for value in tree_iter(values) if isinstance(value, Tensor)]
-        memo = {
-            id(tensor): _cloned(tensor) if with_integers and _has_integers(tensor) else self.fake(tensor) for tensor in tensors
-        }
+        memo = {}
+        for tensor in (value for value in tree_iter(values) if isinstance(value, Tensor)):
+            if with_integers and _has_data(tensor) and not tensor.is_floating_point() and not tensor.is_complex():
+                with real_values():  # even in a fake mode
+                    memo[id(tensor)] = tensor.clone()
+            else:
+                memo[id(tensor)] = self.fake(tensor)
         try:
             with fake_copies(self.mode):
                 return copy.deepcopy(values, memo)
@@ -288,17 +287,6 @@ def has_packed_state(tensor: Tensor) -> bool:
 def _has_data(tensor: Tensor | None) -> TypeGuard[Tensor]:
     """Return whether a tensor is real: neither fake nor on the meta device."""
     return tensor is not None and not isinstance(tensor, FakeTensor) and not tensor.is_meta
-
-
-def _has_integers(tensor: Tensor) -> bool:
-    """Return whether a tensor is real and holds integers or booleans."""
-    return _has_data(tensor) and not tensor.is_floating_point() and not tensor.is_complex()
-
-
-def _cloned(tensor: Tensor) -> Tensor:
-    """Return a real copy of a tensor, even in a fake mode."""
-    with real_values():
-        return tensor.clone()
 
 
 def device_of(tensors: list[Tensor]) -> torch.device:

@@ -30,7 +30,7 @@ from streamfx.options import Options, resolve_options
 from streamfx.passes import run_analyses, run_pipeline
 from streamfx.passes.partition.unchunked import GraphPair
 from streamfx.runtime.stagewise import GradientReleaseChain
-from streamfx.tools.inspect.eager import EagerCall, allow_real_inputs, checkpointed, faker_of
+from streamfx.tools.inspect.eager import EagerCall, checkpointed, tracing_mode
 from streamfx.tools.inspect.full_depth import LayerSubset, of_all_layers
 from streamfx.tools.inspect.input_checks import advice_on
 from streamfx.tools.inspect.layer_segments import LayersDifferError
@@ -143,9 +143,8 @@ def traced(
     if isinstance(model, type):  # torch.compile would modify the class permanently
         raise _not_traced(f"a class ({model.__name__}), not an instance", "pass a model: Model(...), not Model")
     refuse_partitioned(parameters_of(model).values())
-    mode, faker = faker_of(model, args, kwargs)
     backend_options = resolve_options(options)
-    with allow_real_inputs(mode), mode, quiet_tracer():  # the baselines use the same fake mode
+    with tracing_mode(model, args, kwargs) as faker, quiet_tracer():  # the baselines use the same fake mode
         eager = EagerCall(model, args, kwargs, faker)
         cost = eager.cost() if baselines else None
         eager_traced = not baselines or cost is not None
@@ -154,20 +153,15 @@ def traced(
         call = call or _trace(TracedCall(backend_options, name=_name_of(model)), model, args, kwargs, faker)
         if baselines:
             call.eager, call.alike = cost, None if cost is None else eager.repeat
-            _add_checkpointing_cost(call, model, eager)
+            if not layers_of(model):
+                call.not_checkpointed = NO_LAYERS
+            elif not call.trains:
+                call.not_checkpointed = NOT_TRAINED
+            elif (checkpointed_cost := eager.cost(checkpointed)) is None:
+                call.not_checkpointed = NOT_TRACED if eager.wrapped_calls else NOT_CALLED
+            else:
+                call.checkpointed = checkpointed_cost
     return call
-
-
-def _add_checkpointing_cost(call: TracedCall, model: Callable[..., Any], eager: EagerCall) -> None:
-    """Set the cost of `call` with checkpointing, or the reason why it has none: it needs layers that train."""
-    if not layers_of(model):
-        call.not_checkpointed = NO_LAYERS
-    elif not call.trains:
-        call.not_checkpointed = NOT_TRAINED
-    else:
-        call.checkpointed = eager.cost(checkpointed)
-        if call.checkpointed is None:
-            call.not_checkpointed = NOT_TRACED if eager.wrapped_calls else NOT_CALLED
 
 
 def _trace_subset(
@@ -327,14 +321,6 @@ class _SubsetCompilation(_RecordingCompilation):
     def compile_in_parts_or_unchunked(self, inputs: list[Any], error: TwoSequencesError) -> Callable[..., Any]:
         raise LayersDifferError("a graph of two sequences")
 
-    def _analyze_subset(self, capture: Callable[[], Facts]) -> Facts | None:
-        """Analyze the graph with only the first few ("kept") layers, `capture()`; return its facts, or None if that fails."""
-        try:
-            return run_analyses(capture(), self.options)
-        except Exception as error:
-            log.info("all layers are analyzed: %s", error)
-            return None
-
     def partition_stagewise(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -348,7 +334,12 @@ class _SubsetCompilation(_RecordingCompilation):
             raise LayersDifferError("inputs that hold data")
         known_facts = {i: (watched[i].pattern if i in watched else None, i in static) for i in range(num_primals)}
         capture_arguments = static, self.patterns(joint.graph, num_primals), mutated_inputs(joint.graph)
-        self.subset_facts = self._analyze_subset(partial(initial_facts, joint, num_primals, num_fwd_outputs, *capture_arguments))
+        try:
+            facts = initial_facts(joint, num_primals, num_fwd_outputs, *capture_arguments)
+            self.subset_facts = run_analyses(facts, self.options)
+        except Exception as error:
+            log.info("all layers are analyzed: %s", error)
+            self.subset_facts = None
         full = of_all_layers(joint, num_primals, num_fwd_outputs, known_facts, self.subset)
         self.watched = [replace(watched[origin], index=i) for i, origin in enumerate(full.origins) if origin in watched]
         self.num_inputs = len(full.origins)

@@ -46,6 +46,7 @@ RANDOM = (
     "the model draws random numbers (dropout?): eager mode for all rows at once, the backend for each chunk separately, so no "
     "seed gives both the same numbers"
 )
+NOT_RANDOM = "call model.eval(), or set the probabilities of dropout to 0"
 IN_EAGER = "no graph reaches the backend: the call runs in eager mode"
 REQUIREMENT = "streamfx.verify takes a call that gives the same result twice"
 
@@ -84,8 +85,7 @@ def verify(
         (True, True)
     """
     option_values, kwargs = split_options(model, options, args, kwargs, "streamfx.verify(...)")
-    model = original(model)
-    backend_options = resolve_options(option_values)
+    model, backend_options = original(model), resolve_options(option_values)
     sources = gradient_sources(model, (args, kwargs))
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     _check_arguments(model, loss, [*sources.values(), *given])
@@ -104,20 +104,15 @@ def verify(
 
     with failing_in_eager((args, kwargs)):
         eager = run(model)
-    _check_not_random(eager)
+    require(not eager.is_random, NotComparableError, REQUIREMENT, RANDOM, NOT_RANDOM)
     with isolated_compilation(backend) as keywords:
         streamed = run(torch.compile(model, backend=backend, **keywords))
     _check_arrived(compilations)
     precision, not_chunked = lowest_precision(compilations, sources.values()), why_not_chunked(compilations)
     records = [record_of(facts, i) for i, facts in enumerate(facts for compiled in compilations for facts in compiled.facts)]
     verification = Verification(list(sources), eager, streamed, precision, backend_options.adjoints, not_chunked, records)
-    return _checked_nonzero(verification, (args, kwargs))
-
-
-def _check_not_random(eager: Run) -> None:
-    """Raise `NotComparableError` if the model draws random numbers, which differ between eager mode and chunks."""
-    do = "call model.eval(), or set the probabilities of dropout to 0"
-    require(not eager.is_random, NotComparableError, REQUIREMENT, RANDOM, do)
+    _check_evidence(verification, (args, kwargs))
+    return verification
 
 
 def _check_arrived(compilations: Sequence[Compilation]) -> None:
@@ -125,6 +120,14 @@ def _check_arrived(compilations: Sequence[Compilation]) -> None:
     found, do = (SWITCHED_OFF, SWITCH_ON) if is_switched_off() else (IN_EAGER, "streamfx.explain shows the reason")
     asked = "streamfx.verify takes a call that torch.compile can trace"
     require(bool(compilations), NotComparableError, asked, found, do)
+
+
+def _check_evidence(verification: Verification, inputs: Any) -> None:
+    """Raise `NotComparableError` if all results are zero or NaN: equal zeros are no evidence."""
+    empty = empty_inputs_text(inputs)
+    found, do = (f"{empty}, and {NOTHING}", DO) if empty else (NOTHING, NONZERO)
+    is_evidence = not (verification.ok and verification.compares_nothing)
+    require(is_evidence, NotComparableError, "streamfx.verify takes a call whose results can be compared", found, do)
 
 
 @contextmanager
@@ -322,14 +325,12 @@ def default_loss(output: Any) -> Tensor:
         "give loss=, a function that returns the number to differentiate",
     )
     require(bool(tensors), NotComparableError, REQUIREMENT, found, do)
-    return sum((_random_combination(tensor, seed) for seed, tensor in enumerate(tensors)), tensors[0].new_zeros(()))
-
-
-def _random_combination(tensor: Tensor, seed: int) -> Tensor:
-    """Return the sum of a tensor's elements times fixed random weights, divided by the square root of their number."""
-    generator = torch.Generator(tensor.device).manual_seed(seed)
-    weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device=tensor.device)
-    return (tensor * weights.to(tensor.dtype)).sum() / max(tensor.numel(), 1) ** 0.5
+    total = tensors[0].new_zeros(())
+    for seed, tensor in enumerate(tensors):  # elements times random weights, divided by the square root of their number
+        generator = torch.Generator(tensor.device).manual_seed(seed)
+        weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device=tensor.device)
+        total = total + (tensor * weights.to(tensor.dtype)).sum() / max(tensor.numel(), 1) ** 0.5
+    return total
 
 
 def lowest_precision(compilations: Sequence[Compilation], tensors: Any) -> torch.dtype:
@@ -356,15 +357,6 @@ def _check_arguments(model: Any, loss: Any, tensors: Sequence[Tensor]) -> None:
     without_data = next((tensor for tensor in tensors if isinstance(tensor, FakeTensor) or tensor.is_meta), None)
     do = "give real tensors, or use streamfx.explain, which needs none"
     refuse(without_data is None, found=f"{_type_text(without_data)} holds no data", do=do)
-
-
-def _checked_nonzero(verification: Verification, inputs: Any) -> Verification:
-    """Return the verification; raise `NotComparableError` if all results are zero or NaN: equal zeros are no evidence."""
-    if verification.ok and verification.compares_nothing:
-        empty = empty_inputs_text(inputs)
-        reason, do = (f"{empty}, and {NOTHING}", DO) if empty else (NOTHING, NONZERO)
-        raise NotComparableError("streamfx.verify takes a call whose results can be compared", found=reason, do=do)
-    return verification
 
 
 def _type_text(value: Any) -> str:
