@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from streamfx.ir.program import Buffer
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.rewrite.views.iota_index import find_repeats, is_arange, simplify_arange_index
-from streamfx.runtime import chunked_scans
+from streamfx.runtime.chunked_scans import RunningTotal
 from streamfx.runtime.loop import Loop
 from tests.support import decoders, twins
 from tests.support.decoders.parts import made
@@ -204,7 +204,8 @@ def test_partial_sums_may_exceed_the_total(dtype: torch.dtype) -> None:
 def test_running_sums_carry_float32(dtype: torch.dtype) -> None:
     """A total in bfloat16 would stand still at 256."""
     rows, found = torch.ones(1, 4000, dtype=dtype), list[Tensor]()
-    carry = torch.zeros(1, 1, dtype=chunked_scans.carry_type(dtype))
+    total = RunningTotal("cumsum", False, 1, dtype, row_size=1)
+    carry = torch.zeros(4, dtype=torch.uint8)
     for number, chunk in enumerate(rows.split(8, 1)):
-        found.append(chunked_scans.advance("cumsum", False, chunk, 1, dtype, carry, 8 * number, None, 0))
+        found += total.advance(8 * number, 0, carry, None, 0, chunk)
     assert torch.equal(torch.cat(found, 1), rows.cumsum(1))

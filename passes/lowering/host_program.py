@@ -273,10 +273,8 @@ def _are_dense(strides: tuple[Size, ...], shape: tuple[Size, ...]) -> bool:
 
 def fake_states(node: fx.Node) -> torch.Tensor:
     """Return a fake value for a scan's states, with one state, because the number of chunks is known at run time only."""
+    value = node.meta[VALUE]
     if isinstance(node.target, Recurrence):
-        like: torch.Tensor = node.meta[VALUE][0]
-        return like.new_empty((1, numeric(node.target.carry_size)), dtype=torch.uint8)
-    dim = bound_arguments(node)["dim"]
-    value: torch.Tensor = node.meta[VALUE]
-    with torch.no_grad():
-        return torch.empty_like(value.narrow(dim, 0, 1), dtype=carry_type(value.dtype)).unsqueeze(0)
+        return value[0].new_empty((1, numeric(node.target.carry_size)), dtype=torch.uint8)  # type: ignore[no-any-return]
+    row: torch.Tensor = value.narrow(bound_arguments(node)["dim"], 0, 1)
+    return row.new_empty((1, row.numel() * carry_type(row.dtype).itemsize), dtype=torch.uint8)

@@ -14,14 +14,16 @@ from torch import fx
 
 from streamfx.ir.facts import Role
 from streamfx.ir.program import CHUNK, Broadcast, RowRange
+from streamfx.ir.signature import AxisLabel
+from streamfx.ir.sizes import product
 from streamfx.node_meta import FORWARD_OPERATOR, VALUE
 from streamfx.passes.lowering.bodies import BodyBuilder
 from streamfx.passes.lowering.lowering_table import emit_copy, register_lowering
 from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.ops.rules.scans import REVERSE_SCAN_NAMES, SCAN_NAMES
-from streamfx.runtime import chunked_scans
 from streamfx.runtime.associative import Associative, AssociativeBackward
 from streamfx.runtime.chunked_recurrences import Recurrence, UnrolledRecurrence
+from streamfx.runtime.chunked_scans import RunningTotal
 from streamfx.runtime.custom_scan import StatefulRecurrence
 from streamfx.runtime.runtime_sizes import first_in_chunk, rows_in_chunk
 from streamfx.runtime.truncated import TruncatedRecurrence
@@ -33,43 +35,34 @@ NO_STATES = "the backward pass of a loop over rows needs states that no loop of 
 
 @register_lowering(*SCAN_NAMES, *REVERSE_SCAN_NAMES)
 def lower_scan(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Lower a cumulative sum (product, maximum, ...) over the sequence: continue from the carry of this loop.
-
-    In a loop in the opposite direction, continue from the states that an earlier loop stored; raise `FallbackError` if there
-    are none. If its dimension is not chunked, it is copied. A forward scan stores states if no loop has stored them yet.
-    """
+    """Lower a cumulative sum (product, maximum, ...) over the sequence as a recurrence; if it is along another axis, copy it."""
     (dim,) = builder.layout.axes.signatures[node].index
     if builder.layout.access.roles.get(node, {}).get(dim) is not Role.ROWS:
         return emit_copy(builder, node)
     reverse = node.target in REVERSE_SCAN_NAMES
-    (rows,) = builder.operands(node)
-    dtype = node.meta[VALUE].dtype
-    scan_arguments = ((REVERSE_SCAN_NAMES if reverse else SCAN_NAMES)[node.target], reverse, rows, dim, dtype)
-    rows_before = _rows_before(builder, builder.layout.rows(builder.layout.axes.labels[node][dim]), reverse)
-    chunk = builder.size_argument(CHUNK)
-    stored_states = builder.outer_states(node)
-    if builder.reverse == reverse:
-        keeps_states = not reverse and stored_states is None
-        one_row = [1 if i == dim else size for i, size in enumerate(builder.layout.full_shape(node))]
-        carry, states = builder.emit_carry(node, one_row, chunked_scans.carry_type(dtype), keeps_states)
-        return builder.graph.call_function(chunked_scans.advance, (*scan_arguments, carry, rows_before, states, chunk))
-    if stored_states is None:
-        raise FallbackError(node, OPPOSITE_DIRECTION.format(target=node.target))
-    states = builder.feed(f"{node.name}_states", Broadcast(), stored_states)
-    return builder.graph.call_function(chunked_scans.resume, (*scan_arguments, rows_before, states, chunk))
+    kind = (REVERSE_SCAN_NAMES if reverse else SCAN_NAMES)[node.target]
+    row_size = product(size for i, size in enumerate(builder.layout.full_shape(node)) if i != dim)
+    total = RunningTotal(kind, reverse, dim, node.meta[VALUE].dtype, row_size)
+    return builder.graph.call_function(operator.getitem, (_emit_rows(builder, node, total, dim), 0))
 
 
 @register_lowering(UnrolledRecurrence, StatefulRecurrence, Associative, AssociativeBackward)
 def lower_recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
-    """Lower a recurrence over the sequence: continue from this loop's carry. Its backward also reads the states that the
-    forward loop stored; a forward recurrence in a backward loop is recomputed from these states.
-
-    Raise `FallbackError` if the states are missing, or if chunks would start inside a block of its rows.
-    """
+    """Lower a recurrence over the sequence; if it is along another axis, copy it."""
     recurrence: Recurrence = node.target  # type: ignore[assignment]
-    layout, rows = builder.layout, recurrence.axes.rows
-    if layout.access.roles.get(node, {}).get(rows) is not Role.ROWS:
+    if builder.layout.access.roles.get(node, {}).get(recurrence.axes.rows) is not Role.ROWS:
         return emit_copy(builder, node)
+    return _emit_rows(builder, node, recurrence, recurrence.axes.rows)
+
+
+def _emit_rows(builder: BodyBuilder, node: fx.Node, recurrence: Recurrence, rows: AxisLabel) -> fx.Node:
+    """Emit the chunk's rows of a recurrence along the axis `rows`, which continues from this loop's carry.
+
+    In a backward loop, a forward recurrence is recomputed from the states that a forward loop stored; a backward recurrence
+    also reads them. A forward recurrence stores states if no loop has stored them yet. Raise `FallbackError` if the states are
+    missing, or if chunks would start inside a block of rows.
+    """
+    layout = builder.layout
     axis_rows = layout.rows(layout.axes.labels[node][rows])
     if recurrence.block != 1 and (
         axis_rows.block != 1 or not isinstance(axis_rows.offset, int) or axis_rows.offset % recurrence.block
@@ -83,16 +76,17 @@ def lower_recurrence(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     states = None if stored_states is None else builder.feed(f"{forward.name}_states", Broadcast(), stored_states)
     if node in layout.truncations:
         recurrence = TruncatedRecurrence(recurrence, layout.truncations[node])
+    if recurrence.reverse != builder.reverse and (recurrence.reverse or stored_states is None):
+        name = node.target if isinstance(recurrence, RunningTotal) else "a loop over rows"
+        raise FallbackError(node, OPPOSITE_DIRECTION.format(target=name))
     if recurrence.reverse:
-        if not builder.reverse or (recurrence.needs_states and stored_states is None):
+        if recurrence.needs_states and stored_states is None:
             raise FallbackError(node, NO_STATES)
         carry, _ = builder.emit_carry(node, recurrence.carry_shape, torch.uint8, keeps_states=False)
         if isinstance(recurrence, UnrolledRecurrence) and (kept := _kept_steps(builder, forward, recurrence)) is not None:
             return builder.graph.call_function(recurrence.retreat_from, (rows_before, rows_after, carry, kept, *operands))
         return builder.graph.call_function(recurrence.retreat, (rows_before, rows_after, carry, states, chunk, *operands))
     if builder.reverse:
-        if stored_states is None:
-            raise FallbackError(node, OPPOSITE_DIRECTION.format(target="a loop over rows"))
         return builder.graph.call_function(recurrence.resume, (rows_before, rows_after, states, chunk, *operands))
     carry, new_states = builder.emit_carry(node, recurrence.carry_shape, torch.uint8, keeps_states=stored_states is None)
     return builder.graph.call_function(recurrence.advance, (rows_before, rows_after, carry, new_states, chunk, *operands))

@@ -200,14 +200,14 @@ def emit_recurrences(
     _check_results(call, results, computed_results)
     plans = [(backward, _plan_backward(declared, plan, call, backward, results, writer)) for backward in backwards]
     forward = writer.call(StatefulRecurrence(plan), *call.operands(plan.operands))
-    replacements = _emit_getitems(call, plan, forward, writer)
+    replacements = emit_getitems(call.getitems, computed_results, forward, writer)
     for backward, backward_call_plan in plans:
         # a backward that recomputes saved results also reads the forward call's operands
         all_arguments = {**call.arguments, **backward.arguments}
         operands = [all_arguments[name] for name in backward_call_plan.operands]
         new_backward = writer.move_before(backward.node).call(StatefulRecurrence(backward_call_plan), *operands)
         new_backward.meta[FORWARD_OPERATOR] = forward
-        replacements |= _emit_getitems(backward, backward_call_plan, new_backward, writer)
+        replacements |= emit_getitems(backward.getitems, sorted(backward.getitems), new_backward, writer)
     return replacements
 
 
@@ -234,18 +234,17 @@ def _plan_backward(
     return plan
 
 
-def _emit_getitems(call: ScanCall, plan: StatefulPlan, recurrence: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
+def emit_getitems(
+    getitems: Mapping[int, Sequence[fx.Node]], indices: Sequence[int], recurrence: fx.Node, writer: GraphWriter
+) -> dict[fx.Node, fx.Node]:
     """Emit a `getitem` for each result of a recurrence; return {old getitem of the call: new getitem}.
 
-    `plan.results` has the index, among the call's results, of each result of the recurrence.
+    `indices`: for each result of the recurrence, its index among the results of the call; `getitems` has the old nodes by it.
     """
-    new_getitems = {result.index: writer.call(operator.getitem, recurrence, i) for i, result in enumerate(plan.results)}
-    return {
-        old_getitem: new_getitems[index]
-        for index, old_getitems in call.getitems.items()
-        if index in new_getitems
-        for old_getitem in old_getitems
-    }
+    replacements: dict[fx.Node, fx.Node] = {}
+    for i, index in enumerate(indices):
+        replacements |= dict.fromkeys(getitems[index], writer.call(operator.getitem, recurrence, i))
+    return replacements
 
 
 def _check_saved(declared: Stateful, call: ScanCall, backwards: Sequence[ScanCall]) -> None:

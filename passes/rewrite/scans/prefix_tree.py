@@ -6,7 +6,6 @@ An associative scan combines the rows so far by a function, which maps two tuple
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from streamfx.ir.recurrence import TreePlan, separate_axes
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import FORWARD_OPERATOR, VALUE
 from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
-from streamfx.passes.rewrite.scans.custom_scan import strip_aliases, users_through_aliases
+from streamfx.passes.rewrite.scans.custom_scan import emit_getitems, strip_aliases, users_through_aliases
 from streamfx.runtime.associative import Associative, AssociativeBackward, bytes_of_blocks
 
 
@@ -50,7 +49,7 @@ def associative_scan_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mappin
         return None
     plan = _plan(call, sorted(results))
     forward = writer.insert_call(_result_values(node, results), Associative(plan), *call.rows, *call.shared)
-    replacements = _emit_getitems(forward, results, writer)
+    replacements = emit_getitems(results, sorted(results), forward, writer)
     for backward, backward_results in zip(backwards, results_by_backward, strict=True):
         assert backward_results is not None
         gradients: Sequence[Any] = backward.args[0]  # type: ignore[assignment]
@@ -62,7 +61,7 @@ def associative_scan_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mappin
             _result_values(backward, backward_results), AssociativeBackward(plan), *operands
         )
         new_backward.meta[FORWARD_OPERATOR] = forward
-        replacements |= _emit_getitems(new_backward, backward_results, writer)
+        replacements |= emit_getitems(backward_results, sorted(backward_results), new_backward, writer)
     return replacements
 
 
@@ -76,16 +75,6 @@ def _backward_calls(call: TreeScan) -> Iterator[fx.Node]:
 def _result_values(node: fx.Node, results: Mapping[int, Any]) -> tuple[Any, ...]:
     """Return the traced values (fake tensors) of the results of `node` whose indices are keys of `results`, in order."""
     return tuple(node.meta[VALUE][index] for index in sorted(results))
-
-
-def _emit_getitems(recurrence: fx.Node, results: Mapping[int, Sequence[fx.Node]], writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """Emit a `getitem` for each result of a recurrence; return {old getitem: new getitem}.
-
-    `results` has the old `getitem` nodes by their result index. The recurrence returns only these results, in order: if
-    results 0 and 2 are in use, they are its results 0 and 1.
-    """
-    new_getitems = {index: writer.call(operator.getitem, recurrence, i) for i, index in enumerate(sorted(results))}
-    return {old_getitem: new_getitems[index] for index, old_getitems in results.items() for old_getitem in old_getitems}
 
 
 def _plan(
