@@ -1,8 +1,8 @@
 """Lowerings of operators with a carry: each chunk continues from the carry of the chunk before it in the scan's direction.
 
 The *carry* is a buffer that each chunk reads and overwrites. The *states* are a buffer of its values at the start of each chunk,
-which the forward loop stores, so that a loop in the opposite direction can start any chunk. A forward operator `advance`s; in
-a backward loop it `resume`s from states; a backward operator `retreat`s.
+which the forward loop stores, so that a loop in the opposite direction can start any chunk. An operator `advance`s; in a loop
+in the opposite direction it `resume`s from states.
 """
 
 from __future__ import annotations
@@ -79,17 +79,16 @@ def _emit_rows(builder: BodyBuilder, node: fx.Node, recurrence: Recurrence, rows
     if recurrence.reverse != builder.reverse and (recurrence.reverse or stored_states is None):
         name = node.target if isinstance(recurrence, RunningTotal) else "a loop over rows"
         raise FallbackError(node, OPPOSITE_DIRECTION.format(target=name))
-    if recurrence.reverse:
-        if recurrence.needs_states and stored_states is None:
-            raise FallbackError(node, NO_STATES)
-        carry, _ = builder.emit_carry(node, recurrence.carry_shape, torch.uint8, keeps_states=False)
-        if isinstance(recurrence, UnrolledRecurrence) and (kept := _kept_steps(builder, forward, recurrence)) is not None:
-            return builder.graph.call_function(recurrence.retreat_from, (rows_before, rows_after, carry, kept, *operands))
-        return builder.graph.call_function(recurrence.retreat, (rows_before, rows_after, carry, states, chunk, *operands))
-    if builder.reverse:
+    if recurrence.needs_states and stored_states is None:
+        raise FallbackError(node, NO_STATES)
+    if builder.reverse and not recurrence.reverse:
         return builder.graph.call_function(recurrence.resume, (rows_before, rows_after, states, chunk, *operands))
-    carry, new_states = builder.emit_carry(node, recurrence.carry_shape, torch.uint8, keeps_states=stored_states is None)
-    return builder.graph.call_function(recurrence.advance, (rows_before, rows_after, carry, new_states, chunk, *operands))
+    keeps_states = not recurrence.reverse and stored_states is None
+    carry, new_states = builder.emit_carry(node, recurrence.carry_shape, torch.uint8, keeps_states)
+    if isinstance(recurrence, UnrolledRecurrence) and (kept := _kept_steps(builder, forward, recurrence)) is not None:
+        return builder.graph.call_function(recurrence.advance_from, (rows_before, rows_after, carry, kept, *operands))
+    states = states if recurrence.reverse else new_states
+    return builder.graph.call_function(recurrence.advance, (rows_before, rows_after, carry, states, chunk, *operands))
 
 
 def _kept_steps(builder: BodyBuilder, forward: fx.Node | None, backward: UnrolledRecurrence) -> fx.Node | None:

@@ -136,7 +136,7 @@ class _ChunkComparison:
         """
         states = torch.empty(len(self.starts), int(self.plan.carry_size), dtype=torch.uint8, device=self.device)
         forward = StatefulRecurrence(self.plan)
-        chunks = self._run(lambda: self._forward_chunks(forward, states))
+        chunks = self._run(lambda: self._run_chunks(forward, self.arguments, states))
         self._compare(self.plan, _comparable(dict(enumerate(self.results)), self.fake_results), chunks, "result")
         backward_arguments = self._backward_arguments()
         gradient_indices = [i for i, name in enumerate(self.declared.gradients) if name is not None and self._is_tensor(name)]
@@ -145,7 +145,7 @@ class _ChunkComparison:
         )
         run = StatefulRecurrence(plan)
         results_of_all_rows = run(*(backward_arguments[name] for name in plan.operands))
-        chunks = self._run(lambda: self._backward_chunks(run, states, backward_arguments))
+        chunks = self._run(lambda: self._run_chunks(run, backward_arguments, states))
         self._compare(
             plan, _comparable(dict(zip(gradient_indices, results_of_all_rows, strict=True)), fake_gradients), chunks, "gradient"
         )
@@ -183,23 +183,18 @@ class _ChunkComparison:
             name: self.results[index] for name, index in declared.saved.items() if name not in declared.recomputed_per_chunk
         }
 
-    def _forward_chunks(self, run: StatefulRecurrence, states: Tensor) -> Chunks:
-        """Return the results of each chunk of the operator, and store the state before chunk i in `states[i]` (as bytes)."""
-        carry = torch.zeros_like(states[0])
-        chunks = []
-        for i, start in enumerate(self.starts):
-            operands = self._operands(self.plan, self.arguments, start)
-            chunks.append(run.advance(start, self.length - self._stop(start), carry, states, i, *operands))
-        return chunks
+    def _run_chunks(self, run: StatefulRecurrence, arguments: Mapping[str, Any], states: Tensor) -> Chunks:
+        """Run the operator or its backward chunk by chunk, in its direction; return the results of each chunk, in order of rows.
 
-    def _backward_chunks(self, run: StatefulRecurrence, states: Tensor, backward_arguments: Mapping[str, Any]) -> Chunks:
-        """Run the backward operator from the last chunk to the first, and return the results of each chunk, in order of rows."""
+        `states` has the state before each chunk, as bytes: the operator writes it, the backward reads it.
+        """
         carry = torch.zeros(int(run.plan.carry_size), dtype=torch.uint8, device=states.device)
-        chunks = []
-        for i, start in reversed([*enumerate(self.starts)]):
-            operands = self._operands(run.plan, backward_arguments, start)
-            chunks.append(run.retreat(self.length - self._stop(start), start, carry, states, i, *operands))
-        return chunks[::-1]
+        chunks: dict[int, tuple[Tensor, ...]] = {}
+        for i, start in reversed([*enumerate(self.starts)]) if run.reverse else enumerate(self.starts):
+            before, after = start, self.length - self._stop(start)
+            before, after = (after, before) if run.reverse else (before, after)
+            chunks[i] = run.advance(before, after, carry, states, i, *self._operands(run.plan, arguments, start))
+        return [chunks[i] for i in range(len(self.starts))]
 
     def _stop(self, start: int) -> int:
         return min(start + self.size, self.length)

@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 class Recurrence(ABC):
     """An operator of a graph that processes rows in order, from the last to the first if `reverse`.
 
-    A call with full operands runs all rows. In a loop over chunks of the sequence, `advance`, `retreat` and `resume` run the
+    A call with full operands runs all rows. In a loop over chunks of the sequence, `advance` and `resume` run the
     rows of one chunk: `before` rows run before them and `after` rows after them. `carry` is the loop's buffer of bytes for the
     values that pass from row to row; it begins as zeros. `states` [chunks, ...] holds the carries with which the chunks of the
     forward loop began, and `chunk` is the chunk's index there. A subclass implements `run_chunk`.
@@ -85,26 +85,15 @@ class Recurrence(ABC):
     def advance(
         self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows, first to last, and update the carry in place; return the chunk's results.
+        """Run the chunk's rows in order, and update the carry in place; return the chunk's results.
 
-        If `states` is not None, save the previous carry there first, at index `chunk`.
-        """
-        if before == 0:
-            self.start(carry, operands)
-        if states is not None:
-            states[chunk].copy_(carry)
-        return self.run_chunk(Chunk(before, after, chunk, carry, carry), operands)
-
-    def retreat(
-        self, before: int, after: int, carry: Tensor, states: Tensor | None, chunk: int, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Run the chunk's rows, last to first, and update the carry in place; return the chunk's results.
-
-        `states`: the carries that the forward loop saved; None if it saves none.
+        A forward recurrence first saves the carry in `states[chunk]`, a backward one reads it there, unless `states` is None.
         """
         if before == 0:
             self.start(carry, operands)
         forward_carry = None if states is None else states[chunk]
+        if forward_carry is not None and not self.reverse:
+            forward_carry.copy_(carry)
         return self.run_chunk(Chunk(before, after, chunk, carry, carry, forward_carry), operands)
 
     def resume(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -134,7 +123,7 @@ class UnrolledRecurrence(Recurrence):
         return self._run_steps(chunk, env, operands)
 
     def resume_kept(self, before: int, after: int, states: Tensor, chunk: int, *operands: Tensor) -> tuple[Any, ...]:
-        """Run `resume`; return its results, followed by the values of all steps (as one `env`), for `retreat_from`.
+        """Run `resume`; return its results, followed by the values of all steps (as one `env`), for `advance_from`.
 
         Results of single steps are cloned, so that they share no memory with a kept value.
         """
@@ -143,8 +132,8 @@ class UnrolledRecurrence(Recurrence):
         num_concat = len(self.plan.steps.concat_results)
         return (*values[:num_concat], *(final.clone() for final in values[num_concat:]), env)
 
-    def retreat_from(self, before: int, after: int, carry: Tensor, kept: Env, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Run `retreat` with the values of the forward steps in the same chunk (`kept`), instead of recomputing them."""
+    def advance_from(self, before: int, after: int, carry: Tensor, kept: Env, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Run `advance` with the values of the forward steps in the same chunk (`kept`), instead of recomputing them."""
         chunk = Chunk(before, after, carry=carry, next_carry=carry)
         return self._run_steps(chunk, {**kept, **self._shared_values(operands)}, operands)
 
