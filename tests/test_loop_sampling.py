@@ -100,7 +100,7 @@ def test_sampled_chunks_cost_the_same_as_all(example: str, monkeypatch: pytest.M
     model, arguments = EXAMPLES[example].model(), EXAMPLES[example].arguments()
     sampled = summary_of(model, *arguments, options={"chunk_size": 1})
     monkeypatch.setattr("streamfx.cost.sampling.sample_of", list)
-    monkeypatch.setattr("streamfx.cost.sampling.total_over", lambda stretch, costs: sum(costs[i] for i in stretch))
+    monkeypatch.setattr("streamfx.cost.sampling.total_over", lambda part, segment, costs: sum(costs[i] for i in part))
     every = summary_of(model, *arguments, options={"chunk_size": 1})
     assert (sampled["flops"], sampled["peak_bytes"]) == (every["flops"], every["peak_bytes"])
 

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from streamfx.cost.curve import Point, Recorder
-from streamfx.cost.meter import Meter
+from streamfx.cost.meter import Meter, TensorLayout, layout_of
 from streamfx.cost.work import NO_WORK, Work
 
 NUM_FIRST, NUM_LAST = 3, 4  # iterations that run at the ends; a sum over iterations exists before the last two of the first
-Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 Inputs = tuple[Tensor, ...]
 
 
@@ -66,21 +65,21 @@ class Iterations:
 
     def results(self, function: Callable[..., Tensor], inputs: Sequence[Inputs]) -> list[Tensor]:
         """Return the results for all inputs, skipping the middle iterations of equal inputs in both passes."""
-        layouts = [tuple(map(_layout_of, arguments)) for arguments in inputs]
+        layouts = [tuple(map(layout_of, arguments)) for arguments in inputs]
         num_equal = next((i for i, layout in enumerate(layouts) if layout != layouts[0]), len(layouts))
         is_trained = torch.is_grad_enabled() and inputs[0][0].requires_grad
         skipped = range(NUM_FIRST, num_equal - NUM_LAST if is_trained else 0)
         forward, backward = _Pass(skipped), _Pass(skipped[::-1])
-        gradients: list[Layout] = []
+        gradients: list[TensorLayout] = []
         outputs: list[Tensor] = []
         for index, arguments in enumerate(inputs):
             if self._begin(forward, index):
                 with self._unrecorded():
-                    outputs.append(_SkippedIteration.apply(self, _layout_of(outputs[0]), gradients, *arguments))
+                    outputs.append(_SkippedIteration.apply(self, layout_of(outputs[0]), gradients, *arguments))
             else:
                 first_view = arguments[0].view_as(arguments[0])  # its gradient is ready at the end of its iteration
                 if is_trained and index < num_equal:
-                    first_view.register_hook(lambda gradient: gradients.append(_layout_of(gradient)))
+                    first_view.register_hook(lambda gradient: gradients.append(layout_of(gradient)))
                 outputs.append(function(first_view, *arguments[1:]))
             if outputs[-1].requires_grad:
                 outputs[-1].register_hook(partial(self._gradient_ready, backward, index))
@@ -121,16 +120,16 @@ class _SkippedIteration(torch.autograd.Function):
     """A skipped iteration: its result, and the gradient of the first tensor of its input, have the layout of the others."""
 
     @staticmethod
-    def forward(ctx: Any, iterations: Iterations, result: Layout, gradients: list[Layout], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, iterations: Iterations, result: TensorLayout, gradients: list[TensorLayout], *inputs: Tensor) -> Tensor:
         """Return an uninitialized result with the given layout, instead of running the iteration."""
         ctx.iterations, ctx.gradients, ctx.other_inputs = iterations, gradients, len(inputs) - 1
-        return _empty(result)
+        return result.allocate()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return an uninitialized gradient for the first tensor of the input, like that of an iteration that ran."""
         with ctx.iterations._unrecorded():
-            skipped_gradient = _empty(ctx.gradients[0])
+            skipped_gradient = ctx.gradients[0].allocate()
         return None, None, None, skipped_gradient, *(None for _ in range(ctx.other_inputs))
 
 
@@ -145,14 +144,3 @@ def sampled_iterations(iterations: Iterations) -> Iterator[None]:
         yield
     finally:
         _active_iterations.reset(token)
-
-
-def _layout_of(tensor: Tensor) -> Layout:
-    """Return the properties of a tensor on which its iteration depends."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _empty(layout: Layout) -> Tensor:
-    """Allocate an uninitialized tensor."""
-    size, stride, dtype, device = layout
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)

@@ -217,13 +217,12 @@ def bytes_of_values(nodes: Iterable[fx.Node]) -> int:
 
 
 def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
-    """Return the cost of each sampled loop of a host program, by the loop's name; none without a program."""
+    """Return the cost of each sampled loop of a host program, by the loop's name; none without a program.
+
+    The rows per chunk are at most those of the sequence.
+    """
     if module is None:
         return {}
     loops = {name: child for name, child in module.named_children() if isinstance(child, SampledLoop)}
-    return {name: _loop_cost(loop) for name, loop in loops.items()}
-
-
-def _loop_cost(loop: SampledLoop) -> LoopCost:
-    """Return the cost of one sampled loop, with its rows per chunk limited to the sequence."""
-    return LoopCost(loop.work, min(loop.rows, loop.length), total_traffic(loop.work.traffic_by_kind.values()), loop.num_chunks)
+    sent = {name: total_traffic(loop.work.traffic_by_kind.values()) for name, loop in loops.items()}
+    return {name: LoopCost(loop.work, min(loop.rows, loop.length), sent[name], loop.num_chunks) for name, loop in loops.items()}

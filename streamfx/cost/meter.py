@@ -167,16 +167,21 @@ class Meter(TorchDispatchMode):
             self.live_terms[term] += size
             self._record_point()
 
+    @contextmanager
+    def named(self, term: str) -> Iterator[None]:
+        """Count storages that are allocated inside this context under a category."""
+        outer_term, self.term = self.term, term
+        try:
+            yield
+        finally:
+            self.term = outer_term
+
     def with_term(self, term: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that the storages that it allocates count under a category."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            """Run the function with `term` as the category of new storages."""
-            outer_term, self.term = self.term, term
-            try:
+            with self.named(term):
                 return function(*args, **kwargs)
-            finally:
-                self.term = outer_term
 
         return run
 
@@ -236,11 +241,11 @@ def traced_workspace(target: OpOverload, args: Sequence[Any], kwargs: Mapping[st
     """Return the workspace of an operator that calls other operators: their peak bytes, except its operands and results."""
     arguments = arguments_by_name(target, args, kwargs)
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
-    return _cached_workspace(target, tuple((name, _layout_of(value)) for name, value in arguments.items()), device_kind(device))
+    return _cached_workspace(target, tuple((name, layout_of(value)) for name, value in arguments.items()), device_kind(device))
 
 
-class _TensorLayout(NamedTuple):
-    """The layout of a tensor."""
+class TensorLayout(NamedTuple):
+    """The properties of a tensor on which the cost of an operator depends."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -252,18 +257,18 @@ class _TensorLayout(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
-def _layout_of(value: Any) -> Any:
+def layout_of(value: Any) -> Any:
     """Return the layout of a tensor; any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
-    return _TensorLayout(tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype, value.device)
+    return TensorLayout(tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype, value.device)
 
 
 @lru_cache(maxsize=1024)
 def _cached_workspace(target: OpOverload, arguments: tuple[tuple[str, Any], ...], kind: DeviceKind) -> int:
     """Run the operators that `target` calls on fake tensors; return their peak bytes minus the bytes of the results."""
     with FakeTensorMode():
-        fake_arguments = {name: value.allocate() if isinstance(value, _TensorLayout) else value for name, value in arguments}
+        fake_arguments = {name: value.allocate() if isinstance(value, TensorLayout) else value for name, value in arguments}
         results = sum(allocation_size(storage.nbytes(), device) for _, storage, device in _storages(target(**fake_arguments)))
         with Meter() as meter:
             fake_results = TRACED_OPERATORS[target](**fake_arguments)

@@ -8,7 +8,6 @@ between lie on a parabola, and the peak is at one of the ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import pairwise
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from streamfx.cost.categories import LoopTerms
 from streamfx.cost.curve import Curve, LoopInterval, Point, shortened
-from streamfx.cost.meter import Delta, Meter
+from streamfx.cost.meter import Delta, Meter, layout_of
 from streamfx.cost.work import Work
 from streamfx.ir.program import (
     Buffer,
@@ -84,7 +83,7 @@ class SampledLoop(Loop):
 
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
         """Run the sampled chunks, or none if the cost is cached; add the work and the curve of all chunks to the meter."""
-        key = (signature_of(self.spec), self.terms, tuple(_shape(argument) for argument in arguments))
+        key = (signature_of(self.spec), self.terms, tuple(map(layout_of, arguments)))
         self._is_cached, self._costs, self._chunk_starts = key in self.known, {}, []
         work_before, terms_before = self.meter.work, dict(self.meter.live_terms)
         with self.meter.separate_recorder() as recorder:
@@ -95,7 +94,7 @@ class SampledLoop(Loop):
                 with self.meter.measure_delta() as rise:
                     results = super().forward(*arguments)
                 curve = Curve() if recorder is None else self._curve_of_all(recorder.points, work_before, terms_before)
-                self.known[key] = LoopRun(rise, self._work_of_all(), curve)
+                self.known[key] = LoopRun(rise, self._work_of(range(self.num_chunks)), curve)
         run = self.known[key]
         self.meter.work, self.work = work_before.plus(run.work), self.work.plus(run.work)
         if self.meter.recorder is not None:
@@ -117,21 +116,11 @@ class SampledLoop(Loop):
         ]
         return curve_of_chunks(relative[: self._chunk_starts[0][1]], sampled, self.num_chunks, self._work_of)
 
-    def _work_of_all(self) -> Work:
-        """Return the work of all chunks."""
-        return Work(*(sum(total_over(segment, costs) for segment in self._segments) for costs in self._costs_by_kind()))
-
     def _work_of(self, chunks: range) -> Work:
         """Return the work of the chunks with these consecutive indices."""
         overlaps = [(segment, range(max(segment[0], chunks[0]), min(segment[-1], chunks[-1]) + 1)) for segment in self._segments]
-        kinds = self._costs_by_kind()
-        return Work(
-            *(sum(total_over_part(overlap, segment, costs) for segment, overlap in overlaps if overlap) for costs in kinds)
-        )
-
-    def _costs_by_kind(self) -> list[dict[int, int]]:
-        """Return one dict per counter of `Work`, from the index of each chunk that ran to its value."""
-        return [{chunk_index: cost[i] for chunk_index, cost in self._costs.items()} for i in range(len(Work._fields))]
+        kinds = [{chunk_index: cost[i] for chunk_index, cost in self._costs.items()} for i in range(len(Work._fields))]
+        return Work(*(sum(total_over(overlap, segment, costs) for segment, overlap in overlaps if overlap) for costs in kinds))
 
     def _run_metered(self, *feeds: Any) -> Sequence[Any]:
         """Run the loop body on the next sampled chunk, and store its work by chunk index."""
@@ -139,22 +128,13 @@ class SampledLoop(Loop):
         chunk_index = next(self._sampled_indices)
         if self.meter.recorder is not None:
             self._chunk_starts.append((chunk_index, len(self.meter.recorder.points)))
-        with self._named(self.terms.chunk):
+        with self.meter.named(self.terms.chunk):
             outputs: Sequence[Any] = self.spec.body(*feeds)
             self.meter.flush()
         self._costs[chunk_index] = self.meter.work.minus(work_before)
         return outputs
 
     # -- terms
-
-    @contextmanager
-    def _named(self, term: str) -> Iterator[None]:
-        """Count storages that are allocated inside this context under a category."""
-        outer_term, self.meter.term = self.meter.term, term
-        try:
-            yield
-        finally:
-            self.meter.term = outer_term
 
     def _term(self, memory: Buffer | ConcatOutput) -> str:
         """Return the category of a buffer, or of a concatenated result."""
@@ -176,12 +156,12 @@ class SampledLoop(Loop):
 
     def _new_buffer(self, memory: Buffer | ConcatOutput, env: Env, zeroed: bool) -> Tensor:
         """Allocate a buffer or a result under its category."""
-        with self._named(self._term(memory)):
+        with self.meter.named(self._term(memory)):
             return super()._new_buffer(memory, env, zeroed)
 
     def _finish_buffer(self, output: BufferOutput, buffers: Sequence[Tensor], env: Env) -> Tensor:
         """Return the result of a buffer, with copies counted under the buffer's category."""
-        with self._named(self.terms.buffers[output.buffer]):
+        with self.meter.named(self.terms.buffers[output.buffer]):
             return super()._finish_buffer(output, buffers, env)
 
     def _clipping_rows(self, env: Env) -> set[int]:
@@ -232,12 +212,7 @@ def sample_of(segment: range) -> list[int]:
     return sorted({segment[0], segment[len(segment) // 2], segment[-1]})
 
 
-def total_over(segment: range, costs: dict[int, int]) -> int:
-    """Return the cost of a segment: the sum of the parabola through its sampled costs."""
-    return total_over_part(segment, segment, costs)
-
-
-def total_over_part(part: range, segment: range, costs: dict[int, int]) -> int:
+def total_over(part: range, segment: range, costs: dict[int, int]) -> int:
     """Return the cost of a part of `segment`: the sum over `part` of the parabola through the sampled costs."""
     points = [(chunk_index, costs[chunk_index]) for chunk_index in sample_of(segment)]
     constant, linear, quadratic = _parabola(points)
@@ -271,11 +246,6 @@ def signature_of(spec: LoopSpec) -> tuple[Any, ...]:
     return structure(spec.body.graph), spec.feeds, spec.sources, buffers, spec.yields, sizes
 
 
-def _shape(value: Any) -> Any:
-    """Return the dtype, shape, and strides of a tensor; any other value unchanged."""
-    return (value.dtype, tuple(value.shape), value.stride()) if isinstance(value, Tensor) else value
-
-
 # -- the curve of all chunks
 #
 # Chunks are divided into at most `MAX_GROUPS` groups of neighbors. Each group is represented by one chunk that ran, stretched
@@ -306,9 +276,8 @@ def curve_of_chunks(
 
     `points_before` was recorded before the chunks; `work_of` returns the work of a range of chunks.
     """
-    groups = chunk_groups(num_chunks)
     points, work_done = list(points_before), Work()
-    for group in groups:
+    for group in chunk_groups(num_chunks):
         chunk, work = _representative(group, sampled), work_of(group)
         points += _rescaled(chunk, work, work_done)
         work_done = work_done.plus(work)
@@ -341,14 +310,5 @@ def _rescaled(chunk: SampledChunk, work: Work, work_done: Work) -> Iterator[Poin
     begin = chunk.points[0].work if chunk.points else Work()
     for point in shortened(chunk.points, POINTS_PER_GROUP):
         counters = zip(point.work.minus(begin), chunk.work, work, strict=True)
-        yield Point(
-            work_done.plus(
-                Work(
-                    *(
-                        group_total * min(at_point, chunk_total) // chunk_total if chunk_total else 0
-                        for at_point, chunk_total, group_total in counters
-                    )
-                )
-            ),
-            point.terms,
-        )
+        shares = (total * min(at_point, of_chunk) // of_chunk if of_chunk else 0 for at_point, of_chunk, total in counters)
+        yield Point(work_done.plus(Work(*shares)), point.terms)

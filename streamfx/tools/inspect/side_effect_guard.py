@@ -12,8 +12,9 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, TypeGuard, cast
+from typing import Any, ParamSpec, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,25 @@ from streamfx.torch_private import (
 from streamfx.torch_private.dynamo import unwrap_compiled
 
 WRAPPED = (FunctionType, MethodType, functools.partial)
+P = ParamSpec("P")
+R = TypeVar("R")
+_lock = RLock()  # reentrant: a plan calls `explain`
 ENABLED = "_is_of_streamfx"  # attribute of the wrapper that `enable` sets as a module's forward
+
+
+def serialized(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function so that only one thread at a time runs any function wrapped this way: those that trace models.
+
+    A model's tensors, torch's settings and Dynamo's cache belong to the process, not to a thread.
+    """
+
+    @functools.wraps(function)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the function while holding the lock."""
+        with _lock:
+            return function(*args, **kwargs)
+
+    return locked
 
 
 def original(model: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,9 +35,15 @@ from streamfx.tools.inspect.full_depth import LayerSubset, of_all_layers
 from streamfx.tools.inspect.input_checks import advice_on
 from streamfx.tools.inspect.layer_segments import LayersDifferError
 from streamfx.tools.inspect.layers import first_layers, layers_of
-from streamfx.tools.inspect.lock import serialized
 from streamfx.tools.inspect.repeated_analysis import facts_of_all_layers
-from streamfx.tools.inspect.side_effect_guard import FakeConverter, modules_of, original, parameters_of, without_side_effects
+from streamfx.tools.inspect.side_effect_guard import (
+    FakeConverter,
+    modules_of,
+    original,
+    parameters_of,
+    serialized,
+    without_side_effects,
+)
 from streamfx.tools.report.fallback_reasons import advice_on_break
 from streamfx.tools.report.printer import show_product
 from streamfx.torch_private import default_partition, in_trace_context, mutated_inputs, real_values

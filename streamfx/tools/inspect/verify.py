@@ -27,11 +27,11 @@ from streamfx.renamed import RenamedAttributes
 from streamfx.tools.inspect.chunk_override import ChunkedCompilation, why_not_chunked
 from streamfx.tools.inspect.input_checks import DO, advice_on, empty_inputs_text
 from streamfx.tools.inspect.keywords import split_options
-from streamfx.tools.inspect.lock import serialized
 from streamfx.tools.inspect.side_effect_guard import (
     original,
     parameters_of,
     restored_randomness,
+    serialized,
     without_side_effects,
 )
 from streamfx.tools.report.notices import Record, record_of

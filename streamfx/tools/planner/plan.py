@@ -16,7 +16,7 @@ from streamfx.budget import FORMS, budget_bytes, is_budget, parse_amount
 from streamfx.errors import OptionError, PlanError
 from streamfx.frontend.gc_pause import pause_gc
 from streamfx.options import NAMES, Options, merge_options, resolve_options
-from streamfx.tools.inspect.lock import serialized
+from streamfx.tools.inspect.side_effect_guard import serialized
 from streamfx.tools.planner.context import check_heads, check_plan
 from streamfx.tools.planner.devices import device_by_name, local_device
 from streamfx.tools.planner.inputs import Inputs, check_inputs
