@@ -21,7 +21,7 @@ from torch import fx
 
 from streamfx.ir.axis_table import AxisFactor, Dim
 from streamfx.ir.facts import AxisFacts, Facts, StorageClass
-from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_operands, trained_values
+from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, tensor_operands, trained_values, walk
 from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.signature import AxisLabel, LabelShape
 from streamfx.ir.stage import Stage
@@ -132,14 +132,12 @@ class _HomogeneityFinder:
 
     def _operators_between(self, node: fx.Node, scale: fx.Node | None) -> set[fx.Node]:
         """Return the backward operators of the stage that compute `node`; the search backwards stops at `scale`, if given."""
-        operators: set[fx.Node] = set()
-        todo = [node]
-        while todo:
-            item = todo.pop()
-            if item is not scale and item in self.backward_nodes and item not in operators:
-                operators.add(item)
-                todo.extend(item.all_input_nodes)
-        return operators
+
+        def followed(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+            """Return the backward operators among some nodes, without the scale."""
+            return [item for item in nodes if item is not scale and item in self.backward_nodes]
+
+        return set(walk(followed([node]), lambda item: followed(item.all_input_nodes)))
 
     def find_homogeneous(self, gradient: fx.Node, scale: fx.Node) -> Homogeneous | None:
         """Return the gradient with its scale and the operators between them; None unless it is provably homogeneous in it.
@@ -200,13 +198,8 @@ class _HomogeneityFinder:
 
 def _scaled_values(homogeneous: Homogeneous) -> set[fx.Node]:
     """Return the values that depend on a scale and that its gradient is computed from, except the scale itself."""
-    scaled: set[fx.Node] = {homogeneous.scale}
-    todo = [homogeneous.scale]
-    while todo:
-        users = [user for user in todo.pop().users if user in homogeneous.operators and user not in scaled]
-        scaled.update(users)
-        todo.extend(users)
-    return scaled - {homogeneous.scale}
+    scaled = walk([homogeneous.scale], lambda node: homogeneous.operators.intersection(node.users))
+    return set(scaled) - {homogeneous.scale}
 
 
 class _LinearPath:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import saved_values
+from streamfx.ir.joint import saved_values, walk
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.program import Broadcast, ChunkSlice, LoopSpec, Number, Program
 from streamfx.ir.structural_hash import structure
@@ -103,17 +103,9 @@ def _is_view(feed: Any) -> bool:
 
 def _operators_from(inputs: Collection[fx.Node], mask: fx.Node) -> list[fx.Node]:
     """Return the pure operators that compute a mask from `inputs` alone, in order; none if it depends on anything else."""
-    operators: set[fx.Node] = set()
-    todo = [mask]
-    while todo:
-        node = todo.pop()
-        if node in operators or node in inputs:
-            continue
-        if node.op != "call_function" or not _is_pure(node):
-            return []
-        operators.add(node)
-        todo.extend(node.all_input_nodes)
-    return [node for node in mask.graph.nodes if node in operators]
+    operators = set(walk({mask}.difference(inputs), lambda node: set(node.all_input_nodes).difference(inputs)))
+    is_pure = all(node.op == "call_function" and _is_pure(node) for node in operators)
+    return [node for node in mask.graph.nodes if node in operators] if is_pure else []
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from torch import fx
 
 from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts
+from streamfx.ir.joint import walk
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import VALUE
 from streamfx.options import SAVE_LEVELS
@@ -84,13 +85,12 @@ class _StageValues:
         These are the operands of backward operators, and their ancestors up to kept values and the stage's outputs.
         """
         available = {*kept, *self.stage.outputs}
-        todo = [source for node in self.stage.backward for source in node.all_input_nodes]
-        recomputed: set[fx.Node] = set()
-        while todo:
-            node = todo.pop()
-            if node in self.position and node not in available and node not in recomputed:
-                recomputed.add(node)
-                todo += node.all_input_nodes
+
+        def missing_operands(node: fx.Node) -> list[fx.Node]:
+            """Return a node's operands of the stage's forward graph that are not available."""
+            return [source for source in node.all_input_nodes if source in self.position and source not in available]
+
+        recomputed = set(walk((source for node in self.stage.backward for source in missing_operands(node)), missing_operands))
         return [node for node in self.stage.forward if node in recomputed and self.is_rows(node)]
 
     def find_narrowest_point(self) -> tuple[int, Collection[fx.Node]]:

@@ -14,7 +14,7 @@ from torch import fx
 
 from streamfx.cost.memory import bytes_like
 from streamfx.ir.facts import Facts, StorageClass
-from streamfx.ir.joint import is_tensor
+from streamfx.ir.joint import is_tensor, walk
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import is_expensive, is_random, producer_of
@@ -78,13 +78,6 @@ def _delays_backward_loop(node: fx.Node, stage: Stage, facts: Facts) -> bool:
     """Return whether a loop of the stage's backward graph must wait for a value: it uses the value directly, or through
     operators between loops.
     """
-    stage_nodes, todo, seen = set(stage.backward), [node], set[fx.Node]()
-    while todo:
-        for user in todo.pop().users:
-            if user not in stage_nodes or user in seen:
-                continue
-            if facts.access.is_in_loop(user):
-                return True
-            seen.add(user)
-            todo.append(user)
-    return False
+    stage_nodes = set(stage.backward)
+    users = walk(stage_nodes.intersection(node.users), lambda user: stage_nodes.intersection(user.users))
+    return any(facts.access.is_in_loop(user) for user in users)

@@ -16,7 +16,7 @@ from itertools import chain
 from torch import fx
 
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import is_tensor, shape_of_node
+from streamfx.ir.joint import is_tensor, shape_of_node, walk
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import VALUE
@@ -116,14 +116,12 @@ class InterloopValues:
 
     def _ancestors_in_stage(self, nodes: Collection[fx.Node], stage_nodes: Collection[fx.Node]) -> set[fx.Node]:
         """Return the ancestors of `nodes` that are reached through nodes of the stage alone."""
-        ancestors: set[fx.Node] = set()
-        todo = list(nodes)
-        while todo:
-            for source in todo.pop().all_input_nodes:
-                if source in stage_nodes and source not in ancestors:
-                    ancestors.add(source)
-                    todo.append(source)
-        return ancestors
+
+        def sources(node: fx.Node) -> list[fx.Node]:
+            """Return a node's operands that are nodes of the stage."""
+            return [source for source in node.all_input_nodes if source in stage_nodes]
+
+        return set(walk((source for node in nodes for source in sources(node)), sources))
 
     def _is_attention(self, node: fx.Node) -> bool:
         """Return whether an operator is fused attention (its axis rule has keys) and reads a long value between loops."""

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from streamfx.ir.facts import Facts, StorageClass
-from streamfx.ir.joint import ancestors, is_tensor, node_argument
+from streamfx.ir.joint import ancestors, is_tensor, node_argument, walk
 from streamfx.ir.signature import AxisLabel, Window
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
@@ -221,16 +221,14 @@ class _StageFinder:
         viewed_value = node_argument(keys)
         while only_moves_elements(viewed_value) and node_argument(viewed_value) in self.position:
             viewed_value = node_argument(viewed_value)
-        todo = [keys]
-        nodes: set[fx.Node] = set()
-        while todo:
-            node = todo.pop()
-            if node in self.position and node not in nodes:
-                nodes.add(node)
-                result_dims = [dim for shape in self.axes.results.get(node, ()) for dim in shape]
-                has_key_axis = any(not key_axes.isdisjoint(self.axes.table.resolve(dim)) for dim in result_dims)
-                todo += [user for user in node.users if has_key_axis]
-        return [self.position[node] for node in (*nodes, viewed_value) if node in self.position]
+
+        def users(node: fx.Node) -> Iterable[fx.Node]:
+            """Return the users of a forward operator whose result has the key axis; none of other nodes."""
+            result_dims = [dim for shape in self.axes.results.get(node, ()) for dim in shape]
+            has_key_axis = any(not key_axes.isdisjoint(self.axes.table.resolve(dim)) for dim in result_dims)
+            return node.users if has_key_axis and node in self.position else ()
+
+        return [self.position[node] for node in (*walk([keys], users), viewed_value) if node in self.position]
 
     def first_sequence_sum(self) -> int | None:
         """Return the position in `forward` of the first sum over the sequence on which an output depends, usually the loss.

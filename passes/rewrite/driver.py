@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from streamfx.ir.joint import erase_unused, is_tensor
+from streamfx.ir.joint import erase_unused, is_tensor, walk
 from streamfx.ir.operator_table import OPERATORS
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.ops.aliasing import memories
@@ -79,14 +79,8 @@ def _apply_rule(rule: RewriteRule, node: fx.Node, writer: GraphWriter) -> bool:
 
 def _reads(new: fx.Node, old: fx.Node, new_nodes: Collection[fx.Node]) -> bool:
     """Return whether `new` depends on `old` through nodes that the rule has inserted."""
-    todo, seen = [new], {new}
-    while todo:
-        inputs = todo.pop().all_input_nodes
-        if old in inputs:
-            return True
-        todo += [source for source in inputs if source in new_nodes and source not in seen]
-        seen.update(inputs)
-    return False
+    inserted = walk([new], lambda node: [source for source in node.all_input_nodes if source in new_nodes])
+    return any(old in node.all_input_nodes for node in inserted)
 
 
 def _replacement_by_node(node: fx.Node, result: Replacement) -> Mapping[fx.Node, fx.Node]:

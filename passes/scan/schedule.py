@@ -19,7 +19,7 @@ from torch import fx
 
 from streamfx.ir.axis_table import Dim
 from streamfx.ir.facts import AxisFacts
-from streamfx.ir.joint import is_size, is_tensor
+from streamfx.ir.joint import is_size, is_tensor, walk
 from streamfx.ir.recurrence import (
     ROWS,
     ConcatResult,
@@ -185,14 +185,8 @@ class _Planner:
 
     def _depends_on_sequence(self, value: fx.Node) -> bool:
         """Return whether a value, or one of its ancestors, has the sequence axis that chunks slice."""
-        todo, seen = [value], set[fx.Node]()
-        while todo:
-            node = todo.pop()
-            if any(self.axes.sequence_factor(dim) is not None for dim in self.axes.shapes.get(node, ())):
-                return True
-            todo += [source for source in node.all_input_nodes if source not in seen]
-            seen.update(node.all_input_nodes)
-        return False
+        nodes = walk([value], lambda node: node.all_input_nodes)
+        return any(self.axes.sequence_factor(dim) is not None for node in nodes for dim in self.axes.shapes.get(node, ()))
 
     def _check_size(self, call: RecurrenceCall | None, num_carried: int) -> None:
         """Raise `NoRecurrenceError` if chunks would not save memory: the carry is larger than all rows, or grows with each step.

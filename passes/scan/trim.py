@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, int_argument, is_tensor, node_argument, shape_of_node
+from streamfx.ir.joint import bound_arguments, int_argument, is_tensor, node_argument, shape_of_node, walk
 from streamfx.ir.sizes import Size, shape_of
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
@@ -119,17 +119,8 @@ def _first_matching_counts(
 
     Return these numbers. `next_nodes` returns the inputs, or the users, of a node; `rows` its number of rows, or 0.
     """
-    todo, seen, counts = list(start), set[fx.Node](), set[int]()
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if (count := rows(node)) in counts_to_find:
-            counts.add(count)
-        else:
-            todo.extend(next_nodes(node))
-    return counts
+    nodes = walk(start, lambda node: () if rows(node) in counts_to_find else next_nodes(node))
+    return {count for count in map(rows, nodes) if count in counts_to_find}
 
 
 def _stacked_rows(node: fx.Node) -> int:

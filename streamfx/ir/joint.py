@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import networkx
 import sympy
@@ -21,6 +21,7 @@ from streamfx.ir.sizes import Size, free_symbols, shape_of, size_of
 from streamfx.node_meta import KEPT_WITHOUT_USERS, STATIC_ADDRESS, VALUE
 from streamfx.torch_private import inputs_of_gradients, is_token
 
+T = TypeVar("T")
 # numbers are faster to compare than operators, and each pass tests each operator
 _ASSERTION_IDS = frozenset(map(id, of_kind(Kind.ASSERTION)))
 
@@ -81,16 +82,23 @@ def device_of_value(node: fx.Node) -> torch.device:
     return next(value.device for value in results_of(node) if value is not None)
 
 
+def walk(roots: Iterable[T], successors: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Yield `roots`, and all items to which `successors` leads from them, each once, depth first.
+
+    The successors of an item are requested after the caller has received it, so the caller may stop the walk at any item.
+    """
+    todo, seen = list(roots), set[T]()
+    while todo:
+        item = todo.pop()
+        if item not in seen:
+            seen.add(item)
+            yield item
+            todo.extend(successors(item))
+
+
 def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
     """Return the nodes on which `roots` depend, and the roots; roots that are constants are ignored."""
-    visited: set[fx.Node] = set()
-    todo = [root for root in roots if isinstance(root, fx.Node)]
-    while todo:
-        node = todo.pop()
-        if node not in visited:
-            visited.add(node)
-            todo.extend(node.all_input_nodes)
-    return frozenset(visited)
+    return frozenset(walk((root for root in roots if isinstance(root, fx.Node)), lambda node: node.all_input_nodes))
 
 
 def descendants(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:

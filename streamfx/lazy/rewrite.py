@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from streamfx.ir.joint import outputs_of
+from streamfx.ir.joint import ancestors, outputs_of, walk
 from streamfx.ir.recipe import (
     InputValue,
     OutputPlan,
@@ -99,8 +99,8 @@ def _choose_outputs(outputs: Sequence[Any], values: DynamoValues) -> dict[fx.Nod
         if chosen.keys().isdisjoint(values.bases[node] for node in frontier.saved):
             chosen[base] = frontier
             saved_bases.update(values.bases[node] for node in frontier.saved)
-    ancestors = _with_ancestors([output for output in filter(is_dense, outputs) if values.bases[output] not in chosen])
-    chosen = {base: frontier for base, frontier in chosen.items() if base in ancestors or not is_too_small_for_chunks(base)}
+    needed = ancestors(output for output in filter(is_dense, outputs) if values.bases[output] not in chosen)
+    chosen = {base: frontier for base, frontier in chosen.items() if base in needed or not is_too_small_for_chunks(base)}
     return _drop_comparable(chosen, groups, outputs, values)
 
 
@@ -112,16 +112,6 @@ def is_too_small_for_chunks(base: fx.Node) -> bool:
     """
     numel = example(base).numel()
     return isinstance(numel, int) and numel < steps.MIN_NUMEL
-
-
-def _with_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the given nodes and all nodes on which they depend, directly or not."""
-    ancestors, pending = set(nodes), list(nodes)
-    while pending:
-        operands = [operand for operand in pending.pop().all_input_nodes if operand not in ancestors]
-        ancestors.update(operands)
-        pending += operands
-    return ancestors
 
 
 def _drop_comparable(
@@ -160,16 +150,12 @@ def _reveals_elements(
     Such a value shows single elements of the node, which may round differently when it is recomputed. `is_sum` decides which
     nodes are sums.
     """
-    ancestors, pending = set(observed), list(observed)
-    while pending:
-        node = pending.pop()
-        if node in recomputed:
-            return True
-        for operand in () if is_sum(node) else node.all_input_nodes:
-            if operand not in ancestors and not is_known_size(operand, values):
-                ancestors.add(operand)
-                pending.append(operand)
-    return False
+
+    def shown_operands(node: fx.Node) -> list[fx.Node]:
+        """Return the operands whose elements a value may show: none if it is a sum."""
+        return [] if is_sum(node) else [operand for operand in node.all_input_nodes if not is_known_size(operand, values)]
+
+    return any(node in recomputed for node in walk(observed, shown_operands))
 
 
 def _is_scalar_sum(node: fx.Node) -> bool:

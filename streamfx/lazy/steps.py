@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from streamfx.ir.joint import walk
 from streamfx.lazy.lazy_values import Cell, CellRows, DeferredOperator
 
 aten = torch.ops.aten
@@ -38,14 +39,8 @@ def widest_below(cell: Cell) -> int:
 
     A wide value is large and not computed yet. Operands are visited, and their operands, until values that exist.
     """
-    seen, pending, widest = {cell}, [cell], 0
-    while pending:
-        for operand in _operands_to_read(pending.pop()):
-            if operand not in seen:
-                seen.add(operand)
-                pending.append(operand)
-                widest = max(widest, operand.numel if is_wide(operand) else 0)
-    return widest
+    operands = walk(_operands_to_read(cell), _operands_to_read)
+    return max((operand.numel for operand in operands if is_wide(operand)), default=0)
 
 
 def _operands_to_read(cell: Cell) -> list[Cell]:

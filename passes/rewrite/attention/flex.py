@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
-from streamfx.ir.joint import shape_of_node
+from streamfx.ir.joint import shape_of_node, walk
 from streamfx.ir.writer import GraphWriter, find_size_input
 from streamfx.kernels.sdpa import KERNELS
 from streamfx.node_meta import GRAPH, VALUE
@@ -45,14 +45,9 @@ def decompose_flex_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node
 
 def _find_backward(node: fx.Node) -> fx.Node | None:
     """Return the backward call that reads a forward call's results, or None; raise NotElementwiseError if there are several."""
-    backwards: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        for user in todo.pop().users:
-            if user.target is FLEX_ATTENTION_BACKWARD:
-                backwards.add(user)
-            elif user.target in (operator.getitem, aten.detach.default, aten.alias.default):
-                todo.append(user)
+    aliases = (operator.getitem, aten.detach.default, aten.alias.default)
+    results = walk([node], lambda value: [user for user in value.users if user.target in aliases])
+    backwards = {user for value in results for user in value.users if user.target is FLEX_ATTENTION_BACKWARD}
     if len(backwards) > 1:
         raise NotElementwiseError("several backward calls")
     return backwards.pop() if backwards else None

@@ -32,6 +32,7 @@ from streamfx.ir.joint import (
     joint_graph,
     node_argument,
     outputs_of,
+    walk,
 )
 from streamfx.ir.structural_hash import structure
 from streamfx.ir.subgraph import Subgraph
@@ -168,12 +169,8 @@ def _is_only_result(end: fx.Node, subgraph: set[fx.Node]) -> bool:
 
 def _ancestors_within(node: fx.Node, within: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the node, and its ancestors in `within` that are reachable from it through nodes of `within` alone."""
-    allowed, ancestors, todo = set(within), {node}, [node]
-    while todo:
-        new = [source for source in todo.pop().all_input_nodes if source in allowed and source not in ancestors]
-        ancestors.update(new)
-        todo += new
-    return ancestors
+    allowed = set(within)
+    return set(walk([node], lambda ancestor: allowed.intersection(ancestor.all_input_nodes)))
 
 
 def _recompute_policy(nodes: Iterable[fx.Node]) -> bool | None:
@@ -297,11 +294,7 @@ def _nodes_between(source: fx.Node, target: fx.Node, allowed: set[fx.Node]) -> s
 
     Return the empty set if there is no path, or if these nodes also read another value.
     """
-    descendants, todo = set[fx.Node](), [source]
-    while todo:
-        new = [user for user in todo.pop().users if user in allowed and user not in descendants]
-        descendants.update(new)
-        todo += new
+    descendants = set(walk([source], lambda node: allowed.intersection(node.users))) - {source}
     nodes = descendants & _ancestors_within(target, descendants)
     depends_on_source_only = target in nodes and all(
         operand in nodes or operand is source for node in nodes for operand in node.all_input_nodes

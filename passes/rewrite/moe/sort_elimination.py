@@ -17,7 +17,7 @@ only if a permutation disappears completely. A *handler* records the results of 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.axis_table import AxisTable, Dim
-from streamfx.ir.joint import bound_arguments, int_argument, is_assertion, is_tensor, shape_of_node, tensor_operands
+from streamfx.ir.joint import bound_arguments, int_argument, is_assertion, is_tensor, shape_of_node, tensor_operands, walk
 from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.signature import AxisLabel, LabelShape, Signature
 from streamfx.ir.writer import GraphWriter, size_arguments
@@ -132,15 +132,13 @@ def _select_replacements(orders: Permutations) -> dict[fx.Node, Permuted]:
 
 def _reachable(graph: fx.Graph, replacements: Mapping[fx.Node, Permuted]) -> set[fx.Node]:
     """Return the nodes on which outputs and assertions depend after the nodes in `replacements` are replaced by their twins."""
-    reachable: set[fx.Node] = set()
-    todo = [graph.output_node(), *filter(is_assertion, graph.nodes)]
-    while todo:
-        node = todo.pop()
-        node = replacements[node].twin if node in replacements else node
-        if node not in reachable:
-            reachable.add(node)
-            todo.extend(node.all_input_nodes)
-    return reachable
+
+    def replaced(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Return some nodes, with twins in place of the nodes that are replaced."""
+        return [replacements[node].twin if node in replacements else node for node in nodes]
+
+    roots = replaced((graph.output_node(), *filter(is_assertion, graph.nodes)))
+    return set(walk(roots, lambda node: replaced(node.all_input_nodes)))
 
 
 # -- operators whose rules treat all rows alike

@@ -20,6 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from streamfx.cost.meter import READS_DEVICE
 from streamfx.cost.nested_tensors import tensors_in
 from streamfx.cost.repeats import Repeat
+from streamfx.ir.joint import walk
 from streamfx.torch_private import TorchDispatchMode
 
 BEFORE = 0  # index of the segment before all layers
@@ -132,16 +133,10 @@ def _names_of_tensors(
 
 def _has_custom_backward(out: Any, inputs: Any) -> bool:
     """Return whether the autograd graph between a layer's inputs and outputs contains an `autograd.Function`."""
-    visited = {tensor.grad_fn for tensor in tensors_in(inputs)}
-    pending = [tensor.grad_fn for tensor in tensors_in(out)]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in visited:
-            visited.add(node)
-            if isinstance(node, BackwardCFunction):
-                return True
-            pending += [source for source, _ in node.next_functions]
-    return False
+    ends = {None, *(tensor.grad_fn for tensor in tensors_in(inputs))}
+    roots: set[Any] = {tensor.grad_fn for tensor in tensors_in(out)} - ends
+    nodes = walk(roots, lambda node: {source for source, _ in node.next_functions} - ends)
+    return any(isinstance(node, BackwardCFunction) for node in nodes)
 
 
 def confirms_repeat(notes_of_kept: Notes, notes_of_all: Notes, repeat: Repeat) -> bool:
