@@ -98,15 +98,21 @@ def test_loops_over_rows(name: str) -> None:
     assert not streams or not count or all_in_rows(report, operators(report, Recurrence))
 
 
-def test_a_counter_in_each_step_streams() -> None:
-    """Each step reads it twice: a recursive cost estimate without a cache would take exponential time."""
+def test_a_flag_and_a_counter_in_each_step_stream() -> None:
+    """Each step reads the counter twice: a recursive cost estimate without a cache would take exponential time.
+
+    In the carry, the few bytes of the flag come before larger numbers.
+    """
 
     def counted(m: Mixed, x: Tensor) -> Tensor:
-        def step(s: Tensor, c: Tensor, row: Tensor, begins: Tensor) -> tuple[Tensor, ...]:
+        def step(flag: Tensor, s: Tensor, c: Tensor, row: Tensor, begins: Tensor) -> tuple[Tensor, ...]:
+            flag = flag ^ begins
             c = torch.where(begins, 0, c + 1)
-            return s * 0.5 + row, c, (s * 0.5 + row) * (c % 3)[:, None]
+            s = s * 0.5 + row
+            return flag, s, c, torch.where(flag[:, None], s, -s) * (c % 3)[:, None]
 
-        return m.out(looped(step, (zeros(x), torch.zeros(len(x), dtype=torch.int64)), x, (x[..., 0] > 0.5).detach()))
+        first = torch.zeros(len(x), dtype=torch.bool), zeros(x), torch.zeros(len(x), dtype=torch.int64)
+        return m.out(looped(step, first, x, (x[..., 0] > 0.5).detach()))
 
     report = compared(counted, length=24, chunk_size=5, also=(1, 24), streams=None)
     assert loops_of(report) == 2 and all_in_rows(report, operators(report, Recurrence))
