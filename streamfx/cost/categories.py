@@ -80,17 +80,14 @@ def _concat_terms(
 ) -> tuple[str, ...]:
     """Return the category of each concatenated result of a loop: keys, exchanged rows, or else `default_term`."""
     results = {user.args[1]: user for user in call.users if user.target is operator.getitem}
-    result_indices = [i for i, output in enumerate(spec.yields) if isinstance(output, ConcatOutput)]
-    return tuple(_concat_term(results.get(i), module, between) or default_term for i in result_indices)
-
-
-def _concat_term(result: fx.Node | None, module: fx.GraphModule, between: Mapping[str, str]) -> str | None:
-    """Return the category of a result that is read as keys, or sent to other ranks; None for any other result."""
-    if result is None:
-        return None
-    if any(_reads_keys(user, result, module) for user in result.users):
-        return KEYS
-    return EXCHANGED if any(between.get(user.name) == EXCHANGED for user in result.users) else None
+    terms = []
+    for i, output in enumerate(spec.yields):
+        if isinstance(output, ConcatOutput):
+            users = list(results[i].users) if i in results else []
+            is_exchanged = any(between.get(user.name) == EXCHANGED for user in users)
+            is_read_as_keys = any(_reads_keys(user, results[i], module) for user in users)
+            terms.append(KEYS if is_read_as_keys else EXCHANGED if is_exchanged else default_term)
+    return tuple(terms)
 
 
 def _reads_keys(user: fx.Node, result: fx.Node, module: fx.GraphModule) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -100,10 +101,7 @@ def traffic_of_node(node: fx.Node) -> CallTraffic | None:
 
 def total_traffic(traffics: Iterable[Traffic]) -> Traffic:
     """Return the sum of all traffic."""
-    total = Traffic()
-    for traffic in traffics:
-        total = total.plus(traffic)
-    return total
+    return reduce(Traffic.plus, traffics, Traffic())
 
 
 def _collective_name(target: Any) -> str | None:

@@ -143,12 +143,9 @@ class _Marks:
 def eager_cost_of_graph(module: fx.GraphModule) -> Cost:
     """Return the cost in eager mode of a Dynamo graph."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-        inputs = [_leaf_like(node) for node in module.graph.find_nodes(op="placeholder")]
+        values = [node.meta[EXAMPLE_VALUE] for node in module.graph.find_nodes(op="placeholder")]  # those that Dynamo traced
+        inputs = list(map(tensor_like, values))
+        for value, leaf in zip(values, inputs, strict=True):
+            if isinstance(value, Tensor):
+                leaf.requires_grad_(value.requires_grad)
         return eager_step(lambda: module(*inputs)).cost
-
-
-def _leaf_like(node: fx.Node) -> Any:
-    """Create an input with the metadata of the input that Dynamo traced."""
-    value = node.meta[EXAMPLE_VALUE]
-    like = tensor_like(value)
-    return like.requires_grad_(value.requires_grad) if isinstance(value, Tensor) else like

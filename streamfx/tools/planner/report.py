@@ -275,7 +275,10 @@ class PlanReport(Exports):
         yield from table_lines([header, *cells], left=1)
         if summary["not_checkpointed"]:
             yield f"  not compared with gradient checkpointing: {summary['not_checkpointed']}"
-        yield from self._compute_lines(summary["flops_by_kind"])
+        if LAYERS_TWICE in (kinds := summary["flops_by_kind"]):
+            ours, twice = kinds["streambp"], kinds[LAYERS_TWICE]
+            parts = [f"{in_flops(ours[kind])} in {name} ({ratio(ours[kind], twice[kind])})" for kind, name in KINDS.items()]
+            yield f"  compute  {', '.join(parts)} of a step that runs each layer's forward pass twice"
         yield f"  time     {self._assumed_rates}"
         yield from self._wire_lines(summary["wire"])
         yield ""
@@ -335,13 +338,6 @@ class PlanReport(Exports):
             takes, waits = in_seconds(wire["seconds"]), in_seconds(wire["waited_seconds"])
             yield f"  wire     each device sends {sent}: {takes}, of which {waits} are waited for"
             yield f"           {ASSUMED_WIRE}"
-
-    def _compute_lines(self, kinds: dict[str, dict[str, int]]) -> Iterator[str]:
-        """Yield the compute relative to checkpointing that recomputes each layer completely."""
-        if LAYERS_TWICE in kinds:
-            ours, twice = kinds["streambp"], kinds[LAYERS_TWICE]
-            parts = [f"{in_flops(ours[kind])} in {name} ({ratio(ours[kind], twice[kind])})" for kind, name in KINDS.items()]
-            yield f"  compute  {', '.join(parts)} of a step that runs each layer's forward pass twice"
 
 
 def ratio(part: int, whole: int) -> str:

@@ -180,15 +180,12 @@ def candidate_length(number: int, multiple: int) -> int:
 
 def size_within(limit: float, size: int, prediction: Prediction, growth: Growth) -> int:
     """Return the largest size at which no point of a step exceeds the limit, given a prediction at one size."""
-    slopes = ((sum(terms.values()), _slope(terms, size, growth)) for terms in bytes_at_points(prediction))
-    return int(size + min((limit - total) / max(slope, 1) for total, slope in slopes))
-
-
-def _slope(terms: Mapping[str, int], size: int, growth: Growth) -> float:
-    """Return the additional bytes at a point of the step per additional token or sequence."""
-    return sum(terms.get(name, 0) for name in GROWING) / size + sum(
-        growth.get(name, 0) for name in CHUNK_TERMS if terms.get(name)
-    )
+    sizes = []
+    for terms in bytes_at_points(prediction):
+        chunk_growth = sum(growth.get(name, 0) for name in CHUNK_TERMS if terms.get(name))
+        slope = sum(terms.get(name, 0) for name in GROWING) / size + chunk_growth  # bytes per additional token or sequence
+        sizes.append((limit - sum(terms.values())) / max(slope, 1))
+    return int(size + min(sizes))
 
 
 def growth_of(size: int, prediction: Prediction, other_size: int, other_prediction: Prediction) -> Growth:
