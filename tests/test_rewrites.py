@@ -13,7 +13,7 @@ from streamfx.ir.joint import is_tensor
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.rewrite.canonicalize import LATE_RULES, RULES
 from streamfx.passes.rewrite.driver import simplify
-from streamfx.passes.rewrite.pattern import RewriteRule, rewrite_rule
+from streamfx.passes.rewrite.pattern import RewriteRule, match_uses, op, rewrite_rule
 from streamfx.passes.rewrite.views.column_strips import ColumnLine, clamp, fit_line
 from streamfx.passes.rewrite.views.constant_writes import constant_writes_to_where
 from streamfx.tools.report.listing import call_text, dtype_text, shape_text
@@ -84,6 +84,52 @@ def test_a_replacement_that_depends_on_its_node_is_refused() -> None:
 
     with pytest.raises(AssertionError, match="depends on the node that it replaces"):
         simplify(make_fx(lambda x: [torch.sin(x)], tracing_mode="fake")(plain(2)).graph, [of_itself])
+
+
+# -- patterns
+
+
+def last_operator(function: Callable[..., object], *inputs: Tensor) -> fx.Node:
+    graph = make_fx(function, tracing_mode="fake")(*inputs).graph
+    *_, last = (node for node in graph.nodes if node.op == "call_function")
+    return last
+
+
+SUM_OF_ONE = op(aten.add.Tensor, "x", op(aten.neg.default, "x"))
+
+
+@pytest.mark.parametrize(
+    ("function", "is_match"),
+    [
+        (lambda x, y: x + x.neg(), True),
+        (lambda x, y: x.neg() + x, True),  # an addition commutes
+        (lambda x, y: y + x.neg(), False),  # a name is one value
+        (lambda x, y: torch.add(x, x.neg(), alpha=2), False),  # an argument that is not written has its default
+    ],
+)
+def test_a_pattern_matches(function: Callable[..., Tensor], is_match: bool) -> None:
+    assert (SUM_OF_ONE.match(last_operator(function, plain(2), plain(2))) is not None) == is_match
+
+
+def test_dimensions_are_compared_from_the_first() -> None:
+    pattern = op(aten.sum.dim_IntList, op(aten.amax.default, "x", ["dim"], True), ["dim"], True)
+    node = last_operator(lambda x: x.amax(-1, keepdim=True).sum(1, keepdim=True), plain(2, 3))
+    assert pattern.match(node, {"dim": 1}) and not pattern.match(node, {"dim": 0})
+
+
+@pytest.mark.parametrize(
+    ("function", "is_match"),
+    [
+        (lambda p, x: (p.t() @ x, p.t() @ x), True),
+        (lambda p, x: (p.t() @ x, p.sin()), False),  # another use
+        (lambda p, x: (p.t() @ p,), False),  # the value is in the place of another
+    ],
+)
+def test_all_uses_of_a_value_match(function: Callable[..., object], is_match: bool) -> None:
+    graph = make_fx(function, tracing_mode="fake")(plain(3, 3), plain(3, 3)).graph
+    value = next(iter(graph.find_nodes(op="placeholder")))
+    roots = {"products": op(aten.mm.default, op(aten.t.default, "p"), "x")}
+    assert (match_uses("p", value, roots, {}) is not None) == is_match
 
 
 # -- each rule as text

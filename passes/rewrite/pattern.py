@@ -1,25 +1,45 @@
-"""Rewrite rules of canonicalization: one operator with its neighbors, and an equal graph that replaces it.
+"""Rewrite rules of canonicalization: a pattern of operators, and an equal graph that replaces it.
 
-A rule is a function (node, writer) with the decorator `rewrite_rule(operators)`. It starts from one operator, checks the
-operators around it, and inserts the replacement with the writer. The replacement computes the same values; it may round
-differently if the rule's docstring says so.
+A rule is a function (node, writer, captures) with the decorator `rewrite_rule(pattern)`. It inserts the replacement with the
+writer. The replacement computes the same values; it may round differently if the rule's docstring says so.
+
+A pattern is written like the calls that it matches. Strings capture arguments, and `...` matches any argument:
+
+    @rewrite_rule(op(aten.flip.default, op(aten.flip.default, "x", "dims"), "dims"))
+    def remove_double_flip(node, writer, x, dims): ...
+
+A name that occurs twice must be the same value both times. An argument that is not written must have its default, so
+`op(aten.add.Tensor, "x", "y")` only matches additions without a factor `alpha`; `REST` matches all other arguments.
+Dimensions are compared and captured as nonnegative numbers. Conditions on captures that a pattern cannot express are code in
+the rule, which then returns None.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, wraps
 from typing import Any, TypeAlias
 
+import torch
 from torch import fx
 
-from streamfx.ir.joint import int_argument
+from streamfx.ir.joint import bound_arguments, int_argument, is_tensor, schema_arguments, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 
+aten = torch.ops.aten
 Replacement: TypeAlias = "fx.Node | Mapping[fx.Node, fx.Node] | None"
+Rewrite: TypeAlias = "Callable[..., Replacement]"
+Captures: TypeAlias = "Mapping[str, Any]"
+COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor, aten.eq.Tensor}
+REST = object()  # as the last argument of a pattern: all arguments that are not written may have any value
+DIMENSIONS = {"dim", "dim0", "dim1", "dims", "dimension"}  # names of arguments that are dimensions, or lists of them
+
+
+# -- rules
 
 
 @dataclass(frozen=True)
@@ -60,6 +80,257 @@ def getitems_by_index(node: fx.Node) -> dict[int, list[fx.Node]] | None:
     return getitems
 
 
-def rewrite_rule(*targets: Any) -> Callable[[Callable[[fx.Node, GraphWriter], Replacement]], RewriteRule]:
-    """Return a decorator that turns a function into a rewrite rule for the operators `targets`."""
-    return lambda rewrite: RewriteRule(rewrite.__name__, targets, rewrite)
+def readers_of(getitems: Mapping[int, Sequence[fx.Node]]) -> list[fx.Node]:
+    """Return the users of all results but the first, in graph order: for attention, these must be its backward calls."""
+    return sorted({user for index, items in getitems.items() if index for item in items for user in item.users})
+
+
+def rewrite_rule(*patterns: Any) -> Callable[[Rewrite], RewriteRule]:
+    """Return a decorator that turns a function into a rewrite rule for nodes that match one of the patterns.
+
+    The function gets the node, the writer, and the captures that its parameters name, or all of them as `captures`. It is
+    called for each way in which the node matches, until it returns a replacement. An operator in place of a pattern matches
+    with any arguments.
+    """
+    roots = [pattern for pattern in patterns if isinstance(pattern, Op)]
+    targets = [target for pattern in patterns for target in (pattern.targets if isinstance(pattern, Op) else (pattern,))]
+
+    def decorator(function: Rewrite) -> RewriteRule:
+        """Return the rule; its `rewrite` has the function's name and docstring."""
+        names = inspect.signature(function).parameters
+
+        @wraps(function)
+        def rewrite(node: fx.Node, writer: GraphWriter) -> Replacement:
+            """Match the node, and call the function with the captures."""
+            for root in roots:
+                for captures in root.matches(node, {}):
+                    arguments = {**captures, "captures": captures}
+                    replacement = function(node, writer, **{name: arguments[name] for name in arguments if name in names})
+                    if replacement is not None:
+                        return replacement
+            return None
+
+        return RewriteRule(function.__name__, targets, rewrite if roots else function)
+
+    return decorator
+
+
+# -- patterns
+
+
+class Pattern:
+    """Describes a value and the operators that compute it."""
+
+    def matches(self, value: Any, captures: Captures) -> Iterator[Captures]:
+        """Yield, for each way in which a value matches, the given captures with those of the pattern."""
+        raise NotImplementedError
+
+    def match(self, value: Any, captures: Captures | None = None) -> dict[str, Any] | None:
+        """Return the captures of the first way in which a value matches, with the given captures; None if there is none."""
+        return next((dict(match) for match in self.matches(value, captures or {})), None)
+
+
+@dataclass(frozen=True)
+class Op(Pattern):
+    """A call of one of the operators `targets`, whose arguments match; `name` captures its node.
+
+    Arguments that are not written must have their defaults, unless `has_rest`.
+    """
+
+    targets: Collection[Any]
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    name: str | None
+    has_rest: bool
+
+    def matches(self, value: Any, captures: Captures) -> Iterator[Captures]:
+        """Yield the captures; the two operands of a commutative operator are also tried in the other order."""
+        if not isinstance(value, fx.Node) or value.target not in self.targets or not self._may_match_operands(value):
+            return
+        traced = _traced_arguments(value)
+        written = {**dict(zip(traced, self.arguments, strict=False)), **self.keywords}
+        defaults = () if self.has_rest else schema_arguments(value.target)
+        has_defaults = all(traced[name] == default for name, default, _ in defaults if name not in written)
+        if len(self.arguments) > len(traced) or not has_defaults:
+            return
+        values = _with_nonnegative_dims(value, traced)
+        orders = [[values.get(name) for name in written]]  # an argument that the operator does not have is None
+        if value.target in COMMUTATIVE and len(written) == 2 and not self.has_rest:
+            orders.append(orders[0][::-1])
+        for bound in _match_one(... if self.name is None else self.name, value, captures):
+            for order in orders:
+                yield from _match_all([*written.values()], order, bound)
+
+    @cached_property
+    def _operand_targets(self) -> list[tuple[int, Collection[Any]]]:
+        """The positions of arguments whose patterns are calls, and the operators of these calls."""
+        return [(i, item.targets) for i, item in enumerate(self.arguments) if isinstance(item, Op)]
+
+    def _may_match_operands(self, node: fx.Node) -> bool:
+        """Return False if some operand of a node is certainly not the call that the pattern has there. This check is cheap."""
+        for position, targets in self._operand_targets:
+            operands = node.args[:2] if node.target in COMMUTATIVE else node.args[position : position + 1]
+            if operands and all(isinstance(operand, fx.Node) and operand.target not in targets for operand in operands):
+                return False
+        return True
+
+
+@dataclass(frozen=True)
+class Either(Pattern):
+    """One of several patterns, tried in order."""
+
+    patterns: tuple[Any, ...]
+
+    def matches(self, value: Any, captures: Captures) -> Iterator[Captures]:
+        """Yield the captures of each pattern that matches."""
+        for pattern in self.patterns:
+            yield from _match_one(pattern, value, captures)
+
+
+@dataclass(frozen=True)
+class Through(Pattern):
+    """A pattern of the value before all operators `skipped`, such as views or casts, with one operand each.
+
+    If `keeps` is given, only operators are skipped for which it returns True.
+    """
+
+    skipped: Collection[Any]
+    pattern: Any
+    keeps: Callable[[fx.Node], bool] | None = None
+
+    def matches(self, value: Any, captures: Captures) -> Iterator[Captures]:
+        """Yield the captures of the pattern for the value before the skipped operators."""
+        yield from _match_one(self.pattern, self.skip(value), captures)
+
+    def skip(self, value: Any) -> Any:
+        """Return the value before the skipped operators."""
+        while isinstance(value, fx.Node) and value.target in self.skipped and (self.keeps is None or self.keeps(value)):
+            value = value.args[0]
+        return value
+
+
+@dataclass(frozen=True)
+class Where(Pattern):
+    """A pattern for values on which a condition holds."""
+
+    condition: Callable[[Any], bool]
+    pattern: Any
+
+    def matches(self, value: Any, captures: Captures) -> Iterator[Captures]:
+        """Yield the captures of the pattern, if the condition holds."""
+        if self.condition(value):
+            yield from _match_one(self.pattern, value, captures)
+
+
+def op(targets: Any, *arguments: Any, name: str | None = None, **keywords: Any) -> Op:
+    """Return a pattern of a call: the operator, or a collection of operators, and its arguments; `name` captures the node."""
+    has_rest = bool(arguments) and arguments[-1] is REST
+    targets = targets if isinstance(targets, (set, frozenset, tuple)) else (targets,)
+    return Op(targets, arguments[:-1] if has_rest else arguments, keywords, name, has_rest)
+
+
+def either(*patterns: Any) -> Either:
+    """Return a pattern that matches if one of the patterns does."""
+    return Either(patterns)
+
+
+def tensor(pattern: Any) -> Where:
+    """Return a pattern of a tensor, not of a number or None."""
+    return Where(is_tensor, pattern)
+
+
+def match_uses(name: str, value: fx.Node, roots: Mapping[str, Op | Either], captures: Captures) -> dict[str, Any] | None:
+    """Match all uses of a value, and return the captures; None if the value has any other use.
+
+    `roots` are patterns of the nodes to which the uses lead, and `name` is the capture of the value in them. The result has,
+    by the key of each root, the list of nodes that match it, added to the list in `captures`. For a value p,
+
+        match_uses("p", p, {"products": op(aten.bmm.default, op(aten.transpose.int, "p", 1, 2), "x")}, {})
+
+    returns {"p": p, "x": x, "products": [bmm]} if nothing but transposes reads p, and nothing but products with x reads these.
+    """
+    captures = {**captures, name: value}
+    ops = [item for root in roots.values() for item in (root.patterns if isinstance(root, Either) else (root,))]
+    passed = _operators_in(argument for item in ops for argument in (*item.arguments, *item.keywords.values()))
+    visited, todo = {value}, list(value.users)
+    while todo:
+        user = todo.pop(0)
+        matches = ((key, match) for key, root in roots.items() if (match := root.match(user, captures)) is not None)
+        if (found := next(matches, None)) is not None:
+            key, match = found
+            captures = {**match, key: [*captures.get(key, ()), user]}
+        elif user.target in passed:
+            visited.add(user)
+            todo[:0] = user.users
+        else:
+            return None
+    others = (capture for key, capture in captures.items() if key != name and isinstance(capture, fx.Node))
+    return None if any(other in visited for other in others) else captures  # the value may be used in its own place only
+
+
+def _operators_in(patterns: Iterable[Any]) -> set[Any]:
+    """Return the operators in patterns, at any depth."""
+    operators = set[Any]()
+    for pattern in patterns:
+        match pattern:
+            case Op():
+                operators |= {*pattern.targets} | _operators_in((*pattern.arguments, *pattern.keywords.values()))
+            case Either():
+                operators |= _operators_in(pattern.patterns)
+            case Through():
+                operators |= {*pattern.skipped} | _operators_in((pattern.pattern,))
+            case Where():
+                operators |= _operators_in((pattern.pattern,))
+    return operators
+
+
+def _match_one(pattern: Any, value: Any, captures: Captures) -> Iterator[Captures]:
+    """Yield the captures for each way in which an argument matches its pattern: `...`, a name, a `Pattern`, list or constant."""
+    if isinstance(pattern, Pattern):
+        yield from pattern.matches(value, captures)
+    elif isinstance(pattern, list):
+        if isinstance(value, (list, tuple)) and len(value) == len(pattern):
+            yield from _match_all(pattern, value, captures)
+    elif isinstance(pattern, str) and pattern not in captures:
+        yield {**captures, pattern: value}
+    elif pattern is ... or _is_same(captures[pattern] if isinstance(pattern, str) else pattern, value):
+        yield captures
+
+
+def _match_all(patterns: Sequence[Any], values: Sequence[Any], captures: Captures) -> Iterator[Captures]:
+    """Yield the captures for each way in which all values match their patterns."""
+    if not patterns:
+        yield captures
+        return
+    for extended in _match_one(patterns[0], values[0], captures):
+        yield from _match_all(patterns[1:], values[1:], extended)
+
+
+def _is_same(expected: Any, value: Any) -> bool:
+    """Return whether two arguments are one node, or equal constants; 1 and 1.0 are equal, but not 1 and True."""
+    if isinstance(expected, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(expected) == len(value) and all(map(_is_same, expected, value))
+    are_constants = not isinstance(value, fx.Node) and isinstance(value, bool) == isinstance(expected, bool)
+    return value is expected or (are_constants and bool(value == expected))
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Return a node's arguments by name, with defaults filled in, and with dimensions as nonnegative numbers."""
+    return _with_nonnegative_dims(node, _traced_arguments(node))
+
+
+def _traced_arguments(node: fx.Node) -> dict[str, Any]:
+    """Return a node's arguments by name, with defaults filled in; `getitem` has no schema, and gets the names used here."""
+    return dict(zip(("value", "index"), node.args, strict=True)) if node.target is operator.getitem else bound_arguments(node)
+
+
+def _with_nonnegative_dims(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a node's arguments with dimensions as nonnegative numbers."""
+    nonnegative = {}
+    for name in DIMENSIONS & arguments.keys():
+        first, dims = node.args[0], arguments[name]
+        counts_results = not is_tensor(first) or node.target is aten.unsqueeze.default  # `cat` and `stack` read a list
+        rank = max(len(shape_of_node(node if counts_results else first)), 1)  # type: ignore[arg-type]
+        if dims is not None:
+            nonnegative[name] = dims % rank if isinstance(dims, int) else [dim % rank for dim in dims]
+    return {**arguments, **nonnegative}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import networkx
@@ -280,10 +281,19 @@ def scalar_argument(argument: Any) -> Any:
 
 def bound_arguments(node: fx.Node) -> dict[str, Any]:
     """Return the node's arguments by the names in the operator's schema, with defaults filled in."""
-    arguments: dict[str, Any] = {}
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if position < len(node.args) and not argument.kwarg_only:
-            arguments[argument.name] = node.args[position]
-        else:
-            arguments[argument.name] = node.kwargs.get(argument.name, argument.default_value)
-    return arguments
+    args, kwargs = node.args, node.kwargs
+    num_args = len(args)
+    return {
+        name: args[position] if position < num_args and not is_keyword else kwargs.get(name, default)
+        for position, (name, default, is_keyword) in enumerate(schema_arguments(node.target))
+    }
+
+
+@cache
+def schema_arguments(target: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """Return (name, default, whether it is keyword-only) of each argument in an operator's schema; none without a schema.
+
+    The default of an argument that has none is None.
+    """
+    schema = getattr(target, "_schema", None)
+    return tuple((item.name, item.default_value, item.kwarg_only) for item in schema.arguments) if schema is not None else ()

@@ -23,7 +23,7 @@ from streamfx.kernels.sdpa import KERNELS
 from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.ops.hub_kernels import operator_name
 from streamfx.passes.rewrite.attention.varlen_mask import WindowSize, emit_document_bias, emit_window_bias
-from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
+from streamfx.passes.rewrite.pattern import getitems_by_index, readers_of, rewrite_rule
 from streamfx.torch_private import AUTO_FUNCTIONALIZED
 
 aten = torch.ops.aten
@@ -143,15 +143,8 @@ def _find_backward_calls(
     """
     if not set(forward_results) <= {OUT, LSE, STATE}:
         return None
-    readers = {
-        user
-        for result_index, getitems in forward_results.items()
-        if result_index != OUT
-        for getitem in getitems
-        for user in getitem.users
-    }
-    are_backwards = all(_is_backward_of(user, arguments, forward_results, layout) for user in readers)
-    return sorted(readers) if are_backwards else None
+    readers = readers_of(forward_results)
+    return readers if all(_is_backward_of(user, arguments, forward_results, layout) for user in readers) else None
 
 
 def _is_backward_of(

@@ -25,10 +25,11 @@ from streamfx.ir.writer import GraphWriter, find_size_input
 from streamfx.kernels.sdpa import KERNELS
 from streamfx.node_meta import GRAPH, VALUE
 from streamfx.passes.rewrite.attention.score_mod import NotElementwiseError, ScoreValue, sum_over_scores, unwrap, vectorize_graph
-from streamfx.passes.rewrite.pattern import rewrite_rule
+from streamfx.passes.rewrite.pattern import either, op, rewrite_rule
 from streamfx.torch_private import FLEX_ATTENTION, FLEX_ATTENTION_BACKWARD
 
 aten = torch.ops.aten
+SUM_WITH_SCORE = either(op(aten.add.Tensor, "score", "addend"), op(aten.sub.Tensor, "score", "addend"))
 LN_2 = math.log(2)
 
 
@@ -173,13 +174,10 @@ class _FlexCall:
         result = function.graph.output_node().args[0]
         if result is score:
             return "none"
-        if not isinstance(result, fx.Node) or result.kwargs or len(score.users) != 1:
+        match = SUM_WITH_SCORE.match(result, {"score": score})
+        if match is None or match["addend"] is score or len(score.users) != 1:
             return "other"
-        is_addend = result.target is aten.add.Tensor or (result.target is aten.sub.Tensor and result.args[0] is score)
-        if not is_addend or result.args.count(score) != 1:
-            return "other"
-        addend = next(item for item in result.args if item is not score)
-        dtype = self.query.meta[VALUE].dtype
+        addend, dtype = match["addend"], self.query.meta[VALUE].dtype
         is_exact = dtype.itemsize > 2 or (isinstance(addend, fx.Node) and getattr(addend.meta.get(VALUE), "dtype", None) == dtype)
         return "sum" if is_exact else "other"
 

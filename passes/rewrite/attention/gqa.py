@@ -14,106 +14,99 @@ import torch
 from torch import fx
 
 from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
-from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
-from streamfx.ir.operator_table import Kind, is_kind
+from streamfx.ir.joint import int_argument, is_tensor, shape_of_node
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
-from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import emit_getitems, rewrite_rule
+from streamfx.passes.rewrite.pattern import (
+    REST,
+    Either,
+    Op,
+    Where,
+    either,
+    emit_getitems,
+    getitems_by_index,
+    match_uses,
+    op,
+    rewrite_rule,
+)
 
 aten = torch.ops.aten
+VIEWS = of_kind(Kind.RESHAPE)
 
 
-@rewrite_rule(ATTENTION)
-def remove_repeated_heads(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+def _repeated(name: str) -> Op:
+    """Return a pattern of heads [b (g r) n d] that repeat g heads r times each; it captures the heads [b g n d] as `name`.
+
+    The capture "repeated_{name}" are the repeats [b g r n d], and "all_{name}" the result.
+    """
+    repeats = op(aten.expand.default, op(aten.unsqueeze.default, name, 2), REST, name=f"repeated_{name}")
+    return op(VIEWS, either(repeats, op(aten.clone.default, repeats, REST)), REST, name=f"all_{name}")
+
+
+@rewrite_rule(op(ATTENTION, "query", _repeated("key"), _repeated("value"), REST))
+def remove_repeated_heads(
+    node: fx.Node,
+    writer: GraphWriter,
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    repeated_key: fx.Node,
+    repeated_value: fx.Node,
+    all_key: fx.Node,
+    all_value: fx.Node,
+) -> dict[fx.Node, fx.Node] | None:
     """attention(q, view(expand(unsqueeze(k, 2)))) -> attention(q, k)
     sum(view(dk, [b g r n d]), 2)               -> dk
 
     Applies if neither forward nor backward uses the repeats in another way.
     """
-    query, key, value = (node_argument(node, i) for i in range(3))
-    heads = match_repeated_heads(key), match_repeated_heads(value)
-    if heads[0] is None or heads[1] is None or shape_of_node(heads[0])[1] != shape_of_node(heads[1])[1]:
+    are_groups = _are_groups(key, repeated_key, all_key) and _are_groups(value, repeated_value, all_value)
+    if not are_groups or shape_of_node(key)[1] != shape_of_node(value)[1]:
         return None
-    repeated = tuple(shape_of_node(operand_of_view(heads)) for heads in (key, value))
-    backwards = [user for user in query.users if user.target is ATTENTION_BACKWARD and user.args[1:4] == (query, key, value)]
-    sums_by_backward = [_match_sums_over_repeats(backward, *repeated) for backward in backwards]
+    same_call = op(ATTENTION_BACKWARD, ..., *node.args[:3], REST)
+    backwards = [user for user in query.users if same_call.match(user) is not None]
+    sums_by_backward = [_match_sums_over_repeats(backward, repeated_key, repeated_value) for backward in backwards]
     if any(sums is None for sums in sums_by_backward):
         return None
-    replacements = emit_getitems(node, writer.call(ATTENTION, query, *heads, *node.args[3:], **node.kwargs), writer)
+    replacements = emit_getitems(node, writer.call(ATTENTION, query, key, value, *node.args[3:], **node.kwargs), writer)
     for backward, sums in zip(backwards, sums_by_backward, strict=True):
-        replacements |= _emit_gradients(backward, heads, sums or {}, writer.move_before(backward))
+        replacements |= _emit_gradients(backward, (key, value), sums or {}, writer.move_before(backward))
     return replacements
 
 
-def match_repeated_heads(node: Any) -> fx.Node | None:
-    """Return the heads [b g n d] that `node` [b (g r) n d] repeats r times each; None if it does not repeat heads.
-
-    view(expand(unsqueeze(heads, 2), [b, g, r, n, d]), [b, g * r, n, d]) -> heads
-    """
-    if not isinstance(node, fx.Node) or not is_kind(node, Kind.RESHAPE):
-        return None
-    expanded: Any = operand_of_view(node)
-    if expanded.target is not aten.expand.default or expanded.args[0].target is not aten.unsqueeze.default:
-        return None
-    heads, unsqueezed_dim = expanded.args[0].args
-    if unsqueezed_dim != 2 or len(shape_of_node(heads)) != 4:
-        return None
+def _are_groups(heads: fx.Node, repeated: fx.Node, result: fx.Node) -> bool:
+    """Return whether the three shapes are [b g n d], [b g r n d] and [b (g r) n d]."""
+    if len(shape_of_node(heads)) != 4:
+        return False
     b, g, n, d = shape_of_node(heads)
-    expanded_shape = shape_of_node(expanded)
-    r = expanded_shape[2]
-    if expanded_shape != (b, g, r, n, d) or shape_of_node(node) != (b, g * r, n, d):
-        return None
-    return heads
+    r = shape_of_node(repeated)[2]
+    return shape_of_node(repeated) == (b, g, r, n, d) and shape_of_node(result) == (b, g * r, n, d)
 
 
-def operand_of_view(node: fx.Node) -> fx.Node:
-    """Return the operand of a view; if a copy makes it contiguous for the view, the operand of the copy."""
-    operand = node_argument(node)
-    return node_argument(operand) if operand.target is aten.clone.default else operand
-
-
-def _match_sums_over_repeats(node: fx.Node, *repeated: tuple[Size, ...]) -> dict[int, list[fx.Node]] | None:
+def _match_sums_over_repeats(backward: fx.Node, *repeated: fx.Node) -> dict[int, list[fx.Node]] | None:
     """Return the sums over the repeats that read an attention backward's gradients of keys (result 1) and values (result 2).
 
-    The sums are by result index. `repeated` are the shapes [b g r n d] of keys and values before their heads were merged.
-    Return None if a gradient has any other use than such a sum.
+    The sums are by result index. `repeated` are the keys and values [b g r n d] before their heads were merged. Return None
+    if a gradient has any other use than such a sum.
     """
+    getitems = getitems_by_index(backward)
     sums_by_result: dict[int, list[fx.Node]] = {1: [], 2: []}
-    for getitem in node.users:
-        if getitem.target is not operator.getitem:
-            return None
-        result_index = int_argument(getitem, 1)
-        if result_index == 0:  # the gradient of the queries
-            continue
-        for user in getitem.users:
-            sum_over_repeats = _match_sum_after_view(user, repeated[result_index - 1])
-            if sum_over_repeats is None:
+    for result_index, sums in sums_by_result.items():
+        sum_over_repeats = _sum_over_repeats(shape_of_node(repeated[result_index - 1]))
+        for gradient in (getitems or {}).get(result_index, ()):
+            uses = match_uses("gradient", gradient, {"sums": sum_over_repeats}, {})
+            if uses is None:
                 return None
-            sums_by_result[result_index].append(sum_over_repeats)
-    return sums_by_result
+            sums += uses.get("sums", ())
+    return None if getitems is None else sums_by_result
 
 
-def _match_sum_after_view(node: fx.Node, repeated: tuple[Size, ...]) -> fx.Node | None:
-    """Return the sum [b g n d] over the repeats of each head, if `node` is a view [b g r n d] that only this sum reads.
-
-    `repeated` is the shape [b g r n d]. The sum may keep the dimension of repeats if only a squeeze uses it: then return
-    the squeeze. Return None if nothing matches.
-    """
-    if not is_kind(node, Kind.RESHAPE) or shape_of_node(node) != repeated or len(node.users) != 1:
-        return None
-    (repeats_sum,) = node.users
-    if repeats_sum.target is not aten.sum.dim_IntList or list(bound_arguments(repeats_sum)["dim"] or ()) not in ([2], [-3]):
-        return None
-    if repeats_sum.meta[VALUE].dtype != node.meta[VALUE].dtype:
-        return None
-    if len(shape_of_node(repeats_sum)) == 4:
-        return repeats_sum
-    if len(repeats_sum.users) != 1:
-        return None
-    (user,) = repeats_sum.users
-    is_squeeze = user.target is aten.squeeze.dim and user.args[1] in (2, -3) and len(shape_of_node(user)) == 4
-    return user if is_squeeze else None
+def _sum_over_repeats(shape: tuple[Size, ...]) -> Either:
+    """Return a pattern of the sum [b g n d] of a gradient that is viewed in the shape [b g r n d]."""
+    grouped = Where(lambda view: is_tensor(view) and shape_of_node(view) == shape, op(VIEWS, "gradient", REST))
+    kept = op(aten.sum.dim_IntList, grouped, [2], True)  # with a dimension of size one, which a squeeze removes
+    return either(op(aten.sum.dim_IntList, grouped, [2]), op(aten.squeeze.dim, kept, 2))
 
 
 def _emit_gradients(

@@ -6,110 +6,78 @@ replaced together or not at all, because a kernel's backward only reads its own 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
-from streamfx.ir.joint import bound_arguments, shape_of_node
+from streamfx.ir.joint import shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.kernels.sdpa import KERNELS
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import emit_getitems, getitems_by_index, rewrite_rule
+from streamfx.passes.rewrite.pattern import REST, Captures, Op, emit_getitems, getitems_by_index, op, readers_of, rewrite_rule
 
 aten = torch.ops.aten
 
-BACKWARD_OF: dict[Any, Any] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    aten._scaled_dot_product_flash_attention.default: aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention.default: aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention.default: aten._scaled_dot_product_cudnn_attention_backward.default,
+SHARED: dict[str, Any] = {name: name for name in ("query", "key", "value", "is_causal", "scale")} | {"dropout_p": 0.0}
+SAVED = {"out": "out", "logsumexp": "lse"}
+MASK, BIAS = {"attn_mask": "mask"}, {"attn_bias": "mask"}
+NO_DEBUGGING: dict[str, Any] = {"return_debug_mask": False}
+FORWARDS = (
+    op(aten._scaled_dot_product_flash_attention_for_cpu.default, REST, **SHARED, **MASK),
+    op(aten._scaled_dot_product_flash_attention.default, REST, **SHARED, **NO_DEBUGGING),
+    op(aten._scaled_dot_product_efficient_attention.default, REST, **SHARED, **BIAS),
+    op(aten._scaled_dot_product_cudnn_attention.default, REST, **SHARED, **BIAS, **NO_DEBUGGING),
+)
+BACKWARDS = (  # of each forward
+    op(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, "gradient", REST, **SHARED, **SAVED, **MASK),
+    op(aten._scaled_dot_product_flash_attention_backward.default, "gradient", REST, **SHARED, **SAVED),
+    op(aten._scaled_dot_product_efficient_attention_backward.default, "gradient", REST, **SHARED, **SAVED, **BIAS),
+    op(aten._scaled_dot_product_cudnn_attention_backward.default, "gradient", REST, **SHARED, **SAVED, **BIAS),
+)
+BACKWARD_OF: dict[Any, Op] = {
+    target: backward for forward, backward in zip(FORWARDS, BACKWARDS, strict=True) for target in forward.targets
 }
-COMMON_NAMES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "attn_bias": "attn_mask"}  # schemas use different names
-GRADIENTS = (0, 1, 2)
 
 
-@rewrite_rule(*BACKWARD_OF)
-def sdpa_to_attention(node: fx.Node, writer: GraphWriter) -> dict[fx.Node, fx.Node] | None:
+@rewrite_rule(*FORWARDS)
+def sdpa_to_attention(node: fx.Node, writer: GraphWriter, captures: Captures) -> dict[fx.Node, fx.Node] | None:
     """flash(q, k, v, 0.0, True) -> out, lse, seeds ...        ->   attention(q, k, v, is_causal=True) -> out, lse
     flash_backward(d, q, k, v, out, lse, seeds ..., True)   ->   attention_backward(d, q, k, v, out, lse, is_causal=True)
 
     Applies without dropout, and if the bias needs no gradient.
     """
-    backwards = _backward_calls(node) if node.meta[VALUE][0].device.type in KERNELS else None
-    if backwards is None:
+    operands, getitems = [captures[name] for name in ("query", "key", "value")], getitems_by_index(node)
+    rows, keys = (shape_of_node(operand)[2] for operand in operands[:2])
+    # CUDA's flash attention aligns the last row with the last key, `streamfx::attention` the first ones
+    is_aligned_at_end = node.target is aten._scaled_dot_product_flash_attention.default and captures["is_causal"] and rows != keys
+    if getitems is None or is_aligned_at_end or operands[0].meta[VALUE].device.type not in KERNELS:
         return None
-    replacements = _emit_call(node, ATTENTION, writer)
-    for backward in backwards:
-        replacements |= _emit_call(backward, ATTENTION_BACKWARD, writer.move_before(backward))
+    matches = {reader: _match_backward(reader, BACKWARD_OF[node.target], getitems, captures) for reader in readers_of(getitems)}
+    if None in matches.values():
+        return None
+    options = {"attn_mask": captures.get("mask"), "is_causal": captures["is_causal"] or None, "scale": captures["scale"]}
+    options = {name: value for name, value in options.items() if value is not None}
+    replacements = emit_getitems(node, writer.call(ATTENTION, *operands, **options), writer)
+    for backward, match in matches.items():
+        arguments = match["gradient"], *operands, match["out"], match["lse"]  # type: ignore[index]
+        gradients = writer.move_before(backward).call(ATTENTION_BACKWARD, *arguments, **options)
+        replacements |= emit_getitems(backward, gradients, writer)
     return replacements
 
 
-def _backward_calls(node: fx.Node) -> list[fx.Node] | None:
-    """Return the backward calls of a forward call, in graph order; None if the call cannot be replaced.
-
-    It cannot if it uses dropout, or if anything but a backward of this call reads a result other than the first (`out`):
-    the log-sum-exp, a random seed.
-    """
-    arguments, getitems = _common_arguments(node), getitems_by_index(node)
-    if getitems is None or arguments["dropout_p"] != 0.0 or arguments.get("return_debug_mask") or _is_aligned_at_end(node):
-        return None
-    readers = {
-        user for result_index, items in getitems.items() if result_index != 0 for getitem in items for user in getitem.users
-    }
-    if any(user.target is not BACKWARD_OF[node.target] or not _is_backward_of(user, node, getitems) for user in readers):
-        return None
-    return [user for user in node.graph.nodes if user in readers]
-
-
-def _is_aligned_at_end(node: fx.Node) -> bool:
-    """Return whether a causal call aligns the last row with the last key, as CUDA's flash attention does.
-
-    `streamfx::attention` aligns the first row with the first key. Both are the same for as many rows as keys: return False.
-    """
-    arguments = _common_arguments(node)
-    rows, keys = (shape_of_node(arguments[name])[2] for name in ("query", "key"))
-    return node.target is aten._scaled_dot_product_flash_attention.default and arguments["is_causal"] and rows != keys
-
-
-def _is_backward_of(node: fx.Node, forward: fx.Node, forward_results: dict[int, list[fx.Node]]) -> bool:
-    """Return whether a backward call reads the operands, options and results of this forward call.
+def _match_backward(
+    node: fx.Node, backward: Op, forward_results: Mapping[int, Sequence[fx.Node]], captures: Captures
+) -> Captures | None:
+    """Match a backward call that reads the operands, options and results of a forward call; return None for any other node.
 
     `forward_results` has the forward call's `getitem` nodes by result index (0: out, 1: log-sum-exp). Of the backward's
     results, only the gradients of query, key and value may be used, not the gradient of a bias.
     """
-    arguments, forward_arguments, results = _common_arguments(node), _common_arguments(forward), getitems_by_index(node)
-    has_equal_operands = all(
-        arguments.get(name) == forward_arguments.get(name)
-        for name in ("query", "key", "value", "attn_mask", "is_causal", "scale")
-    )
-    reads_results = arguments["out"] in forward_results.get(0, ()) and arguments["logsumexp"] in forward_results.get(1, ())
-    return (
-        has_equal_operands
-        and reads_results
-        and arguments["dropout_p"] == 0.0
-        and results is not None
-        and set(results) <= set(GRADIENTS)
-    )
-
-
-def _common_arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a device's operator by name: by the names of `streamfx::attention` if it has the argument."""
-    return {COMMON_NAMES.get(name, name): value for name, value in bound_arguments(node).items()}
-
-
-def _emit_call(node: fx.Node, target: Any, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
-    """Emit `target` (`streamfx::attention` or its backward) with the arguments of a device's operator `node`.
-
-    Return {old getitem: new getitem} for the results that both have. Options that are not set are omitted.
-    """
-    arguments = _common_arguments(node)
-    names = [argument.name for argument in target._schema.arguments]
-    optional = {"attn_mask", "is_causal", "scale"}
-    options = {name: arguments[name] for name in names if name in optional and name in arguments}
-    set_options = {
-        name: value for name, value in options.items() if value is not None and value is not False
-    }  # keep a scale of 0.0
-    replacement = writer.call(target, *(arguments[name] for name in names if name not in optional), **set_options)
-    return emit_getitems(node, replacement, writer)
+    match, results = backward.match(node, captures), getitems_by_index(node)
+    if match is None or results is None or not set(results) <= {0, 1, 2}:
+        return None
+    reads_results = match["out"] in forward_results.get(0, ()) and match["lse"] in forward_results.get(1, ())
+    return match if reads_results else None

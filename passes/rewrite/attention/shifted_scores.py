@@ -17,16 +17,19 @@ from torch import fx
 
 from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from streamfx.ir.joint import bound_arguments, int_argument, is_size, node_argument, shape_of_node
-from streamfx.ir.operator_table import Kind, is_kind, of_kind
+from streamfx.ir.operator_table import COPIES, Kind, is_kind, of_kind
 from streamfx.ir.sizes import Size, is_at_least, product, size_of
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.traits import before_copies
-from streamfx.passes.rewrite.pattern import rewrite_rule
+from streamfx.passes.rewrite.pattern import REST, Through, op, rewrite_rule
 from streamfx.passes.rewrite.views.iota_index import INDEX_DTYPES, is_arange
 
 aten = torch.ops.aten
+RESHAPES = of_kind(Kind.RESHAPE)
+SLICED = op(aten.slice.Tensor, Through(COPIES, op(RESHAPES, "x", REST, name="reshaped")), "dim", "start", ...)
+PADDED = ("unpadded", ..., "dim", "start", ..., 1)  # arguments of a `slice_backward` with step 1
 
 
 @rewrite_rule(aten.index_select.default, aten.index_add.default)
@@ -54,38 +57,29 @@ def index_by_arange_to_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | No
     return writer.call(aten.slice_backward.default, plus_zero, size_arguments(base, writer), dim, *start_and_end, 1)
 
 
-@rewrite_rule(*of_kind(Kind.RESHAPE), aten.slice.Tensor)
-def reshapes_to_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(SLICED, op(RESHAPES, Through(COPIES, SLICED), REST))
+def reshapes_to_relative_shift(
+    node: fx.Node, writer: GraphWriter, x: fx.Node, reshaped: fx.Node, dim: int, start: Any
+) -> fx.Node | None:
     """view(view(x [t w], [w t])[1:], [t, w - 1]) -> relative_shift(x, t, w - 1)
 
     The last view is the identity if there are as many columns as rows.
     """
-    sliced = node if node.target is aten.slice.Tensor else before_copies(node_argument(node))
-    if sliced.target is not aten.slice.Tensor:
-        return None
-    reshaped = before_copies(node_argument(sliced))
-    if not is_kind(reshaped, Kind.RESHAPE):
-        return None
-    x, arguments = node_argument(reshaped), bound_arguments(sliced)
-    dim = arguments["dim"] % len(shape_of_node(sliced))
-    if not _is_shift(arguments, shape_of_node(x), shape_of_node(reshaped), shape_of_node(node)):
+    if not _is_shift(dim, start, shape_of_node(x), shape_of_node(reshaped), shape_of_node(node)):
         return None
     rows, width = size_arguments(x, writer)[dim : dim + 2]
     return writer.call(RELATIVE_SHIFT, x, dim, rows, _emit_size_plus(width, -1, writer))
 
 
-@rewrite_rule(*of_kind(Kind.RESHAPE))
-def reshapes_to_relative_shift_backward(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(op(RESHAPES, Through(COPIES, op(aten.slice_backward.default, *PADDED, name="padded")), REST))
+def reshapes_to_relative_shift_backward(
+    node: fx.Node, writer: GraphWriter, unpadded: fx.Node, padded: fx.Node, dim: int, start: Any
+) -> fx.Node | None:
     """view(slice_backward(view(dy [t, w - 1], [w - 1, t]), [w t], 1), [t w]) -> relative_shift_backward(dy, t, w)"""
-    padded = before_copies(node_argument(node))
-    if padded.target is not aten.slice_backward.default:
-        return None
-    unpadded, arguments = node_argument(padded), bound_arguments(padded)
-    dim = arguments["dim"] % len(shape_of_node(padded))
     # the inner view is the identity, and missing, if there are as many columns as rows
     candidates = (unpadded, node_argument(view)) if is_kind(view := before_copies(unpadded), Kind.RESHAPE) else (unpadded,)
     shapes = shape_of_node(node), shape_of_node(padded)
-    gradient = next((value for value in candidates if _is_shift(arguments, *shapes, shape_of_node(value))), None)
+    gradient = next((value for value in candidates if _is_shift(dim, start, *shapes, shape_of_node(value))), None)
     if gradient is None:
         return None
     rows, columns = size_arguments(gradient, writer)[dim : dim + 2]
@@ -97,19 +91,13 @@ def _emit_size_plus(size: Any, number: int, writer: GraphWriter) -> Any:
     return size + number if isinstance(size, int) else writer.call(operator.add, size, number)
 
 
-def _is_shift(slice_arguments: dict[str, Any], x: tuple[Size, ...], reshaped: tuple[Size, ...], result: tuple[Size, ...]) -> bool:
+def _is_shift(dim: int, start: Any, x: tuple[Size, ...], reshaped: tuple[Size, ...], result: tuple[Size, ...]) -> bool:
     """Return whether a view, a slice and a view are a relative shift: view x [t w], slice off t elements, view the rest.
 
     `x` is the shape before, `reshaped` [.. w t] the shape that is sliced, and `result` [.. t, w - 1] the shape after. Element
     j of row i of the result is then element t + i * (w - 1) + j of x: index t - i + j of row i, continued into the next row.
     """
-    dim, start = slice_arguments["dim"] % len(x), slice_arguments["start"]
-    if (
-        not len(x) == len(reshaped) == len(result)
-        or dim + 1 >= len(x)
-        or slice_arguments["step"] != 1
-        or not isinstance(start, int)
-    ):
+    if not len(x) == len(reshaped) == len(result) or dim + 1 >= len(x) or not isinstance(start, int):
         return False
     row_dims = slice(dim, dim + 2)  # the dimension of rows, and the dimension of elements within a row
     other_sizes = [(*shape[:dim], *shape[dim + 2 :]) for shape in (x, reshaped, result)]

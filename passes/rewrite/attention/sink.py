@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from streamfx.dialect.attention import ATTENTION, ATTENTION_BACKWARD
-from streamfx.ir.joint import bound_arguments, shape_of_node
+from streamfx.ir.joint import shape_of_node
 from streamfx.ir.ranges import INFINITY, VISIBLE_SCORE, VISIBLE_SCORE_HALF
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
@@ -33,10 +33,11 @@ from streamfx.passes.rewrite.attention.softmax_sink import (
     SinkColumn,
     emit_cast,
     has_only_matched_uses,
+    incoming_gradient,
     is_slice_of,
     match_sink_column,
 )
-from streamfx.passes.rewrite.attention.unfused_attention import KEEPS_ELEMENTS, Scores, UnfusedAttention, through_views
+from streamfx.passes.rewrite.attention.unfused_attention import KEEPS_ELEMENTS, UnfusedAttention, before_views, match_attention
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
@@ -70,40 +71,21 @@ def _match_attention(column: SinkColumn) -> UnfusedAttention | None:
     """Match the products before and after a softmax with a sink, and their gradients.
 
     Return None if the scores are not c q k^T + m, if the probabilities or the gradients have another use, or if no kernel
-    fits the operands.
+    fits the operands. All gradients must come after the result and its gradient in the graph: the replacement computes them
+    together, after these two, and a product that comes earlier belongs to the forward graph.
     """
-    scores = Scores.match(column.scores)
-    if scores is None:
-        return None
-    attention = UnfusedAttention(scores)
-    slices = [user for user in column.softmax.users if is_slice_of(user, column, column.scores_range)]
-    are_recorded = all(attention.record_probability_uses(slice_) for slice_ in slices)
-    backwards = (user for user in column.softmax.users if user not in slices)
-    if not are_recorded or not all(_record_backward(user, column, attention) for user in backwards):
-        return None
-    return attention if attention.fits_kernel() and _is_in_order(attention) else None
-
-
-def _is_in_order(attention: UnfusedAttention) -> bool:
-    """Return whether all matched gradient products come after the result and its gradient in the graph.
-
-    The replacement computes them together, after these two. A product that comes earlier belongs to the forward graph.
-    """
-    return all(attention.last_needed < node for node in attention.gradients)
-
-
-def _record_backward(backward: fx.Node, column: SinkColumn, attention: UnfusedAttention) -> bool:
-    """Record in `attention` the gradients of q and k computed from a softmax backward, and return whether all uses match.
-
-    The backward reads slice_backward(gradient of the probabilities), and returns the gradients of scores and sink in one
-    value: its users slice one of the two.
-    """
-    padded_gradient = bound_arguments(backward)["grad_output"]
-    probabilities_gradient = bound_arguments(padded_gradient)["grad_output"]
-    scores_gradients = (part for part in backward.users if not is_slice_of(part, column, column.column_range))
-    return attention.is_gradient_of_probabilities(probabilities_gradient) and all(
-        map(attention.record_gradient_uses, scores_gradients)
+    backwards = [user for user in column.softmax.users if not is_slice_of(user, column, column.scores_range)]
+    attention = match_attention(
+        column.scores,
+        probabilities=[user for user in column.softmax.users if user not in backwards],
+        probability_gradients=[incoming_gradient(backward) for backward in backwards],
+        scores_gradients=[
+            part for backward in backwards for part in backward.users if is_slice_of(part, column, column.scores_range)
+        ],
     )
+    if attention is None or not attention.fits_kernel():
+        return None
+    return attention if all(attention.last_needed < node for node in attention.gradients) else None
 
 
 class _SinkReplacement:
@@ -115,7 +97,7 @@ class _SinkReplacement:
     def __init__(self, column: SinkColumn, attention: UnfusedAttention, writer: GraphWriter) -> None:
         """Store the match, the dtype of the operands, and the dtype for log-sum-exps and shares (at least float32)."""
         self.column, self.attention, self.writer = column, attention, writer
-        self.dtype = attention.scores.query.meta[VALUE].dtype
+        self.dtype = attention.query.meta[VALUE].dtype
         self.precision = torch.promote_types(self.dtype, torch.float32)
 
     def replacements(self) -> dict[fx.Node, fx.Node]:
@@ -141,11 +123,10 @@ class _SinkReplacement:
         `out` is the result, scaled by the keys' share sigmoid(lse - sink); `total_lse` the log-sum-exp with the sink, which the
         backward reads; `sink_share` is sigmoid(sink - lse). All operands have the shape [b h m d].
         """
-        scores, write = self.attention.scores, writer.call
-        assert self.attention.values is not None
-        self.query, self.values = self.emit_with_heads(scores.query, writer), self.emit_with_heads(self.attention.values, writer)
-        self.keys = write(aten.transpose.int, self.emit_with_heads(scores.keys, writer), 2, 3)
-        self.options = {"scale": scores.scale} if scores.mask is None else {"attn_mask": scores.mask, "scale": scores.scale}
+        matched, write = self.attention, writer.call
+        self.query, self.values = self.emit_with_heads(matched.query, writer), self.emit_with_heads(matched.values, writer)
+        self.keys = write(aten.transpose.int, self.emit_with_heads(matched.keys, writer), 2, 3)
+        self.options = {"scale": matched.scale} if matched.mask is None else {"attn_mask": matched.mask, "scale": matched.scale}
         attention = write(ATTENTION, self.query, self.keys, self.values, **self.options)
         out, lse = (emit_cast(writer, write(operator.getitem, attention, i), self.precision) for i in range(2))
         sink = write(aten.squeeze.dim, emit_cast(writer, self.column.column, self.precision), 3)
@@ -186,7 +167,7 @@ class _SinkReplacement:
 
     def emit_with_heads(self, node: fx.Node, writer: GraphWriter) -> fx.Node:
         """Return a value [bh m d] as [b h m d]: the operand of the view that flattened it, or else a new view."""
-        unflattened = through_views(node)
+        unflattened = before_views(node)
         batch_and_heads = shape_of_node(self.column.scores)[:2]
         if shape_of_node(unflattened) == (*batch_and_heads, *shape_of_node(node)[1:]):
             return unflattened

@@ -18,12 +18,17 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, shape_of_node
+from streamfx.ir.joint import node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import rewrite_rule
+from streamfx.passes.rewrite.pattern import arguments_of, op, rewrite_rule
 
 aten = torch.ops.aten
+
+SOFTMAX_OF_PAIR = op(aten._softmax.default, op(aten.cat.default, ["first", "second"], "dim"), "dim", False)
+BACKWARD = op(
+    aten._softmax_backward_data.default, op(aten.slice_backward.default, *[...] * 6, name="padded"), "softmax", "dim", "dtype"
+)
 
 
 @dataclass(frozen=True)
@@ -65,21 +70,17 @@ def match_sink_column(softmax: fx.Node) -> SinkColumn | None:
 
     Return None if its operand is not such a concatenation.
     """
-    options = bound_arguments(softmax)
-    concat = options["self"]
-    if not isinstance(concat, fx.Node) or concat.target is not aten.cat.default or options["half_to_float"]:
+    match = SOFTMAX_OF_PAIR.match(softmax)
+    if match is None:
         return None
-    arguments, rank = bound_arguments(concat), len(shape_of_node(softmax))
-    operands: list[fx.Node] = list(arguments["tensors"])
-    concat_dim = int(arguments["dim"]) % rank
-    has_equal_ranks = all(len(shape_of_node(operand)) == rank for operand in operands)
-    if len(operands) != 2 or not has_equal_ranks or options["dim"] % rank != concat_dim:
+    pair, dim, rank = (match["first"], match["second"]), match["dim"], len(shape_of_node(softmax))
+    if any(len(shape_of_node(operand)) != rank for operand in pair):
         return None
-    lengths = [shape_of_node(operand)[concat_dim] for operand in operands]
+    lengths = [shape_of_node(operand)[dim] for operand in pair]
     if not all(isinstance(length, int) for length in lengths) or (lengths[0] == 1) == (lengths[1] == 1):
         return None
     scores_index = 0 if lengths[1] == 1 else 1
-    return SinkColumn(softmax, operands[scores_index], operands[1 - scores_index], concat_dim, scores_index)
+    return SinkColumn(softmax, pair[scores_index], pair[1 - scores_index], dim, scores_index)
 
 
 def has_only_matched_uses(column: SinkColumn) -> bool:
@@ -100,17 +101,13 @@ def _slice_bounds(node: fx.Node, column: SinkColumn) -> tuple[int, int] | None:
 
     Return None if it slices another dimension, has a step, or has dynamic bounds.
     """
-    arguments, rank = bound_arguments(node), len(shape_of_node(column.softmax))
+    arguments = arguments_of(node)
     length = column.column_range[1] if column.scores_start == 0 else column.scores_range[1]
-    start, end = arguments["start"] or 0, arguments["end"]
-    if arguments["dim"] % rank != column.dim or arguments["step"] != 1 or not isinstance(start, int):
+    start, end = arguments["start"] or 0, length if arguments["end"] is None else arguments["end"]
+    if arguments["dim"] != column.dim or arguments["step"] != 1 or not isinstance(start, int) or not isinstance(end, int):
         return None
-    end = length if end is None else end
-    if not isinstance(end, int):
-        return None
-    start = start + length if start < 0 else start
-    end = end + length if end < 0 else end
-    return start, min(end, length)
+    start, end, _ = slice(start, end).indices(length)
+    return start, end
 
 
 def _is_backward(node: fx.Node, column: SinkColumn) -> bool:
@@ -118,18 +115,18 @@ def _is_backward(node: fx.Node, column: SinkColumn) -> bool:
 
     Its incoming gradient must be the gradient of the slice without the column: slice_backward(gradient of the probabilities).
     """
-    if node.target is not aten._softmax_backward_data.default:
+    softmax, ranges = column.softmax.meta[VALUE], (column.scores_range, column.column_range)
+    match = BACKWARD.match(node, {"softmax": column.softmax, "dim": column.dim, "dtype": softmax.dtype})
+    if match is None or node.meta[VALUE].dtype != softmax.dtype:
         return False
-    arguments, softmax = bound_arguments(node), column.softmax.meta[VALUE]
-    gradient = arguments["grad_output"]
-    is_of_this_softmax = arguments["output"] is column.softmax and arguments["dim"] % softmax.dim() == column.dim
-    if not is_of_this_softmax or arguments["input_dtype"] != softmax.dtype or node.meta[VALUE].dtype != softmax.dtype:
-        return False
-    if not isinstance(gradient, fx.Node) or gradient.target is not aten.slice_backward.default:
-        return False
-    ranges = (column.scores_range, column.column_range)
-    matches = shape_of_node(gradient) == shape_of_node(column.softmax) and _slice_bounds(gradient, column) == column.scores_range
+    padded: fx.Node = match["padded"]
+    matches = shape_of_node(padded) == shape_of_node(column.softmax) and _slice_bounds(padded, column) == column.scores_range
     return matches and all(any(is_slice_of(user, column, columns) for columns in ranges) for user in node.users)
+
+
+def incoming_gradient(backward: fx.Node) -> fx.Node:
+    """Return the gradient of the probabilities, from which the backward of a column's softmax is computed."""
+    return node_argument(node_argument(backward))
 
 
 def _emit_without_column(match: SinkColumn, writer: GraphWriter) -> dict[fx.Node, fx.Node]:
@@ -175,10 +172,8 @@ def _emit_gradients(
 
     With probabilities p and their gradient g: p * (g - sum(g * p)) for the scores, -share * sum(g * p) for the column.
     """
-    padded_gradient = bound_arguments(backward)["grad_output"]
-    gradient = bound_arguments(padded_gradient)["grad_output"]
     dtype = backward.meta[VALUE].dtype
-    gradient = emit_cast(writer, gradient, probabilities.meta[VALUE].dtype)
+    gradient = emit_cast(writer, incoming_gradient(backward), probabilities.meta[VALUE].dtype)
     row_sums = writer.call(aten.sum.dim_IntList, writer.call(aten.mul.Tensor, gradient, probabilities), [match.dim], True)
     scores_gradient = writer.call(aten.mul.Tensor, probabilities, writer.call(aten.sub.Tensor, gradient, row_sums))
     column_gradient = writer.call(aten.mul.Tensor, writer.call(aten.neg.default, column_share), row_sums)

@@ -24,8 +24,8 @@ from torch import fx
 
 from streamfx.dialect.products import GROUPED_MM, GROUPED_OUTER
 from streamfx.ir import sizes
-from streamfx.ir.joint import bound_arguments, int_argument, node_argument, shape_of_node
-from streamfx.ir.operator_table import Kind, is_kind
+from streamfx.ir.joint import bound_arguments, int_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.ranges import MAX_ROWS, is_exact_in
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter, size_arguments
@@ -33,9 +33,25 @@ from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.ops.ranges.casts import EXACT_COPIES, holds_integers, source_of_exact_copies
 from streamfx.passes.rewrite.moe.sort_elimination import Permutations, Permuted
+from streamfx.passes.rewrite.pattern import REST, Captures, Through, Where, either, op
 from streamfx.passes.rewrite.views.iota_index import is_arange
 
 aten = torch.ops.aten
+# (integers[:, None] == arange(num_groups)), which casts of bool represent in any dtype
+IS_GROUP = op(
+    aten.eq.Tensor, op(of_kind(Kind.UNSQUEEZE, Kind.RESHAPE), REST, name="counted"), Where(is_arange, "groups"), name="is_group"
+)
+COUNTS = either(
+    op(aten.histc.default, "counted", "num_groups", 0, "high"),
+    op(
+        aten.index_add.default,
+        Where(lambda base: find_fill(base) == 0, ...),
+        0,
+        "counted",
+        Where(lambda x: find_fill(x) == 1, ...),
+    ),
+    op(aten.sum.dim_IntList, Through({aten._to_copy.default}, IS_GROUP), [0], dtype=...),
+)
 NOT_SORTED = "streamfx cannot prove that its rows are sorted by group"
 
 
@@ -141,12 +157,8 @@ def _is_single_full_group(ends: fx.Node, keys: fx.Node) -> bool:
 
     A histogram counts every key if it has one bin, and equal bounds: `histc` then takes its bounds from the data.
     """
-    counts = _cumsum_operand(ends, shape_of_node(keys))
-    if counts is None or counts.target is not aten.histc.default:
-        return False
-    arguments = bound_arguments(counts)
-    counts_all_rows = sizes.product(shape_of_node(node_argument(counts))) == sizes.product(shape_of_node(keys))
-    return arguments["bins"] == 1 and arguments["min"] == arguments["max"] and counts_all_rows
+    match = op(aten.histc.default, "counted", 1, "bound", "bound").match(_cumsum_operand(ends, shape_of_node(keys)))
+    return match is not None and sizes.product(shape_of_node(match["counted"])) == sizes.product(shape_of_node(keys))
 
 
 def _cumsum_operand(ends: fx.Node, counted_shape: tuple[Size, ...]) -> fx.Node | None:
@@ -154,21 +166,17 @@ def _cumsum_operand(ends: fx.Node, counted_shape: tuple[Size, ...]) -> fx.Node |
 
     `counted_shape` is the shape of the values that x counts. All dtypes in between must represent each such count exactly.
     """
-    dtypes = [ends.meta[VALUE].dtype]
 
-    def before_casts(node: fx.Node) -> fx.Node:
-        """Return the value before casts, and add the dtypes in between to `dtypes`."""
-        while node.target is aten._to_copy.default:
-            node = node_argument(node)
-            dtypes.append(node.meta[VALUE].dtype)
-        return node
+    def holds_counts(value: fx.Node) -> bool:
+        """Return whether the dtype of a value represents all counts."""
+        return _holds_counts(value.meta[VALUE].dtype, counted_shape)
 
-    cumulative = before_casts(ends)
-    if cumulative.target is not aten.cumsum.default or len(shape_of_node(cumulative)) != 1:
-        return None
-    dtypes.append(node_argument(cumulative).meta[VALUE].dtype)
-    counts = before_casts(node_argument(cumulative))
-    return counts if all(_holds_counts(dtype, counted_shape) for dtype in dtypes) else None
+    def casts(pattern: Any) -> Through:
+        """Return a pattern of casts of a value, all in such dtypes."""
+        return Through({aten._to_copy.default}, Where(holds_counts, pattern), keeps=holds_counts)
+
+    match = casts(op(aten.cumsum.default, casts("counts"), 0, dtype=...)).match(ends)
+    return match["counts"] if match is not None and len(shape_of_node(ends)) == 1 else None
 
 
 def _holds_counts(dtype: torch.dtype, counted_shape: tuple[Size, ...]) -> bool:
@@ -183,61 +191,32 @@ def _holds_counts(dtype: torch.dtype, counted_shape: tuple[Size, ...]) -> bool:
 
 
 def _match_counts(orders: Permutations, ends: fx.Node, num_groups: Any, keys: fx.Node) -> fx.Node | None:
-    """Return the integers that `ends` counts: ends[i] is proven to be the number of these integers in [0, i].
+    """Return the integers that `ends` counts: ends[i] is proven to be the number of these integers that are at most i.
 
-    `ends` has `num_groups` entries. The caller excludes negative integers. Return None without a proof, or if there are not
-    as many integers as `keys`: the dtypes of the counts are proven exact for that many only.
+    `ends` has `num_groups` entries. Return None without a proof, or if there are not as many integers as `keys`.
     """
     counts = _cumsum_operand(ends, shape_of_node(keys))
-    if counts is None:
-        return None
     if counts in orders.restored:
         counts = orders.restored[counts].twin
-    match_counter = COUNTERS.get(counts.target)
-    counted = None if match_counter is None else match_counter(orders, counts, num_groups)
-    if counted is None or sizes.product(shape_of_node(counted)) != sizes.product(shape_of_node(keys)):
+    match = COUNTS.match(counts, {"num_groups": num_groups})
+    if match is None or shape_of_node(counts) != (num_groups,):  # type: ignore[arg-type]
         return None
-    return counted  # type: ignore[no-any-return]
+    counted: fx.Node = match["counted"]
+    if "high" in match and not _has_integer_bins(orders, match):
+        return None
+    if "groups" in match and (shape_of_node(counted)[1] != 1 or match["groups"].meta[VALUE].dtype != counted.meta[VALUE].dtype):
+        return None
+    return counted if sizes.product(shape_of_node(counted)) == sizes.product(shape_of_node(keys)) else None
 
 
-def _match_histogram(orders: Permutations, counts: fx.Node, num_groups: Any) -> fx.Node | None:
-    """Return the integers that `histc` counts if bin i counts the integers equal to i, for i < `num_groups`; else None.
+def _has_integer_bins(orders: Permutations, histogram: Captures) -> bool:
+    """Return whether bin i of a histogram counts the integers equal to i, for i < `num_groups`.
 
-    The bins must cover [0, num_groups - 1], or [0, num_groups] if no integer equals `num_groups`.
+    The bins start at 0, and must end at num_groups - 1, or at `num_groups` if no integer equals `num_groups`.
     """
-    arguments = bound_arguments(counts)
-    counted, bins, low, high = node_argument(counts), arguments["bins"], arguments["min"], arguments["max"]
-    has_integer_bins = bins == num_groups and low == 0 and high in (num_groups - 1, num_groups) and high > 0
+    counted, num_groups, high = (histogram[name] for name in ("counted", "num_groups", "high"))
     is_below_upper_bound = high == num_groups - 1 or orders.values.of(counted).high < num_groups
-    return counted if has_integer_bins and is_below_upper_bound else None
-
-
-def _match_index_add(orders: Permutations, counts: fx.Node, num_groups: Any) -> fx.Node | None:
-    """Return the integers that zeros(num_groups).index_add(0, integers, ones) counts; None if `counts` is anything else."""
-    arguments = bound_arguments(counts)
-    base, ones = arguments["self"], arguments["source"]
-    adds_ones_to_zeros = (
-        arguments["alpha"] == 1 and shape_of_node(counts) == (num_groups,) and find_fill(base) == 0 and find_fill(ones) == 1
-    )
-    return arguments["index"] if adds_ones_to_zeros else None
-
-
-def _match_equality_sum(orders: Permutations, counts: fx.Node, num_groups: Any) -> fx.Node | None:
-    """Return the integers that (integers[:, None] == arange(num_groups)).sum(0) counts; None if `counts` is anything else.
-
-    The returned node has the shape [n 1].
-    """
-    comparison, dims = node_argument(counts), bound_arguments(counts)["dim"]
-    while comparison.target is aten._to_copy.default:  # casts of bool: any dtype represents it exactly
-        comparison = node_argument(comparison)
-    if comparison.target is not aten.eq.Tensor or list(dims) != [0] or len(shape_of_node(comparison)) != 2:
-        return None
-    column, candidates = node_argument(comparison), node_argument(comparison, 1)
-    if column.meta[VALUE].dtype != candidates.meta[VALUE].dtype:
-        return None
-    are_all_groups = is_arange(candidates) and shape_of_node(candidates) == (num_groups,)
-    is_column = is_kind(column, Kind.UNSQUEEZE, Kind.RESHAPE) and shape_of_node(column)[1] == 1
-    return column if are_all_groups and is_column else None
+    return high in (num_groups - 1, num_groups) and high > 0 and is_below_upper_bound
 
 
 def _before_exact_copies(orders: Permutations, node: fx.Node) -> fx.Node:
@@ -245,11 +224,6 @@ def _before_exact_copies(orders: Permutations, node: fx.Node) -> fx.Node:
     return source_of_exact_copies(node, orders.values, EXACT_COPIES)
 
 
-COUNTERS: dict[Any, Any] = {
-    aten.histc.default: _match_histogram,
-    aten.index_add.default: _match_index_add,
-    aten.sum.dim_IntList: _match_equality_sum,
-}
 GROUPED_MM_HANDLERS = {
     "aten::_grouped_mm": _handle_grouped_mm,
     "transformers::grouped_mm_fallback": _handle_grouped_mm,

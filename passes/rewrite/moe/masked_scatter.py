@@ -7,27 +7,30 @@ of the source. With this look-up, a chunk of rows needs only the cumulative sum 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, has_same_type, is_tensor, node_argument, shape_of_node
+from streamfx.ir.joint import has_same_type, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import rewrite_rule
+from streamfx.passes.rewrite.pattern import REST, Through, either, op, rewrite_rule, tensor
 
 aten = torch.ops.aten
 
+EXPANDED = Through({aten.clone.default}, op(aten.expand.default, "row_mask", REST, name="expanded"))
+# one cast, which is the one to bool: an earlier cast may turn 0.5 into 0
+EXPANDED_ROW_MASK = either(EXPANDED, Through({aten.clone.default}, op(aten._to_copy.default, EXPANDED, REST)))
 
-@rewrite_rule(aten.masked_scatter.default)
-def masked_scatter_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+
+@rewrite_rule(op(aten.masked_scatter.default, "x", "mask", "source"))
+def masked_scatter_to_where(node: fx.Node, writer: GraphWriter, x: fx.Node, mask: fx.Node, source: fx.Node) -> fx.Node | None:
     """masked_scatter(x, mask, source) -> where(mask, source[cumsum(mask) - 1], x)
 
     Applies to static shapes and masks that select complete rows. The source must not be empty, because rows that are not
     masked look up row 0.
     """
-    arguments = bound_arguments(node)
-    source, mask = arguments["source"], arguments["mask"]
     row_mask = _match_row_mask(mask)
     width = shape_of_node(node)[-1] if shape_of_node(node) else 0
     has_shape_of_rows = shape_of_node(mask) == shape_of_node(node) and shape_of_node(source)[-1:] == (width,)
@@ -35,35 +38,33 @@ def masked_scatter_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
         return None
     row_indices = _emit_row_indices(row_mask, writer)
     flat = writer.call(aten.reshape.default, source, [-1, width])
-    return writer.call(aten.where.self, mask, writer.call(aten.index.Tensor, flat, [row_indices]), node_argument(node))
+    return writer.call(aten.where.self, mask, writer.call(aten.index.Tensor, flat, [row_indices]), x)
 
 
-@rewrite_rule(aten.index_put.default)
-def index_put_by_mask_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(op(aten.index_put.default, "x", [tensor("mask")], "scalar"))
+def index_put_by_mask_to_where(node: fx.Node, writer: GraphWriter, x: fx.Node, mask: fx.Node, scalar: fx.Node) -> fx.Node | None:
     """index_put(x, [mask], scalar) -> where(mask, scalar, x)
 
     All masked elements get the same value, so their order does not matter.
     """
-    arguments = bound_arguments(node)
-    x, indices, scalar = arguments["self"], arguments["indices"], arguments["values"]
-    if arguments["accumulate"] or len(indices) != 1 or not is_tensor(indices[0]) or shape_of_node(scalar):
+    shape, rows = shape_of_node(x), shape_of_node(mask)
+    if mask.meta[VALUE].dtype != torch.bool or not rows or shape[: len(rows)] != rows:
         return None
-    mask, shape = indices[0], shape_of_node(x)
-    rows = shape_of_node(mask)
-    if mask.meta[VALUE].dtype != torch.bool or not rows or shape[: len(rows)] != rows or not has_same_type(scalar, x):
+    if shape_of_node(scalar) or not has_same_type(scalar, x):
         return None
     for dim in range(len(rows), len(shape)):
         mask = writer.call(aten.unsqueeze.default, mask, dim)
     return writer.call(aten.where.self, mask, scalar, x)
 
 
-@rewrite_rule(aten.masked_scatter_backward.default)
-def masked_scatter_backward_to_index_put(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(op(aten.masked_scatter_backward.default, "gradient", "mask", "sizes"))
+def masked_scatter_backward_to_index_put(
+    node: fx.Node, writer: GraphWriter, gradient: fx.Node, mask: fx.Node, sizes: Sequence[int]
+) -> fx.Node | None:
     """masked_scatter_backward(d, mask) -> zeros, with the masked rows of d added at cumsum(mask) - 1
 
     Rows that are not masked add zero.
     """
-    gradient, mask, sizes = node_argument(node), node_argument(node, 1), node.args[2]
     row_mask, value = _match_row_mask(mask), node.meta[VALUE]
     width = shape_of_node(gradient)[-1] if shape_of_node(gradient) else 0
     has_shape_of_rows = shape_of_node(mask) == shape_of_node(gradient) and shape_of_node(node)[-1:] == (width,)
@@ -74,7 +75,7 @@ def masked_scatter_backward_to_index_put(node: fx.Node, writer: GraphWriter) -> 
     masked = writer.call(aten.where.self, mask, gradient, zero)
     zeros = writer.call(aten.full.default, [math.prod(value.shape[:-1]), width], 0.0, **keywords)
     added = writer.call(aten.index_put.default, zeros, [_emit_row_indices(row_mask, writer)], masked, True)
-    return writer.call(aten.reshape.default, added, list(sizes))  # type: ignore[arg-type]
+    return writer.call(aten.reshape.default, added, list(sizes))
 
 
 def _match_row_mask(mask: fx.Node) -> fx.Node | None:
@@ -82,24 +83,12 @@ def _match_row_mask(mask: fx.Node) -> fx.Node | None:
 
     expand(row_mask, [..., width]) -> row_mask. The result may have another dtype, if a cast to bool follows the expansion.
     """
-    if mask.meta[VALUE].dtype != torch.bool:
+    match = EXPANDED_ROW_MASK.match(mask)
+    if match is None or mask.meta[VALUE].dtype != torch.bool:
         return None
-    mask = _before_clones(mask)
-    if mask.target is aten._to_copy.default:  # the cast to bool: an earlier cast may turn 0.5 into 0
-        mask = _before_clones(node_argument(mask))
-    if mask.target is not aten.expand.default:
-        return None
-    row_mask = node_argument(mask)
-    shape, expanded_shape = shape_of_node(row_mask), shape_of_node(mask)
+    shape, expanded_shape = shape_of_node(match["row_mask"]), shape_of_node(match["expanded"])
     is_mask_of_rows = len(shape) == len(expanded_shape) and shape[-1] == 1 and shape[:-1] == expanded_shape[:-1]
-    return row_mask if is_mask_of_rows else None
-
-
-def _before_clones(node: fx.Node) -> fx.Node:
-    """Return the value before clones."""
-    while node.target is aten.clone.default:
-        node = node_argument(node)
-    return node
+    return match["row_mask"] if is_mask_of_rows else None
 
 
 def _emit_row_indices(row_mask: fx.Node, writer: GraphWriter) -> fx.Node:

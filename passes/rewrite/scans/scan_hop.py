@@ -25,7 +25,7 @@ from streamfx.ir.structural_hash import structure
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import GRAPH, VALUE
 from streamfx.passes.ops.traits import READS_LAYOUT, before_copies, is_random
-from streamfx.passes.rewrite.pattern import getitems_by_index, rewrite_rule
+from streamfx.passes.rewrite.pattern import REST, getitems_by_index, op, rewrite_rule
 from streamfx.runtime.custom_scan import StatefulRecurrence, StepLoop
 from streamfx.runtime.outer import COPYING_VIEWS
 from streamfx.torch_private import SCAN, OpOverload
@@ -111,11 +111,10 @@ def scan_to_recurrence(node: fx.Node, writer: GraphWriter) -> Mapping[fx.Node, f
     return {old_getitem: new_results[index] for index, old_getitems in getitems.items() for old_getitem in old_getitems}
 
 
-@rewrite_rule(aten.flip.default)
-def remove_flip_of_expand(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+@rewrite_rule(op(aten.flip.default, "rows", [0]))
+def remove_flip_of_expand(node: fx.Node, writer: GraphWriter, rows: fx.Node) -> fx.Node | None:
     """flip(expand(x)) -> expand(x), if one row is repeated"""
-    operand = node_argument(node)
-    return operand if _flipped_dims(node) == {0} and _repeated_row(operand) is not None else None
+    return rows if _repeated_row(rows) is not None else None
 
 
 # -- reading a call
@@ -234,12 +233,8 @@ def _with_shared_operands(call: ScanOperator) -> ScanOperator:
 
 def _repeated_row(rows: fx.Node) -> fx.Node | None:
     """Return x if the rows are expand(unsqueeze(x, 0)), else None."""
-    if rows.target is not aten.expand.default:
-        return None
-    row = node_argument(rows)
-    is_single_row = row.target is aten.unsqueeze.default and row.args[1] == 0
-    value = node_argument(row) if is_single_row else None
-    return value if value is not None and shape_of_node(value) == shape_of_node(rows)[1:] else None
+    match = op(aten.expand.default, op(aten.unsqueeze.default, "x", 0), REST).match(rows)
+    return match["x"] if match is not None and shape_of_node(match["x"]) == shape_of_node(rows)[1:] else None
 
 
 # -- writing the recurrence
@@ -295,16 +290,9 @@ def _declare(call: ScanOperator, reverse: bool) -> Stateful:
 
 def _is_flipped(rows: fx.Node) -> bool:
     """Return whether a value is flip(rows, [0])."""
-    return rows.target is aten.flip.default and _flipped_dims(rows) == {0}
+    return op(aten.flip.default, ..., [0]).match(rows) is not None
 
 
 def _emit_flip(rows: fx.Node, writer: GraphWriter) -> fx.Node:
     """Emit flip(rows, [0]); if the rows are flip(x, [0]) already, return x."""
     return node_argument(rows) if _is_flipped(rows) else writer.call(aten.flip.default, rows, [0])
-
-
-def _flipped_dims(flip: fx.Node) -> set[int]:
-    """Return the dimensions along which a `flip` node flips, as nonnegative numbers."""
-    rank = max(len(shape_of_node(flip)), 1)
-    dims: Any = flip.args[1]
-    return {dim % rank for dim in dims}

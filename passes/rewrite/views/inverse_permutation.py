@@ -17,15 +17,22 @@ import operator
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
-from streamfx.ir.operator_table import Kind, is_kind
+from streamfx.ir.joint import bound_arguments, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind, of_kind
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE, WRITES_EACH_ONCE
 from streamfx.passes.ops.constants import is_zero
-from streamfx.passes.rewrite.pattern import rewrite_rule
-from streamfx.passes.rewrite.views.iota_index import is_arange
+from streamfx.passes.rewrite.pattern import REST, either, op, rewrite_rule
+from streamfx.passes.rewrite.views.iota_index import index_before_expand, is_arange
 
 aten = torch.ops.aten
+
+SORT_OPTIONS = {"dim": "dim", "descending": "descending"}
+SORT_INDICES = either(
+    op(of_kind(Kind.ARGSORT), "keys", REST, **SORT_OPTIONS),
+    op(operator.getitem, op(of_kind(Kind.SORT), "keys", REST, **SORT_OPTIONS), 1),
+)
+WRITE = op(aten.scatter.src, ..., "dim", "index", "values")
 
 
 @rewrite_rule(aten.gather.default)
@@ -62,7 +69,7 @@ def scatter_add_by_inverse_to_gather(node: fx.Node, writer: GraphWriter) -> fx.N
 def scatter_add_by_order_to_scatter(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """scatter_add(zeros, d, order, g) -> scatter(zeros, d, order, g + 0)"""
     arguments = bound_arguments(node)
-    order, dim = _index_before_expand(arguments["index"]), arguments["dim"] % max(len(shape_of_node(node)), 1)
+    order, dim = index_before_expand(arguments["index"]), arguments["dim"] % max(len(shape_of_node(node)), 1)
     if order is None or not _is_permutation(order, dim) or not _is_added_to_zeros(node):
         return None
     rows = writer.call(aten.add.Tensor, arguments["src"], 0.0)
@@ -89,38 +96,21 @@ def _match_inverted_permutation(index: fx.Node, dim: int) -> fx.Node | None:
     The inverse is scatter(..., p, arange) or argsort(p). An index [... n *width] must repeat it for all columns.
     """
     rank = len(shape_of_node(index))
-    vector = _index_before_expand(index)
+    vector = index_before_expand(index)
     dim = dim % rank if rank else 0
     if vector is None or dim >= len(shape_of_node(vector)):
         return None
-    if vector.target is aten.scatter.src:
-        arguments = bound_arguments(vector)
-        permutation, values = arguments["index"], arguments["src"]
+    if (write := WRITE.match(vector, {"dim": dim})) is not None:
+        permutation, values = write["index"], write["values"]
         covers_all = shape_of_node(permutation) == shape_of_node(values) == shape_of_node(vector)
-        is_along_dim = covers_all and arguments["dim"] % len(shape_of_node(vector)) == dim
-        return permutation if is_along_dim and _is_permutation(permutation, dim) and _is_arange_along(values, dim) else None
-    sort_keys = _match_sort_keys(vector, dim)
-    return sort_keys if sort_keys is not None and _is_permutation(sort_keys, dim) else None
-
-
-def _match_sort_keys(node: fx.Node, dim: int) -> fx.Node | None:
-    """Return x if `node` is argsort(x), or the indices of sort(x), in ascending order along `dim`; else None."""
-    sort = node_argument(node) if node.target is operator.getitem and node.args[1] == 1 else node
-    if not is_kind(sort, Kind.ARGSORT if sort is node else Kind.SORT):
-        return None
-    arguments = bound_arguments(sort)
-    keys: fx.Node = arguments["self"]
-    rank = len(shape_of_node(keys))
-    return keys if rank and arguments["dim"] % rank == dim and not arguments["descending"] else None
+        return permutation if covers_all and _is_permutation(permutation, dim) and _is_arange_along(values, dim) else None
+    argsort = SORT_INDICES.match(vector, {"dim": dim, "descending": False})
+    return argsort["keys"] if argsort is not None and _is_permutation(argsort["keys"], dim) else None
 
 
 def _is_permutation(node: fx.Node, dim: int) -> bool:
     """Return whether each index occurs once along `dim`: the node is the indices of a sort, ascending or descending."""
-    sort = node_argument(node) if node.target is operator.getitem and node.args[1] == 1 else node
-    if not is_kind(sort, Kind.ARGSORT if sort is node else Kind.SORT):
-        return False
-    rank = len(shape_of_node(node))
-    return bool(rank) and bound_arguments(sort)["dim"] % rank == dim
+    return bool(shape_of_node(node)) and SORT_INDICES.match(node, {"dim": dim}) is not None
 
 
 def _is_arange_along(node: fx.Node, dim: int) -> bool:
@@ -134,23 +124,6 @@ def _is_arange_along(node: fx.Node, dim: int) -> bool:
     while is_kind(node, Kind.UNSQUEEZE, Kind.RESHAPE):
         node = node_argument(node)
     return is_arange(node)
-
-
-def _index_before_expand(index: fx.Node) -> fx.Node | None:
-    """Return the indices [... n] that an index [... n *width] repeats for all columns.
-
-    Return an index that is not expanded unchanged; None for one that is expanded in any other dimension.
-    """
-    if index.target is not aten.expand.default:
-        return index
-    column = node_argument(index)  # [... n 1]
-    if not is_kind(column, Kind.UNSQUEEZE, Kind.RESHAPE) or not is_tensor(column.args[0]):
-        return None
-    vector, shape = node_argument(column), shape_of_node(index)
-    vector_shape = shape_of_node(vector)
-    rank = len(vector_shape)
-    is_column = shape_of_node(column) == (*vector_shape, *(1 for _ in shape[rank:])) and shape[:rank] == vector_shape
-    return vector if is_column and rank < len(shape) else None
 
 
 def _expand_to_columns(order: fx.Node, rows: fx.Node, writer: GraphWriter) -> fx.Node:

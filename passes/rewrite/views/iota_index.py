@@ -17,17 +17,18 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
-from streamfx.ir.operator_table import Kind, is_kind
+from streamfx.ir.operator_table import Kind, is_kind, of_kind
 from streamfx.ir.ranges import is_exact_in
 from streamfx.ir.sizes import Size, is_at_least, product
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import CONSTANT, VALUE
 from streamfx.passes.ops.constants import is_zero
 from streamfx.passes.ops.ranges.transfer import max_size
-from streamfx.passes.rewrite.pattern import rewrite_rule
+from streamfx.passes.rewrite.pattern import REST, op, rewrite_rule, tensor
 
 aten = torch.ops.aten
 INDEX_DTYPES = (torch.int64, torch.int32)  # dtypes of row indices
+EXPANDED_COLUMN = op(aten.expand.default, op(of_kind(Kind.UNSQUEEZE, Kind.RESHAPE), tensor("vector"), REST, name="column"), REST)
 MAX_LISTED_ROWS = 16  # largest index that is written as slices
 
 
@@ -88,8 +89,10 @@ def gather_rows_to_index(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     unless none can occur.
     """
     arguments, width = bound_arguments(node), shape_of_node(node)[1:]
-    index = _match_column_vector(arguments["index"], width) if arguments["dim"] == 0 else None
-    if index is None or shape_of_node(arguments["self"])[1:] != width:
+    expanded = arguments["index"]
+    index = expanded if len(shape_of_node(expanded)) == 1 else index_before_expand(expanded)
+    has_one_width = shape_of_node(arguments["self"])[1:] == shape_of_node(expanded)[1:] == width
+    if index is None or arguments["dim"] != 0 or len(shape_of_node(index)) != 1 or not has_one_width:
         return None
     if node.target is aten.gather.default:
         if not is_never_negative(index):
@@ -194,21 +197,20 @@ def _is_floor_divided(node: fx.Node) -> bool:
     return node.target is aten.floor_divide.default and isinstance(node.args[1], int) and node.args[1] > 0
 
 
-def _match_column_vector(index: fx.Node, width: tuple[Size, ...]) -> fx.Node | None:
-    """Return the vector [n] that an index [n *width] repeats for all columns (or the index, if it is a vector); else None.
+def index_before_expand(index: fx.Node) -> fx.Node | None:
+    """Return the indices [... n] that an index [... n *width] repeats for all columns.
 
-    expand(unsqueeze(vector, 1), [n, width]) -> vector
+    Return an index that is not expanded unchanged; None for one that is expanded in any other dimension.
     """
-    if len(shape_of_node(index)) == 1:
+    if index.target is not aten.expand.default:
         return index
-    if index.target is not aten.expand.default or shape_of_node(index)[1:] != width:
+    match = EXPANDED_COLUMN.match(index)
+    if match is None:
         return None
-    column = node_argument(index)
-    if not is_kind(column, Kind.UNSQUEEZE, Kind.RESHAPE):
-        return None
-    vector = node_argument(column)
-    is_column = len(shape_of_node(vector)) == 1 and shape_of_node(column) == (shape_of_node(vector)[0], *(1 for _ in width))
-    return vector if is_column and shape_of_node(index)[0] == shape_of_node(vector)[0] else None
+    shape, column_shape, vector_shape = (shape_of_node(item) for item in (index, match["column"], match["vector"]))
+    rank = len(vector_shape)
+    is_column = column_shape == (*vector_shape, *(1 for _ in shape[rank:])) and shape[:rank] == vector_shape
+    return match["vector"] if is_column and rank < len(shape) else None
 
 
 def find_row_index(node: fx.Node) -> fx.Node | None:
@@ -254,12 +256,8 @@ def _holds_row_indices(node: fx.Node, rows: Size) -> bool:
 def _find_matrix_repeats(node: fx.Node) -> Size | None:
     """Return k if a matrix [n k] is expand(arange(n)[:, None], [n, k]): row i holds i, k times; else None."""
     node = node_argument(node) if node.target is aten.clone.default else node
-    if node.target is not aten.expand.default or len(shape_of_node(node)) != 2:
-        return None
-    column = node_argument(node)
-    is_column = is_kind(column, Kind.UNSQUEEZE, Kind.RESHAPE) and is_arange(column.args[0])
-    n, k = shape_of_node(node)
-    return k if is_column and shape_of_node(column) == (n, 1) else None
+    vector = index_before_expand(node)
+    return shape_of_node(node)[1] if vector is not node and is_arange(vector) and len(shape_of_node(node)) == 2 else None
 
 
 def is_arange(node: Any) -> bool:
