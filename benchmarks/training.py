@@ -55,6 +55,13 @@ class Training:
         return self.work.compiled(self.how.backend, self.compiler_options)
 
     def step(self) -> float:
+        """A step; the first one waits until loop bodies are compiled, so that all later ones are alike."""
+        from streamfx.runtime.background_bodies import wait_for_compiled_bodies
+
+        with wait_for_compiled_bodies():
+            return self._step()
+
+    def _step(self) -> float:
         loss = self.loss_of(**self.work.inputs)
         loss.backward()
         value = loss.item()
@@ -103,7 +110,7 @@ class Training:
         assert self.work.module is not None
         assert self.work.inputs is not None
         wall, processor = time.perf_counter(), _processor_seconds()
-        loss = self.step()
+        loss = self._step()
         return {"seconds": time.perf_counter() - wall, "cpu_seconds": _processor_seconds() - processor, "loss": loss}
 
     def live(self) -> dict[str, int]:

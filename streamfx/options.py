@@ -46,7 +46,8 @@ class Options:
         offload: forward values to keep in host memory until the backward graph (pinned memory; on a CPU, memory-mapped files):
             "none"; "inputs", the kept inputs of stages; "attention", these and everything that `save="attention"` keeps, so that
             attention runs once and its results leave the device. "attention" implies `save="attention"` or more.
-        bodies: the compiler of the loop bodies: "eager", "inductor", "auto".
+        bodies: the compiler of the loop bodies: "eager"; "inductor", for which the first step waits; "auto", Inductor if a step
+            is long enough (on a CPU, bodies run eagerly until another process has compiled them).
         accumulate: dtype of gradient accumulators: "float32", or "same" as the gradient.
         reshard: whether the full weights of a sharded model are freed after each stage and gathered again in the backward graph
             (True), or kept for it (False); "auto" follows the code (its checkpointing policies), and otherwise frees all weights

@@ -21,7 +21,7 @@ import sympy
 import torch
 from torch import fx
 
-from streamfx.cost.inductor_choice import uses_inductor
+from streamfx.cost.inductor_choice import compiles_in_background, uses_inductor
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.lazy_module import LazyGraphModule
 from streamfx.ir.program import CHUNK, START, STOP, Broadcast, BufferPart, Feed, LoopSpec, Number, Program
@@ -29,6 +29,7 @@ from streamfx.ir.sizes import Size
 from streamfx.ir.structural_hash import structure
 from streamfx.node_meta import HAS_KEYS, STACK_TRACE
 from streamfx.options import Options
+from streamfx.runtime.background_bodies import BackgroundBodies
 from streamfx.runtime.collective_calls import begin
 from streamfx.runtime.compiled import CompiledBody, attach_compile_tally, segment_call, single_call
 from streamfx.runtime.compiled_segments import Segment
@@ -52,11 +53,14 @@ class CompileBodies:
         if not uses_inductor(self.options, facts.joint.graph):
             return facts
         program: Program = known(facts.program)
+        background = (
+            BackgroundBodies(program.backward is not None) if compiles_in_background(self.options, facts.joint.graph) else None
+        )
         calls_by_key: dict[Any, tuple[LoopSpec, list[CodeCall]]] = {}
         for loop in program.loops:
             first, calls = calls_by_key.setdefault(_structural_key(loop.spec), (loop.spec, []))
             calls += split(first) if not calls else []
-            loop.compiled = CompiledBody(_calls_for(loop.spec, first, calls), loop.spec.body)
+            loop.compiled = CompiledBody(_calls_for(loop.spec, first, calls), loop.spec.body, background)
         attach_compile_tally([loop.compiled for loop in program.loops], self.options.progress)
         return replace(facts, program=program)
 

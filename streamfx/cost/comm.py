@@ -14,7 +14,6 @@ connection bounds a ring.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -85,10 +84,12 @@ def traffic_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     ranks = arguments.get("group_size") or ranks_in(group)
     kind = KIND_BY_COLLECTIVE[name]
     full_bytes = _bytes_of(result if kind == GATHERS else args[0])
-    sent_bytes = (2 if name == ALL_REDUCE else 1) * full_bytes * (ranks - 1) // ranks
-    members = members_of(group)
-    spans_machines = bool(members) and members[0] // DEVICES_PER_MACHINE != members[-1] // DEVICES_PER_MACHINE
-    return CallTraffic(kind, ranks, sent_bytes, ranks > DEVICES_PER_MACHINE or spans_machines)
+    return CallTraffic(
+        kind,
+        ranks,
+        (2 if name == ALL_REDUCE else 1) * full_bytes * (ranks - 1) // ranks,
+        ranks > DEVICES_PER_MACHINE or _spans_machines(group),
+    )
 
 
 def traffic_of_node(node: fx.Node) -> CallTraffic | None:
@@ -102,6 +103,12 @@ def traffic_of_node(node: fx.Node) -> CallTraffic | None:
 def total_traffic(traffics: Iterable[Traffic]) -> Traffic:
     """Return the sum of all traffic."""
     return reduce(Traffic.plus, traffics, Traffic())
+
+
+def _spans_machines(group: Any) -> bool:
+    """Return whether the ranks of a group are on several machines."""
+    members = members_of(group)
+    return bool(members) and members[0] // DEVICES_PER_MACHINE != members[-1] // DEVICES_PER_MACHINE
 
 
 def _collective_name(target: Any) -> str | None:
@@ -120,4 +127,10 @@ def _traced_value(item: Any) -> Any:
 
 def _bytes_of(values: Any) -> int:
     """Return the bytes of all tensors in nested values, at the sizes of the trace."""
-    return sum(value.element_size() * math.prod(map(size_hint, value.shape)) for value in tensors_in(values))
+    total = 0
+    for value in tensors_in(values):
+        num_bytes = value.element_size()
+        for size in value.shape:
+            num_bytes *= size_hint(size)
+        total += num_bytes
+    return total

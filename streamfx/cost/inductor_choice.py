@@ -23,6 +23,11 @@ def uses_inductor(options: Options, graph: fx.Graph) -> bool:
     return flops_of_graph(graph) >= MIN_COMPILED_FLOPS and has_compiler(device_of(graph).type)
 
 
+def compiles_in_background(options: Options, graph: fx.Graph) -> bool:
+    """Return whether loop bodies run eagerly while another process compiles them: on a CPU, if Inductor is not requested."""
+    return options.bodies == "auto" and device_of(graph).type == "cpu"
+
+
 def compiles_graph(options: Options, inputs: Iterable[Any]) -> bool:
     """Return whether Inductor compiles a graph that fits without chunks, however small, as with `torch.compile` alone."""
     kinds = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}

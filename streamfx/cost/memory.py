@@ -5,7 +5,6 @@ Loops run only a few of their chunks (see `sampling.py`), so the time does not d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -206,7 +205,10 @@ def bytes_like(value: Any) -> int:
     """Return the bytes of a traced tensor, at the traced sizes; 0 for other values."""
     if not isinstance(value, Tensor):
         return 0
-    return math.prod(map(size_hint, value.shape)) * value.element_size()
+    numel = 1
+    for size in value.shape:
+        numel *= size_hint(size)
+    return numel * value.element_size()
 
 
 def bytes_of_values(nodes: Iterable[fx.Node]) -> int:

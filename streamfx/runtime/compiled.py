@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from streamfx.progress import ProgressOption, Tally
 from streamfx.runtime.compiled_segments import Segment
 from streamfx.runtime.expanded_code import CodeCall, generate_function
+from streamfx.runtime.step_bodies import current_step
+
+if TYPE_CHECKING:
+    from streamfx.runtime.background_bodies import BackgroundBodies
 
 
 def segment_call(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> CodeCall:
@@ -49,11 +53,48 @@ def attach_compile_tally(bodies: Sequence[CompiledBody], progress: ProgressOptio
         segment.tally = tally
 
 
-class CompiledBody:
-    """A loop body as a function that runs calls in order, and drops each value after its last use."""
+def calls_with_notes(calls: Sequence[CodeCall], body: fx.GraphModule) -> list[CodeCall]:
+    """Return calls of all operators of a body in order, and calls that note the layouts of the inputs of its segments.
 
-    def __init__(self, calls: Sequence[CodeCall], body: fx.GraphModule) -> None:
-        self._calls, self._body = tuple(calls), body
+    The layouts are read early and noted at the end, so that each value is dropped after its last use in the body.
+    """
+    segments = [(call.run, call.args) for call in calls if isinstance(call.run, Segment)]
+    noted = {node for _, inputs in segments for node in inputs}
+    names = fx.Graph()
+    layout_of_node: dict[fx.Node, fx.Node] = {}
+    eager_calls: list[CodeCall] = []
+    for node in body.graph.nodes:
+        if node.op in ("call_function", "call_module"):
+            eager_calls.append(single_call(node, body))
+        if node in noted:
+            layout_of_node[node] = names.placeholder(f"layout_of_{node.name}")
+            eager_calls.append(CodeCall(describe_input, (node,), {}, layout_of_node[node]))
+    for index, (segment, inputs) in enumerate(segments):
+        layouts = tuple(layout_of_node[node] for node in inputs)
+        eager_calls.append(CodeCall(partial(note_inputs, segment), layouts, {}, names.placeholder(f"noted_{index}")))
+    return eager_calls
+
+
+def describe_input(value: Any) -> Any:
+    """Return (shape, strides, dtype, device) of a tensor; other values unchanged."""
+    return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
+
+
+def note_inputs(segment: Segment, *inputs: Any) -> None:
+    """Note the inputs of a segment (`describe_input`) in the step that runs."""
+    step = current_step()
+    if step is not None:
+        step.note_inputs(segment, inputs)
+
+
+class CompiledBody:
+    """A loop body as a function that runs calls in order, and drops each value after its last use.
+
+    `background`: its segments are compiled in another process (`background_bodies.py`), and it runs eagerly until then.
+    """
+
+    def __init__(self, calls: Sequence[CodeCall], body: fx.GraphModule, background: BackgroundBodies | None = None) -> None:
+        self._calls, self._body, self.background = tuple(calls), body, background
 
     def __str__(self) -> str:
         return f"{len(self.segments)} compiled segments, {len(self._calls) - len(self.segments)} operators of the runtime"
@@ -71,6 +112,9 @@ class CompiledBody:
 
         The function is generated on first use.
         """
+        step = current_step()
+        if step is not None and step.is_eager:
+            return self._body.forward if step.program.is_abandoned else self._eager_code  # type: ignore[no-any-return]
         return self._code_for_one_length if num_lengths == 1 else self._code_for_several_lengths
 
     @cached_property
@@ -80,6 +124,10 @@ class CompiledBody:
     @cached_property
     def _code_for_several_lengths(self) -> Callable[..., Sequence[Any]]:
         return self._generate([_for_several_lengths(call) for call in self._calls])
+
+    @cached_property
+    def _eager_code(self) -> Callable[..., Sequence[Any]]:
+        return self._generate(calls_with_notes(self._calls, self._body))
 
     def _generate(self, calls: Sequence[CodeCall]) -> Callable[..., Sequence[Any]]:
         """Return the function that runs these calls, with the body's inputs and results."""

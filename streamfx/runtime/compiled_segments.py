@@ -34,6 +34,7 @@ from streamfx.runtime.shape_families import (
     widened_family,
     with_contiguous_rows,
 )
+from streamfx.runtime.step_bodies import StepBodies, current_step
 from streamfx.torch_private.dynamo import compiling
 from streamfx.torch_private.inductor import InductorMemoryError, compile_for_one_size, compile_for_sizes
 
@@ -79,6 +80,9 @@ class Segment:
     after a call with another length.
 
     The shapes and strides of the inputs determine the version. The choice is made once per layout and cached.
+
+    In a step whose code another process compiles (`step_bodies.py`), the segment compiles nothing: it runs the step's version for
+    the inputs, or runs eagerly.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -96,8 +100,30 @@ class Segment:
         `has_several_lengths`: the loop has chunks of several lengths.
         """
         layout = tuple([(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in inputs])
+        step = current_step()
+        if step is not None:
+            run = self._code_by_layout.get((step.snapshot.number, layout)) or self._find_code_of_step(step, inputs, layout)
+            return run(*inputs)
         run = self._code_by_layout.get(layout) or self._select_code(inputs, layout, has_several_lengths)
         return run(*inputs)
+
+    def _find_code_of_step(self, step: StepBodies, arguments: Sequence[Any], layout: Hashable) -> Callable[..., Sequence[Any]]:
+        """Return the version of a step for inputs with this layout, or the eager subgraph, after which a version may follow.
+
+        The choice is cached, except while a version may follow.
+        """
+        kinds, numbers = layout_of([with_contiguous_rows(value) for value in arguments])
+        code = find_code(step.snapshot.codes.get((self.structure, kinds), ()), numbers)
+        if code is None and step.note_layout(self, kinds, numbers):
+            return self._run_eagerly
+        return self._cache(self._run_eagerly if code is None else code.bound(numbers, arguments), (step.snapshot.number, layout))
+
+    def _cache(self, run: Callable[..., Sequence[Any]], key: Hashable) -> Callable[..., Sequence[Any]]:
+        """Cache a callable for a layout, and return it."""
+        if len(self._code_by_layout) >= MAX_CACHED_LAYOUTS:
+            self._code_by_layout.clear()
+        self._code_by_layout[key] = run
+        return run
 
     def _select_code(self, arguments: Sequence[Any], layout: Hashable, has_several_lengths: bool) -> Callable[..., Sequence[Any]]:
         """Return the callable for inputs with this layout: an existing version, a new one, or the eager subgraph.
@@ -114,10 +140,7 @@ class Segment:
                 codes += [code] if code is not None and code not in codes else []
         if code is None and len(codes) < MAX_VERSIONS:
             return self._run_eagerly  # not cached: a later call may find a compiled version
-        if len(self._code_by_layout) >= MAX_CACHED_LAYOUTS:
-            self._code_by_layout.clear()
-        run = self._code_by_layout[layout] = self._run_eagerly if code is None else code.bound(numbers, arguments)
-        return run
+        return self._cache(self._run_eagerly if code is None else code.bound(numbers, arguments), layout)
 
     def _run_eagerly(self, *inputs: Any) -> Sequence[Any]:
         """Run the subgraph eagerly, on inputs with the strides that a compiled version would get."""

@@ -26,6 +26,7 @@ from streamfx.kernels.mask_programs import MaskCache, use_mask_cache
 from streamfx.runtime.expanded_code import CodeCall, generate_function
 from streamfx.runtime.probes import measurement
 from streamfx.runtime.restride import reinterpreted, resolve_conj_and_neg
+from streamfx.runtime.step_bodies import STEP_ATTRIBUTE, StepBodies, program_of, use_step
 
 aten = torch.ops.aten
 COPYING_VIEWS: dict[Any, Any] = {  # views, and operators that copy if the operand's layout allows no view
@@ -105,6 +106,7 @@ class HostProgramRunner:
         self.module = module
         self._graph = HostProgram(module)
         self._num_outputs, self._needs_gradient, self._is_backward = num_outputs, tuple(needs_gradient), is_backward
+        self.background = program_of(module)
         self.description: Any = None  # description of a forward graph, passed to a probe
         self._boxed_call = True  # on the instance, because torch._dynamo.disable does not copy class attributes
 
@@ -119,13 +121,24 @@ class HostProgramRunner:
         if self._is_backward:
             arguments[:] = map(resolve_conj_and_neg, arguments)
         input_ids = {id(argument) for argument in arguments} if self._num_outputs is not None else set()
-        with torch.no_grad(), use_mask_cache(mask_cache_of(arguments)) as mask_cache:
+        with torch.no_grad(), use_mask_cache(mask_cache_of(arguments)) as mask_cache, use_step(self.step_for(arguments)) as step:
             results = self._graph.run(arguments)
         if self._num_outputs is None:
             return results
         results = [_savable(result) for result in results]
-        _attach_cache(mask_cache, results[: self._num_outputs], results[self._num_outputs :], input_ids)
+        is_saved = _attach(mask_cache, step, results[: self._num_outputs], results[self._num_outputs :], input_ids)
+        if self.background is not None:
+            self.background.end_forward(is_saved)
         return results
+
+    def step_for(self, arguments: Sequence[Any]) -> StepBodies | None:
+        """Return the step to which a run with these inputs belongs: a new one for a forward graph.
+
+        Return None if another process compiles no bodies of this program.
+        """
+        if self.background is None:
+            return None
+        return self.background.begin_backward(arguments) if self._is_backward else self.background.begin_forward()
 
     def _check_gradients(self, arguments: Sequence[Any]) -> None:
         """Raise an error if an input requires a gradient that the graph does not compute; torch 2.11 does not detect this."""
@@ -146,15 +159,23 @@ def _requires_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _attach_cache(mask_cache: MaskCache, results: Sequence[Any], saved: Sequence[Any], input_ids: set[int]) -> None:
-    """Attach the cache of evaluated masks to the values that are saved only for the backward graph, where that finds it.
+def _attach(
+    mask_cache: MaskCache, step: StepBodies | None, results: Sequence[Any], saved: Sequence[Any], input_ids: set[int]
+) -> bool:
+    """Attach the cache of evaluated masks, and the step, to the values that are saved only for the backward graph.
 
-    Other values are the user's: results of the forward graph, and its inputs (by `id`).
+    The backward graph finds them there. Other values are the user's: results of the forward graph, and its inputs (by `id`).
+    Return whether there is such a value that autograd saves as it is, which it does not for views.
     """
     excluded_ids = input_ids.union(map(id, results))
+    is_saved = False
     for value in saved:
         if isinstance(value, Tensor) and id(value) not in excluded_ids:
             setattr(value, MASK_CACHE_ATTRIBUTE, mask_cache)
+            if step is not None:
+                setattr(value, STEP_ATTRIBUTE, step)
+            is_saved = is_saved or not value._is_view()
+    return is_saved
 
 
 def mask_cache_of(arguments: Sequence[Any]) -> MaskCache:

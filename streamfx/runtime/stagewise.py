@@ -39,6 +39,7 @@ from streamfx.kernels.mask_programs import use_mask_cache
 from streamfx.runtime.expanded_segments import SegmentGenerator, generate_segments
 from streamfx.runtime.outer import HostProgramRunner, code_call_of, mask_cache_of
 from streamfx.runtime.restride import resolve_conj_and_neg
+from streamfx.runtime.step_bodies import StepBodies, use_step
 from streamfx.torch_private import is_sharded, rewrap
 from streamfx.torch_private.autograd import (
     after_this_backward,
@@ -148,10 +149,13 @@ def _may_be_chained(value: Any) -> bool:
 class _Run:
     """One run of a backward graph, paused between two segments."""
 
-    def __init__(self, segments: SegmentGenerator, arguments: list[Any]) -> None:
-        """Begin a run of the generated segments on the backward graph's inputs, and run its code before the first segment."""
+    def __init__(self, segments: SegmentGenerator, arguments: list[Any], step: StepBodies | None) -> None:
+        """Begin a run of the generated segments on the backward graph's inputs, and run its code before the first segment.
+
+        `step` is the step to which the run belongs.
+        """
         self.results: dict[int, Any] = {}  # gradients that segments have computed and no caller has taken, by index
-        self._mask_cache = mask_cache_of(arguments)
+        self._mask_cache, self._step = mask_cache_of(arguments), step
         self._remaining = segments(arguments, self.results)  # the paused generator
         self._autocast, self._context = autocast_is_on(), contextvars.copy_context()
         self._num_finished = -1  # segments; -1 until the code before the first one has run
@@ -177,7 +181,8 @@ class _Run:
 
     def _advance(self) -> None:
         """Run the next segment, in the context and with the autocast state of the compiled function's node."""
-        with torch.no_grad(), use_mask_cache(self._mask_cache), nullcontext() if self._autocast else no_autocast():
+        autocast = nullcontext() if self._autocast else no_autocast()
+        with torch.no_grad(), use_mask_cache(self._mask_cache), use_step(self._step), autocast:
             next(self._remaining)
         self._num_finished += 1
 
@@ -266,7 +271,7 @@ class StagewiseRunner:
         call, deferred_indices = call_and_indices
         arguments[:] = map(resolve_conj_and_neg, arguments)
         results = self._non_tensor_results(arguments)
-        run = _Run(self._segments(), arguments)
+        run = _Run(self._segments(), arguments, self.full_runner.step_for(arguments))
         last_segment = max(
             (segment for segment, indices in enumerate(self.chain.released) if not deferred_indices.issuperset(indices)),
             default=-1,

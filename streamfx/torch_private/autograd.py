@@ -142,3 +142,8 @@ def autograd_inside_operators() -> Iterator[None]:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, name), False))
         stack.enter_context(torch.enable_grad())
         yield
+
+
+def saves_tensors_themselves() -> bool:
+    """Return whether autograd saves tensors as they are: no saved-tensor hooks of the user replace them (2.11, 2.13)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None

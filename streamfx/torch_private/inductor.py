@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -19,7 +19,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 from streamfx.errors import describe_error
 from streamfx.torch_private import dynamo_copy, no_modes
-from streamfx.torch_private.symbolic_sizes import Shapes, with_sizes
+from streamfx.torch_private.symbolic_sizes import ShapeAndExample, Shapes, with_fixed_sizes, with_sizes
 
 BODY_SETTINGS = {  # override the user's settings; all other settings of the user also apply to loop bodies (2.11, 2.13)
     # A replay of a CUDA graph overwrites the results of the last replay: another chunk's, which a loop still needs.
@@ -135,6 +135,14 @@ def compile_for_one_size(module: fx.GraphModule, inputs: list[torch.Tensor]) -> 
     """Compile a loop body for the shapes of `inputs`; return a function, called as f(*inputs) (2.11, 2.13)."""
     with torch.no_grad(), no_modes():  # AOTAutograd runs the graph once under a separate mode
         return _compile_body("from_example_inputs", module, inputs)
+
+
+def compile_for_fixed_sizes(module: fx.GraphModule, tensors: Sequence[ShapeAndExample]) -> Callable[..., Any]:
+    """Compile a loop body for inputs of fixed sizes, without example inputs; return a function of the inputs (2.11, 2.13).
+
+    `tensors` has (sizes, strides, a tensor of the same dtype and device) of each input.
+    """
+    return with_fixed_sizes(functools.partial(_compile_body, "from_tracing_context"), module, tensors)
 
 
 def compile_for_sizes(

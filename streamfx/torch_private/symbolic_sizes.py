@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -137,7 +137,8 @@ def upper_bound(size: torch.SymInt) -> int | None:
     )
 
 
-Shapes = Callable[[Any], list[tuple[list[Any], list[Any], torch.Tensor]]]  # n -> (sizes, strides, an example) of each tensor
+ShapeAndExample = tuple[list[Any], list[Any], torch.Tensor]  # (sizes, strides, a tensor of the same dtype and device)
+Shapes = Callable[[Any], list[ShapeAndExample]]  # n -> the shapes of all tensors
 
 
 def with_sizes(
@@ -175,6 +176,22 @@ def with_sizes(
         return bool(bounds.lower <= number <= bounds.upper) and all(_is_met(item, symbol, number) for item in conditions)
 
     return compiled, holds
+
+
+def with_fixed_sizes(compiler: Compiler, module: fx.GraphModule, tensors: Sequence[ShapeAndExample]) -> Callable[..., Any]:
+    """Compile a graph of tensors for fixed sizes, each given as (sizes, strides, an example) (2.11, 2.13).
+
+    Inductor's cache key depends only on the graph and on these sizes, so that another process computes the same key.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with torch.no_grad(), no_modes():
+        with mode:
+            inputs = [torch.empty_strided(size, stride, dtype=x.dtype, device=x.device) for size, stride, x in tensors]
+        with torch._guards.tracing(torch._guards.TracingContext(mode)):
+            return compiler(module, inputs)
 
 
 def _is_met(condition: Any, symbol: Any, number: int) -> bool:

@@ -24,6 +24,7 @@ from streamfx.frontend.backend import Compilation
 from streamfx.node_meta import EXAMPLE_VALUE, VALUE
 from streamfx.options import resolve_options
 from streamfx.renamed import RenamedAttributes
+from streamfx.runtime.background_bodies import wait_for_compiled_bodies
 from streamfx.tools.inspect.chunk_override import ChunkedCompilation, why_not_chunked
 from streamfx.tools.inspect.input_checks import DO, advice_on, empty_inputs_text
 from streamfx.tools.inspect.keywords import split_options
@@ -105,7 +106,7 @@ def verify(
     with failing_in_eager((args, kwargs)):
         eager = run(model)
     require(not eager.is_random, NotComparableError, REQUIREMENT, RANDOM, NOT_RANDOM)
-    with isolated_compilation(backend) as keywords:
+    with isolated_compilation(backend) as keywords, wait_for_compiled_bodies():  # a later step would run compiled bodies
         streamed = run(torch.compile(model, backend=backend, **keywords))
     _check_arrived(compilations)
     precision, not_chunked = lowest_precision(compilations, sources.values()), why_not_chunked(compilations)

@@ -42,10 +42,13 @@ def check_inputs(inputs: Inputs, batch: int, length: int, max_batch: bool) -> No
         except PlanError:  # the function may not support this length
             continue
         asked = f"inputs(batch, length) must depend on its {argument}"
-        shapes = ", ".join(f"{name} of shape {shape}" for name, shape in sizes.items())
-        same_text = f"the same sizes from inputs({batch}, {length}) and inputs({size[0]}, {size[1]}): {shapes}"
+        same_text = f"the same sizes from inputs({batch}, {length}) and inputs({size[0]}, {size[1]}): {_text(sizes)}"
         require(changed_sizes != sizes, PlanError, asked, same_text, SIZES)
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
     return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
+def _text(sizes: Mapping[str, tuple[Any, ...]]) -> str:
+    return ", ".join(f"{name} of shape {shape}" for name, shape in sizes.items())

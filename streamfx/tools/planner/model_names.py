@@ -67,15 +67,18 @@ def _in_cache(name: str) -> Path | None:
     return Path(path) if isinstance(path, str) else None
 
 
+def _may_be_of_hub(source: str) -> bool:
+    """Return whether the source may be an `org/name`. A path that starts with a dot, or whose parent folder exists, is not."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None and not is_there(Path(source).parent)
+
+
 def _unknown_name_error(source: str) -> PlanError:
     """Return the error for an unknown configuration, with a similar name if there is one."""
     names = builtin_names()
     names_by_lower = {name.lower(): name for name in names}
     similar = difflib.get_close_matches(source.lower().rpartition("/")[2], names_by_lower, n=1, cutoff=0.6)
     hint = f"did you mean {names_by_lower[similar[0]]!r}? " if similar else ""
-    has_hub_form = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None
-    may_be_of_hub = has_hub_form and not is_there(Path(source).parent)
-    download = f"`hf download {source} {FILE}` stores it in the cache, or " if may_be_of_hub else ""
+    download = f"`hf download {source} {FILE}` stores it in the cache, or " if _may_be_of_hub(source) else ""
     return PlanError(
         f"there is no configuration {source!r}",
         found=f"neither a folder with a {FILE}, nor a JSON file, nor an org/name in the local cache, nor a shipped name",

@@ -19,7 +19,7 @@ from streamfx.tools.inspect.explain import OURS, Explanation
 from streamfx.tools.inspect.tracing import traced
 from streamfx.tools.planner.models import loss_of
 from streamfx.tools.planner.overlap import OverlapInterval, bytes_on_host, generate_segments
-from streamfx.tools.planner.shards import rank_part
+from streamfx.tools.planner.shards import rank_bytes
 from streamfx.tools.report.diagram import LoopTraffic, flow_of
 from streamfx.tools.report.verdict import EAGER
 from streamfx.torch_private.groups import has_ranks
@@ -128,7 +128,7 @@ def predict(
 def weight_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers, or of this rank's part of them, without duplicates."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(rank_part(tensor).nbytes for tensor in tensors.values())
+    return sum(map(rank_bytes, tensors.values()))
 
 
 def _flops_with_layers_twice(eager: Cost) -> tuple[int, int] | None:

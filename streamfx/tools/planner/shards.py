@@ -160,6 +160,11 @@ def _gathered(parameter: Any) -> Tensor:
     return full
 
 
+def rank_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, or of this rank's part of it."""
+    return rank_part(tensor).nbytes
+
+
 # -- the state of optimizers: bytes kept from step to step
 
 

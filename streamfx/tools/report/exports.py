@@ -87,7 +87,7 @@ class Exports:
             'step.json'
         """
         page = self.page
-        stage_of = {run["name"]: stage["name"] for line in page.stages for stage in line.every for run in stage["runs"]}
+        stage_of = {run: name for line in page.stages for run, name in line.loops_of_stages}
         return written(path, trace_of(page.timeline, stage_of))
 
     def to_mermaid(self) -> str:

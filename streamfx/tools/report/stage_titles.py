@@ -61,6 +61,11 @@ class StageRow:
     every: Sequence[Stage] = ()
 
     @property
+    def loops_of_stages(self) -> list[tuple[str, str]]:
+        """Pairs of loop and stage name for all of these stages."""
+        return [(run["name"], stage["name"]) for stage in self.every for run in stage["runs"]]
+
+    @property
     def spans(self) -> list[SpanFigure]:
         """The attentions of the stage without duplicates."""
         pairs = zip(self.stage["attention"], self.stage["spans"], strict=True)
