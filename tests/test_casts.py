@@ -21,7 +21,8 @@ from tests.support import decoders, twins
 from tests.support.decoders.parts import made
 from tests.support.exactness import check_streamed, compare, outcome
 from tests.support.masks import qkv
-from tests.support.sorted_experts import EXPERTS, SortedExperts, SparseDecoder, Spelling
+from tests.support.sorted_experts import EXPERTS, SortedExperts, SparseDecoder, Spelling  # noqa: F401  (in tests/tables)
+from tests.support.tables import named_cases
 from tests.support.tracing import compare_function
 from tests.support.used import batch
 
@@ -106,14 +107,7 @@ def histogram(ids: Tensor) -> Tensor:
     return torch.histc(ids.float(), EXPERTS, 0, EXPERTS - 1)
 
 
-ASTRAY = {
-    "sorted by truth": Spelling(order=lambda ids: ids.bool().long().argsort(stable=True)),
-    "sorted by a product that wraps": Spelling(order=lambda ids: (ids.to(torch.int8) * 127).argsort(stable=True)),
-    "counted as truth": Spelling(count=lambda ids: histogram(ids).bool()),
-    "counted after a cast": Spelling(count=lambda ids: histogram(ids.bool())),
-    "added as truth": Spelling(count=lambda ids: torch.zeros(EXPERTS).scatter_add(0, ids, torch.ones(len(ids))).bool()),
-    "counted in a type that wraps": Spelling(count=lambda ids: (histogram(ids) * 7).to(torch.int8)),
-}
+ASTRAY = named_cases("astray", globals())
 
 
 @pytest.mark.compiled

@@ -27,6 +27,7 @@ from tests.support.engines import CHUNK, TOLERANCE, all_ranks, compiled, cut_lay
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, sharded
 from tests.support.spread import only, spread
+from tests.support.tables import listed_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -120,11 +121,7 @@ class GathersMask(nn.Module):
         return (q @ q.transpose(1, 2)).masked_fill(hidden, -torch.inf).softmax(-1) @ q
 
 
-CHANGES: list[Callable[[Tensor], Tensor]] = [
-    lambda k: torch.cat((k[6:], k[:6])),
-    lambda k: k.t().contiguous(),
-    lambda k: (k.flip(0) != 0).to(torch.uint8),
-]
+CHANGES: list[Callable[[Tensor], Tensor]] = listed_cases("changes", globals())
 
 
 @pytest.mark.parametrize("change", spread(CHANGES, 3))
@@ -200,17 +197,7 @@ def explained(model: Any, length: int = 12, chunk: int = 4, **options: Any) -> s
 # -- one call
 
 WHOLE = torch.empty(8, 6, device="meta")
-CALLS: list[tuple[Any, tuple[Any, ...], Any, CallTraffic | None]] = [
-    (c10d.all_gather_into_tensor.default, (WHOLE[:2], 4, "0"), WHOLE, CallTraffic("gathers", 4, 144)),
-    (c10d.all_gather_into_tensor_coalesced.default, ([WHOLE[:2]] * 2, 4, "0"), [WHOLE] * 2, CallTraffic("gathers", 4, 288)),
-    (c10d.reduce_scatter_tensor.default, (WHOLE, "sum", 4, "0"), WHOLE[:2], CallTraffic("reductions", 4, 144)),
-    (c10d.all_reduce.default, (WHOLE, "sum", "0"), WHOLE, CallTraffic("reductions", 4, 288)),
-    (c10d.all_reduce_.default, (WHOLE, "sum", "0"), WHOLE, CallTraffic("reductions", 4, 288)),
-    (c10d.all_to_all_single.default, (WHOLE, [2] * 4, [2] * 4, "0"), WHOLE, CallTraffic("exchanges", 4, 144)),
-    (c10d.broadcast.default, (WHOLE, 0, "0"), WHOLE, CallTraffic("exchanges", 4, 144)),
-    (c10d.wait_tensor.default, (WHOLE,), WHOLE, None),
-    (torch.ops.aten.neg.default, (WHOLE,), WHOLE, None),
-]
+CALLS: list[tuple[Any, tuple[Any, ...], Any, CallTraffic | None]] = listed_cases("calls", globals())
 
 
 @pytest.mark.parametrize("ranks", [(4, 0)], indirect=True)

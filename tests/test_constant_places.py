@@ -17,6 +17,7 @@ from streamfx.passes.rewrite.canonicalize import canonicalize
 from tests.support.canonical import Case, graphs, same, special, targets
 from tests.support.decoders.parts import WIDTH
 from tests.support.exactness import compare
+from tests.support.tables import named_cases
 from tests.support.used import attending, batch, used
 
 pytestmark = pytest.mark.compiled
@@ -26,28 +27,8 @@ LOOKED_UP = {aten.index.Tensor, aten.index_put.default}
 KINDS = ("looked up", "put", "added", "added to zeros", "changed")
 Rows = Callable[[], list[Tensor]]
 
-PROVEN: dict[str, Rows] = {  # rows of x[2 * 4, 3], or of x.view(2, 4, 3), by one index or two
-    "of a view": lambda: [torch.arange(8).view(2, 4)],
-    "of blocks and rows": lambda: [torch.arange(2)[:, None] * 4 + torch.arange(4)],
-    "of repeated blocks": lambda: [torch.arange(2).repeat_interleave(4), torch.arange(4).repeat(2)],
-    "by quotient and remainder": lambda: [torch.arange(8) // 4, torch.arange(8) % 4],
-    "of a grid": lambda: list(torch.meshgrid(torch.arange(2), torch.arange(4), indexing="ij")),
-    "turned twice": lambda: [torch.arange(8).view(2, 4).t().contiguous().t()],
-}
-OTHERS: dict[str, Rows] = {
-    "turned": lambda: [torch.arange(8).view(4, 2).t()],
-    "from behind": lambda: [torch.arange(8).view(2, 4).flip(1)],
-    "counted from the end": lambda: [torch.arange(8).view(2, 4) - 8],
-    "later by one": lambda: [(torch.arange(8).view(2, 4) + 1) % 8],
-    "twice": lambda: [torch.arange(8).view(2, 4) // 2],
-    "by time and block": lambda: [torch.arange(2)[:, None] + 2 * torch.arange(4)],
-    "of blocks in another order": lambda: [(torch.arange(8) // 4 + 1) % 2, torch.arange(8) % 4],
-    "with one row before its block": lambda: [torch.arange(8) // 4, (torch.arange(8) + 1) % 4],
-    "that add up to those of rows": lambda: [(torch.arange(8) + 1) // 4 % 2, (torch.arange(8) + 1) % 4 - 1],
-    "of a few rows": lambda: [torch.arange(4).view(2, 2)],
-    "of all rows at each row": lambda: [torch.arange(8).view(8, 1)],
-    "of products at each row": lambda: [torch.arange(8)[:, None] * 1],
-}
+PROVEN: dict[str, Rows] = named_cases("proven", globals())
+OTHERS: dict[str, Rows] = named_cases("others", globals())
 
 
 def case(rows_of: Rows, kind: str) -> Case:

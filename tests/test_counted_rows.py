@@ -10,6 +10,7 @@ from torch import Tensor
 from streamfx.ir.facts import Facts
 from tests.support.masks import LENGTH as T
 from tests.support.masks import qkv
+from tests.support.tables import named_cases
 from tests.support.tracing import compare_function
 
 Way = Callable[[Tensor], Tensor]
@@ -28,11 +29,7 @@ def compared(
     return compare_function(function, qkv(), sizes, tolerance=1e-12, streams=streams)
 
 
-MERGED: dict[str, Way] = {
-    "triangle of sequences": lambda x: x[:, 0].flatten(0, 1).triu(-T),
-    "causal flag, time first": lambda x: attend(x[:, 0].transpose(0, 1).flatten(0, 1)),
-    "triangle of scores of heads": lambda x: ((y := x[0].flatten(0, 1)) @ y.T).tril() @ y,
-}
+MERGED: dict[str, Way] = named_cases("merged dimensions", globals(), "x")
 
 
 def attend(x: Tensor) -> Tensor:
@@ -60,11 +57,7 @@ def test_a_mask_of_rows_side_by_side_is_kept() -> None:
     assert not compared(number_of).reasons()
 
 
-SHIFTED: dict[str, Way] = {
-    "after the end": lambda x: F.pad(x[:, :, 2:], (0, 0, 0, 2)),
-    "before the start": lambda x: F.pad(x[:, :, :-2], (0, 0, 2, 0)),
-    "more rows at the end": lambda x: torch.cat((x, x[:, :, -3:]), 2),
-}
+SHIFTED: dict[str, Way] = named_cases("shifted rows", globals(), "x")
 
 
 @pytest.mark.parametrize("window", [None, 2])
@@ -116,19 +109,7 @@ def test_a_triangle_of_scores_streams_and_one_of_blocks_is_exact() -> None:
 
 ROWS = 13
 Made = Callable[[Tensor, Tensor], Tensor]
-MADE: dict[str, Made] = {  # of a trained number and the distances of all rows and keys
-    "softmax": lambda c, d: (-c * d.abs()).softmax(-1),
-    "softmax over queries": lambda c, d: (-c * d.abs()).softmax(-2),
-    "turned": lambda c, d: (-c * d * d).transpose(0, 1).softmax(-1),
-    "running sum": lambda c, d: torch.exp(-c * d.abs()).cumsum(-1),
-    "running product": lambda c, d: (1 + c * d.sin()).cumprod(-1),
-    "sorted": lambda c, d: (c * (d * d).sin()).sort(-1)[0],
-    "share of many": lambda c, d: ((e := torch.exp(-c * d.abs()).expand(700, ROWS, ROWS)) / e.sum(-1, keepdim=True))[::123].sum(
-        0
-    ),
-    "product": lambda c, d: torch.exp(-c * d.abs()) @ d.cos(),
-    "softmax, and what follows": lambda c, d: ((-c * d.abs()).softmax(-1) + d).sin() * c,
-}
+MADE: dict[str, Made] = named_cases("functions of distances", globals(), "c, d")
 
 
 def over_distances(made: Made) -> Facts:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from streamfx.frontend.backend import Compilation
 from streamfx.kernels import chunk_attention, cuda_attention, cuda_cudnn, flash_varlen, flash_window, plain_attention, sdpa
-from streamfx.kernels.attention_call import BOTTOM_RIGHT, AttentionCall, BottomRightCausal
+from streamfx.kernels.attention_call import BOTTOM_RIGHT, AttentionCall, BottomRightCausal  # noqa: F401  (in tests/tables)
 from streamfx.kernels.mask_tiles import TileKind, tiles_of_mask
 from streamfx.torch_private import NoMaskForCudnn
 from tests.support import cuda_documents as stand_in
@@ -23,6 +23,7 @@ from tests.support.calls import noted
 from tests.support.cuda_kernels import Heads, another_gradient, drawn, in_their_place, refuses, wrong
 from tests.support.cuda_kernels import check as compared
 from tests.support.cuda_reading import plain
+from tests.support.tables import listed_cases, named_cases
 from tests.support.tracing import compare_function
 from tests.test_cuda_kernels import as_cudnn, attended
 from tests.test_visible import as_mask
@@ -161,14 +162,7 @@ def test_a_scale_that_is_not_positive_splits_documents(scale: float, calls: list
 
 GAP = seen_by(STARTS, LENGTH)
 GAP[22:30, 22] = False  # no row sees this key, and row 22 sees no key
-RECOGNIZED: list[tuple[Tensor, list[tuple[TileKind, int]]]] = [  # and the number of documents
-    (seen_by(STARTS, LENGTH), [(TileKind.PACKED, 6)]),
-    (seen_by(STARTS, LENGTH, causal=False), [(TileKind.PACKED, 6)]),
-    (seen_by(STARTS, LENGTH)[30:62], [(TileKind.PACKED, 2)]),
-    (seen_by([0], LENGTH), [(TileKind.CAUSAL, 0)]),
-    (seen_by([0], LENGTH, left=3), [(TileKind.PACKED, 1)]),
-    (GAP, [(TileKind.PACKED, 3), (TileKind.MIXED, 0), (TileKind.PACKED, 3)]),
-]
+RECOGNIZED: list[tuple[Tensor, list[tuple[TileKind, int]]]] = listed_cases("recognized", globals())
 
 
 @pytest.mark.parametrize(("seen", "kinds"), RECOGNIZED)
@@ -230,15 +224,7 @@ def test_a_chunk_is_split_into_past_and_diagonal(batch: int, hopper: list[Any]) 
 
 
 BIAS = torch.zeros(1, 1, 8, KEYS, dtype=torch.float64).masked_fill(torch.arange(KEYS) % 3 == 1, float("-inf"))
-LEFT: dict[str, tuple[int, int, int, Any, float | None, Any]] = {
-    "no multiples": (7, 15, WIDTH, (None, 8, (None, 0)), None, (None, BOTTOM_RIGHT)),
-    "keys are no multiple": (8, 15, WIDTH, (None, 7, (None, 0)), None, (None, BOTTOM_RIGHT)),
-    "one row": (1, 24, WIDTH, (None, 23, (None, 0)), None, (None, BOTTOM_RIGHT)),
-    "a negative scale": (8, 24, WIDTH, (None, 16, (None, 0)), -0.5, (None, BOTTOM_RIGHT)),
-    "wide heads": (8, 24, 136, (None, 16, (None, 0)), None, (None, BOTTOM_RIGHT)),
-    "a mask, whose backward of cuDNN may return NaN": (8, KEYS, WIDTH, (BIAS, None, None), None, (BIAS, False)),
-    "a window": (8, KEYS, WIDTH, (None, 16, (-5, 0)), None, (None, BottomRightCausal(5))),
-}
+LEFT: dict[str, tuple[int, int, int, Any, float | None, Any]] = named_cases("left", globals())
 
 
 @pytest.mark.parametrize("name", LEFT)

@@ -21,6 +21,7 @@ from streamfx.torch_private import FakeTensorMode
 from tests.support.calls import noted
 from tests.support.cuda_kernels import Heads, another_gradient, check, check_kernels, drawn, in_their_place, refuses, wrong
 from tests.support.cuda_reading import plain
+from tests.support.tables import listed_cases, named_cases
 from tests.support.tracing import compare_function, traced
 
 aten = torch.ops.aten
@@ -67,17 +68,7 @@ def window(length: int) -> Tensor:
     return triangle(length) & (torch.arange(length)[None] > torch.arange(length)[:, None] - 5)
 
 
-STREAMS: list[tuple[Any, ...]] = [
-    (as_flash, None, True, "causal", True, 4, 19),
-    (as_flash, None, False, "masked", True, 1, 32),
-    (as_cudnn, None, True, "causal", True, 2, 19),
-    (as_efficient, None, True, "causal", True, 2, 19),
-    (as_efficient, triangle, False, "causal", True, 1, 19),
-    (as_efficient, window, False, "window(5)", False, 4, 32),
-    (as_efficient, None, False, "masked", True, 4, 32),
-    (as_efficient, None, True, "causal", False, 1, 32),
-    (as_efficient, window, False, "window(5)", True, 2, 19),
-]
+STREAMS: list[tuple[Any, ...]] = listed_cases("streams", globals())
 
 
 @pytest.mark.parametrize(("operator", "mask", "causal", "verdict", "half", "groups", "length"), STREAMS)
@@ -107,12 +98,7 @@ def test_masks_that_depend_on_data_stream(half: None) -> None:
     compare_function(lambda x, mask: attended(as_efficient, x, 4, mask, False), [x, mask], (20, length), streams=True)
 
 
-REFUSED: dict[str, Callable[..., Tensor]] = {
-    "dropout": lambda q, k, v, bias: aten._scaled_dot_product_flash_attention(q, k, v, 0.5, True, False)[0],
-    "a trained bias": lambda q, k, v, bias: aten._scaled_dot_product_efficient_attention(
-        q, k, v, bias.expand(2, 1, 16, 16), True, 0.0, False
-    )[0],
-}
+REFUSED: dict[str, Callable[..., Tensor]] = named_cases("refusals", globals(), "q, k, v, bias")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -158,13 +144,7 @@ def test_many_keys_take_several_calls(rows: int, keys: int, causal: Any, half: N
     assert sum(calls) == keys and len(calls) >= 1 + (keys > rows + 6) and max(calls) <= max(6, rows) + rows
 
 
-BLOCKED = [
-    (4, 4, True, 26, 26),
-    (4, 2, BOTTOM_RIGHT, 17, 30),
-    (4, 1, BOTTOM_RIGHT, 9, 40),
-    (1, 1, BOTTOM_RIGHT, 26, 26),
-    (4, 2, False, 26, 19),
-]
+BLOCKED = listed_cases("masks in blocks", globals())
 
 
 @pytest.mark.parametrize(("count", "groups", "causal", "rows", "keys"), BLOCKED)

@@ -13,6 +13,7 @@ from streamfx.passes.scan.row_access import find_row_accesses
 from streamfx.passes.scan.strip_mine import restore_unused_blocks, stack_sliced_blocks
 from streamfx.tools.report.listing import call_text
 from tests.support.canonical import same, special
+from tests.support.tables import named_cases
 
 aten = torch.ops.aten
 Function = Callable[[Tensor], Tensor]
@@ -72,16 +73,7 @@ def stacked(x: Tensor) -> Tensor:
     return torch.stack(states(x, 4), 1)[:, :-1] * 1
 
 
-STACKS: dict[str, tuple[Function, int, int]] = {  # rows of x, and of the stack after the rewrite
-    "before each step": (stacked, 4, 4),
-    "after each step": (lambda x: torch.stack(states(x, 4), 1)[:, 1:] * 1, 4, 4),
-    "from a buffer": (lambda x: buffered(x)[:, :-1] * 1, 4, 4),
-    "of more rows": (lambda x: torch.stack(states(x, 5, 5), 1)[:, :-1] * 1, 5, 5),
-    "of a last row": (lambda x: torch.stack([row * x[:, -1] for row in states(x, 4)], 1)[:, :-1] * 1, 4, 4),
-    "along another dimension": (lambda x: torch.stack(states(x, 4), 1)[:, :, :-1] * 1, 4, 5),
-    "every other": (lambda x: torch.stack(states(x, 4), 1)[:, :-1:2] * 1, 4, 5),
-    "of two lengths": (lambda x: torch.stack([row * x[i].sum() for i, row in enumerate(states(x, 4))], 1)[:, :-1] * 1, 4, 5),
-}
+STACKS: dict[str, tuple[Function, int, int]] = named_cases("stacks", globals())
 
 
 def buffered(x: Tensor) -> Tensor:
@@ -121,18 +113,7 @@ def rows(g: Tensor, count: int) -> list[Tensor]:
     return [g[:, i] for i in range(count)]
 
 
-PADDINGS: dict[str, tuple[Function, bool]] = {  # whether rows of x are read instead of the padding
-    "before": (lambda x: summed(padded(x, 1, 5), 4), True),
-    "after": (lambda x: summed(padded(x, 0, 4), 4), True),
-    "of a sum": (lambda x: summed(padded(x, 0, 4) + padded(-x, 4, 5), 4), True),
-    "of a sum of zeros": (lambda x: torch.stack([-row for row in rows(padded(x, 0, 4) + padded(-x, 4, 5), 4)], 1), True),
-    "for loops over either": (lambda x: summed(y := padded(x, 0, 4), 4).sum(1) + summed(y, 5).sum(1), False),
-    "of paddings that overlap": (lambda x: summed(padded(x, 0, 4) + padded(x.sin(), 3, 5), 4), False),
-    "of one that is added to itself": (lambda x: summed((y := padded(x, 0, 4)) + y, 4), False),
-    "of a product": (lambda x: summed(padded(x, 0, 4) * 2, 4), False),
-    "of as many rows as the loop has": (lambda x: summed(padded(x, 0, 4), 5), False),
-    "of other rows": (lambda x: summed(padded(x, 0, 3), 4), False),
-}
+PADDINGS: dict[str, tuple[Function, bool]] = named_cases("paddings", globals())
 
 
 @pytest.mark.parametrize("name", PADDINGS)

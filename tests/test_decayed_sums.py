@@ -17,6 +17,7 @@ from tests.support import decoders, layouts
 from tests.support.exactness import Report, compare
 from tests.support.mixers import WIDTH, Mixed, Mixer, all_in_rows, are_reversed, compared, operators
 from tests.support.spread import only
+from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -83,15 +84,7 @@ def with_first_row(decay: Callable[[Mixed, Tensor], Tensor], value: float = 0.0)
     return mixer
 
 
-STREAMS: dict[str, Mixer] = {
-    "blended": blended,
-    "a number first": with_first_row(lambda m, x: x.new_zeros(1, 1), value=0.5),
-    # a trained decay that is in no weight: it has a gradient, which is zero
-    "a decay first": with_first_row(lambda m, x: -m.mu[:1].exp()),
-    # minus infinity, and decays so large that no earlier row, or gradient of one, is left
-    "infinite decays": weighted(lambda x: segment_sums(x.masked_fill(torch.arange(x.shape[-1]) % 4 == 2, -torch.inf))),
-    "large decays": weighted(lambda x: segment_sums(-(x * 1e4).square())),
-}
+STREAMS: dict[str, Mixer] = named_cases("streams", globals())
 
 
 @pytest.mark.parametrize("name", only(["blended", "a number first", "a decay first"], STREAMS))
@@ -139,22 +132,7 @@ def of_bits(x: Tensor) -> Tensor:
     return repeated.cumsum(-2).masked_fill(turned, -torch.inf)
 
 
-OTHERS: dict[str, Mixer] = {
-    "one more row in each sum": weighted(lambda x: segment_sums(x, strict=0)),
-    "the next row is seen": weighted(lambda x: segment_sums(x, diagonal=1)),
-    "small weights above the diagonal": weighted(lambda x: segment_sums(x, hidden=-20.0)),
-    "zeros below the diagonal": weighted(
-        lambda x: (x.cumsum(-1)[..., None] - x.cumsum(-1)[..., None, :]).masked_fill(kept(x.shape[-1]), -torch.inf)
-    ),
-    "differences the other way round": of_differences_turned,
-    "sums over heads": of_heads,
-    "sums of two decays": weighted(lambda x: differences(x, 2 * x)),
-    "a triangle with inverted bits": weighted(of_bits),
-    "weights that are written": written,
-    "weights without a gradient": of_frozen_decays,
-    "a narrow type": lambda m, x: m.out((segment_sums(falling(m, x).bfloat16()).exp() @ x.bfloat16()).to(x.dtype)),
-    "another order in memory": turned_in_memory,
-}
+OTHERS: dict[str, Mixer] = named_cases("others", globals())
 
 
 @pytest.mark.parametrize("name", OTHERS)

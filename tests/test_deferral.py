@@ -20,6 +20,7 @@ from tests.support.calls import noted
 from tests.support.deferred import OPTIONS, WEIGHTS, Compiled, assert_same, gradients
 from tests.support.heads import BATCH, HEADS, LENGTH, MIXED, VOCABULARY, Decoder, capped_head, decoder, some_ids
 from tests.support.spread import only
+from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -183,22 +184,8 @@ def swapped(model: Decoder) -> None:
         model.weight = other
 
 
-STALE: dict[str, Callable[[Decoder], object]] = {
-    "a fused optimizer": fused_step,
-    "one element of data": one_element,
-    "numpy": lambda model: model.weight.detach().numpy().fill(0.5),
-    "foreach on data": lambda model: torch._foreach_add_([p.data for p in model.parameters()], 1.0),
-    "memory freed": lambda model: model.weight.untyped_storage().resize_(0),
-    "memory freed, then filled with others": lambda model: filled(model, torch.randn_like(model.weight)),
-    "a buffer": lambda model: model.get_buffer("mask").data.neg_(),
-}
-SAME: dict[str, Callable[[Decoder], object]] = {
-    "data =": lambda model: setattr(model.weight, "data", torch.zeros_like(model.weight)),
-    "assigned states": lambda model: model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}, assign=True),
-    "another type": lambda model: model.float(),
-    "memory freed, then filled with the same": lambda model: filled(model, model.weight.detach().clone()),
-    "tensors swapped": swapped,
-}
+STALE: dict[str, Callable[[Decoder], object]] = named_cases("stale", globals(), "model")
+SAME: dict[str, Callable[[Decoder], object]] = named_cases("same", globals(), "model")
 
 
 @pytest.mark.parametrize("name", STALE)

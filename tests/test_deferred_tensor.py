@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import numpy as np
+import numpy as np  # noqa: F401  (in tests/tables)
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from streamfx.lazy import deferred, steps, streamed
 from tests.support.deferred import IDS, MODES, OPTIONS, WEIGHTS, Compiled, assert_behaves, assert_same, gradients
 from tests.support.heads import HEADS, VOCABULARY, decoder
 from tests.support.spread import only
+from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -46,46 +47,8 @@ def copied(x: Tensor) -> tuple[Any, ...]:
     return *map(type, made), *made
 
 
-FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
-    "metadata": lambda x: (x.shape, x.size(1), x.ndim, x.numel(), x.dtype, x.layout, x.is_floating_point(), len(x)),
-    "strides": lambda x: (x.stride(), x[:, -1].stride(), x[:, -1].storage_offset(), x[:, -1].is_contiguous()),
-    "last rows": lambda x: (x[:, -1], x[:, -3:].neg(), x.argmax(-1)),
-    "numbers": lambda x: (x[0, 0, 0].item(), x.tolist()),
-    "numpy": lambda x: (x.detach().numpy(), np.asarray(x.detach())),
-    "numpy of what needs a gradient": lambda x: x.numpy(),
-    "text": lambda x: (repr(x.detach()), f"{x[0, 0, 0].detach():.4f}"),
-    "equal": lambda x: (torch.equal(x, x), bool((x == x).all())),
-    "detach": lambda x: (x.detach(), x.data.sum()),
-    "same device": lambda x: (x.cpu() is x, x.to(x.dtype) is x, x.contiguous() is x),
-    "reshape": lambda x: (x.view(-1, VOCABULARY)[3], x.reshape(-1, VOCABULARY)[::2]),
-    "transposes": lambda x: (x.mT, x.permute(2, 0, 1)[3:5], x[0].T[3]),
-    "shifted": lambda x: x[..., :-1, :].contiguous().view(-1, VOCABULARY),
-    "split": lambda x: (x.split(3, 1)[2] * 2, x.unbind(0)[1], x.chunk(4, 1)[3]),
-    "mask": lambda x: x[x > 0],
-    "gather": lambda x: x.log_softmax(-1).gather(-1, IDS),
-    "topk": lambda x: x.topk(3).values,
-    "cross entropy": lambda x: F.cross_entropy(x.transpose(1, 2), IDS[..., 0]),
-    "vmap": lambda x: torch.vmap(torch.sum)(x),
-    "as strided": lambda x: x.as_strided((2, 3), (440, 1), 40) * 1,
-    "clone": lambda x: x.clone(),
-    "write a row": lambda x: changed(x, lambda x: x[:, 0].mul_(3)),
-    "set an item": lambda x: changed(x, lambda x: x.__setitem__((slice(None), -1), 0.0)),
-    "write after a row was read": lambda x: (lambda row, sum: (x.mul_(2), row + sum)[1])(x[:, -1], x[:, -1].sum()),
-    "write into a row that was read": lambda x: (lambda row: (row.sum(), row.mul_(2), x.sum()))(x[:, -1]),
-    "transpose it in place": lambda x: (lambda x, row: (x.transpose_(0, 2), x.add_(1), row * 1)[2])(x.detach(), x.detach()[0]),
-    "detach in place": lambda x: (x.detach_().requires_grad, x.sum()),
-    "saved": saved,
-    "copied": copied,
-    "other data": lambda x: changed(x.detach(), lambda x: setattr(x, "data", torch.ones_like(x))),
-}
-CASTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "float": lambda x: x.float(),
-    "to bfloat16": lambda x: x.to(torch.bfloat16)[:, -1],
-    "half": lambda x: x.half(),
-    "a slice of a cast": lambda x: x.float()[:, -1, :5],
-    "softmax in another type": lambda x: F.softmax(x, -1, dtype=torch.float32),
-    "a cast before a write": lambda x: (lambda cast: (x.mul_(2), cast)[1])(x.float()),
-}
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = named_cases("functions", globals(), "x")
+CASTS: dict[str, Callable[[Tensor], Tensor]] = named_cases("casts", globals(), "x")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -162,21 +125,7 @@ def emptied_later(x: Tensor) -> None:
     (logps.square() * (scale * 2)).sum().backward()
 
 
-BACKWARDS: dict[str, Callable[[Tensor], Any]] = {
-    "its own": lambda x: x.backward(WEIGHTS),
-    "autograd.grad": lambda x: torch.autograd.grad((x * WEIGHTS).sum(), [x]),
-    "a row": lambda x: (x[:, -1] ** 3).sum().backward(),
-    "a cast and the whole": lambda x: (x[:, -1].double().exp().sum() + (x.softmax(-1) * WEIGHTS).sum()).backward(),
-    "a custom function": lambda x: Exponential.apply(x).backward(),
-    "twice, freed": lambda x: [(x * WEIGHTS).sum().backward() for _ in range(2)],
-    "a hook and a retained gradient": with_hook,
-    "after a write": after_write,
-    "of a view taken before a write": of_view_before_write,
-    "of a view with a hook, past autograd": of_view_with_hook,
-    "of a value that was then written into": of_stale,
-    "a gradient that is emptied": emptied_later,
-    "checkpoint": checkpointed,
-}
+BACKWARDS: dict[str, Callable[[Tensor], Any]] = named_cases("gradients", globals(), "x")
 
 
 OFTEN = [*((name, None) for name in BACKWARDS), ("after a write", 1)]  # with 1, gradients are computed in chunks

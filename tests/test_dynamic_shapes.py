@@ -26,6 +26,7 @@ from tests.support import decoders
 from tests.support.exactness import check_streamed, recorder
 from tests.support.small import Causal, tokens
 from tests.support.spread import only, spread
+from tests.support.tables import named_cases
 from tests.support.twins import batch, compiled, same_step, twins
 
 pytestmark = pytest.mark.compiled
@@ -110,26 +111,7 @@ def joined(x: Tensor, positions: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 # operators that are written for a chunk, or added up, by more than a copy, on a number that follows from sizes or was given
-GIVEN: dict[str, tuple[Program, tuple[Any, ...]]] = {
-    "masks": (between_triangles, (aten.triu.default,)),
-    "positions around others": (lambda m, x, n: joined(x, lambda p: torch.cat((p[1:], p[:3] * 5, p))), ()),
-    "positions continued": (lambda m, x, n: joined(x, lambda p: torch.cat((p, p + len(p)))), ()),
-    "a mask that changes": (lambda m, x, n: attended(x, m.mask[: x.shape[1], : x.shape[1]] == 1), ()),
-    "scores": (lambda m, x, n: ((x @ x.mT).tril(n - 5).triu(-n)) @ x, (aten.tril.default, aten.triu.default)),
-    "padding": (lambda m, x, n: F.pad(x, (0, 0, n, 0))[:, :-n] + F.pad(x, (0, 0, -n, n)), (aten.constant_pad_nd.default,)),
-    "slices": (lambda m, x, n: x * x[:, n:].sum(1, True), (aten.slice.Tensor, aten.slice_backward.default)),
-    "copies": (lambda m, x, n: x + m.table[0].repeat(n, 1)[1], (aten.repeat.default,)),
-    "a norm": (
-        lambda m, x, n: F.layer_norm(x[..., :n], (n,)).sin().sum(-1, True) + x,
-        (aten.native_layer_norm_backward.default,),
-    ),
-    "a row of a table": (
-        lambda m, x, n: x + F.embedding(torch.arange(x.shape[1])[None] % 11, m.table, padding_idx=n),
-        (aten.embedding_dense_backward.default,),
-    ),
-    "a scale": (lambda m, x, n: attended(x, scale=1 / n) + attended(x, scale=x.shape[1] ** -0.5), ()),
-    "between loops": (lambda m, x, n: x / x.std(1, keepdim=True) * (1.0 * n) ** -torch.arange(8), ()),
-}
+GIVEN: dict[str, tuple[Program, tuple[Any, ...]]] = named_cases("numbers that are given", globals())
 
 OTHERS = {
     *(RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD, GROUPED_OUTER),  # whose numbers are sizes: other tests make them dynamic

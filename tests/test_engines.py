@@ -41,6 +41,7 @@ from tests.support.profiled import Allocations, names_of
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, sharded
 from tests.support.spread import only
+from tests.support.tables import named_cases
 
 
 def streaming(model: Any, streamed: bool = True, **options: Any) -> Any:
@@ -211,16 +212,7 @@ REDUCTIONS = {
     f"c10d::{kind}"
     for kind in ("allreduce_", "allreduce_coalesced_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
 }
-ENGINES: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module, bool], Any], float]] = {
-    # the share of reductions that may begin after the last matmul: those of the first layer and the embedding
-    "DDP": (Decoder, partial(ddp, bucket_cap_mb=1e-6), 10 / BY_GRADIENT),
-    "by hooks": (Decoder, by_hooks, 10 / BY_GRADIENT),
-    "SimpleFSDP": (Decoder, simple_fsdp, 1 / STAGES),
-    "FSDP2": (Nested, fsdp2, 2 / STAGES),  # embedding, norm and head are one group, which waits for the first, as in eager
-    "FSDP2, a loop in the root": (Decoder, fsdp2, 2 / STAGES),
-    "FSDP2, by stage": (Nested, by_stage, 1 / STAGES),
-    "tensor parallel": (Decoder, tensor_parallel, 1 / STAGES),
-}
+ENGINES: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module, bool], Any], float]] = named_cases("engines", globals())
 
 
 @dataclass(frozen=True)

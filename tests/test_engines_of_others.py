@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy  # noqa: F401  (in tests/tables)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.support.collectives import data_of, one_process, worst
 from tests.support.engines import LENGTH, TOLERANCE, enabled, graphs_seen, twins, wrapped
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Layer
+from tests.support.tables import named_cases
 from tests.support.trainers import tiny
 
 pytestmark = pytest.mark.long
@@ -143,19 +144,7 @@ def fabric(rank: int, before: bool) -> None:
     assert "FSDP2" in str(done)
 
 
-CASES: dict[str, tuple[str, Callable[[int], None]]] = {
-    "fsdp1, enabled before": ("torch", partial(fsdp1, own_parameters=True, before=True)),
-    "fsdp1, flat parameters": (
-        "torch",
-        partial(fsdp1, own_parameters=False, before=False, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
-    ),
-    "deepspeed, stage 1, enabled before": ("deepspeed", partial(deepspeed, stage=1, before=True)),
-    "deepspeed, stage 2": ("deepspeed", partial(deepspeed, stage=2, before=False)),
-    "accelerate": ("accelerate", partial(accelerated, before=False)),
-    "accelerate, enabled before": ("accelerate", partial(accelerated, before=True)),
-    "lightning": ("lightning", partial(fabric, before=False)),
-    "lightning, enabled before": ("lightning", partial(fabric, before=True)),
-}
+CASES: dict[str, tuple[str, Callable[[int], None]]] = named_cases("engines", globals())
 
 
 @pytest.mark.parametrize("name", CASES)

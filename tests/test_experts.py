@@ -16,6 +16,7 @@ from tests.support.decoders.parts import made
 from tests.support.exactness import Report, compare
 from tests.support.sorted_experts import SPELLINGS, SortedExperts, SparseDecoder, Spelling
 from tests.support.spread import only
+from tests.support.tables import named_cases
 from tests.support.twins import batch, compiled, same_step, twins
 
 pytestmark = pytest.mark.compiled
@@ -135,15 +136,7 @@ def shifted(m: SortedExperts, rows: Tensor, order: Tensor, ends: Tensor, ids: Te
     return SortedExperts.between(m, rows, order, others, ids)
 
 
-WHOLE: dict[str, tuple[Callable[[], SortedExperts], str]] = {
-    "negative": (lambda: Own(groups=negative), "may be negative"),
-    "running": (lambda: Own(between=running), "an order that matters to"),
-    "weighted": (lambda: Own(between=weighted), "sorted by group"),
-    "shifted": (lambda: Own(between=shifted), "end where the numbers end"),
-    "descending": (lambda: Own(Spelling(order=lambda ids: torch.argsort(ids, descending=True))), ""),
-    "fewer bins": (lambda: Own(Spelling(count=lambda ids: torch.histc(ids.float(), 4, 0, 2))), ""),
-    "none in the last bin": (lambda: Own(SPELLINGS["bins up to the count"], some_of_none, as_the_last), ""),
-}
+WHOLE: dict[str, tuple[Callable[[], SortedExperts], str]] = named_cases("whole", globals())
 
 
 @pytest.mark.parametrize("name", only(["negative", "descending", "none in the last bin"], WHOLE))

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.fake_cuda import COMPILER, reported
 from tests.support.spread import only
+from tests.support.tables import named_cases
 
 pytestmark = [pytest.mark.compiled, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
 
@@ -44,33 +45,7 @@ FLASH_2, FLEX, T4 = {"attention": "flash_attention_2"}, {"attention": "flex_atte
 PACKED, PADDED = {"given": "positions"}, {"given": "mask"}
 EFFICIENT, FLASH, CUDNN, PLAIN = {"efficient"}, {"flash"}, {"cudnn"}, {"plain"}
 HOPPER = CUDNN | EFFICIENT  # eager's choice there; the traced operator is never cuDNN's
-CASES = {
-    "Qwen3 on an H100": Case({"model": QWEN}, HOPPER, CUDNN, CAUSAL),
-    "Qwen3 on an A100": Case(
-        {"model": QWEN, "device": "a100"}, EFFICIENT, FLASH, CAUSAL
-    ),  # a mask is traced, and a loop needs none
-    "Qwen3 with padding": Case({"model": QWEN, **PADDED}, HOPPER, EFFICIENT, CAUSAL),
-    "Qwen3 packed": Case({"model": QWEN, **PACKED}, HOPPER, EFFICIENT, MASKED),
-    "Qwen3 on a T4": Case({"model": QWEN, **T4}, {"math"}, set(), CAUSAL),  # no kernel takes bfloat16, for a loop neither
-    "Mistral": Case({"model": MISTRAL}, HOPPER, FLASH, WINDOW),
-    "Mistral on a T4, in float16": Case(
-        {"model": MISTRAL, **T4, "dtype": "float16"}, EFFICIENT, {"efficient, at the end"}, WINDOW
-    ),
-    "Gemma 3": Case({"model": GEMMA}, EFFICIENT, FLASH, LOCAL),
-    # GPT-OSS has no `sdpa`, and flash attention's newer packages alone know its sinks
-    "GPT-OSS": Case({"model": OSS}, set(), FLASH | CUDNN, SINKS),
-    "GPT-OSS on a T4": Case({"model": OSS, **T4}, set(), PLAIN, SINKS),
-    "Qwen3 with flash attention, several": Case({"model": QWEN, **FLASH_2, "batch": 2}, set(), CUDNN, CAUSAL),
-    "Qwen3 with flash attention, packed": Case({"model": QWEN, **FLASH_2, **PACKED}, set(), EFFICIENT, CAUSAL),
-    "Qwen3 with flash attention, packed by the caller": Case(
-        {"model": QWEN, **FLASH_2, "given": "ends"}, set(), EFFICIENT, MASKED
-    ),
-    "Gemma 3 with flash attention": Case({"model": GEMMA, **FLASH_2}, set(), FLASH, LOCAL),
-    "Qwen3 with flex attention": Case({"model": QWEN, **FLEX}, set(), EFFICIENT, MASKED),
-    "Qwen3 with flex attention, padded": Case({"model": QWEN, **FLEX, **PADDED}, set(), EFFICIENT, CAUSAL),
-    "GPT-OSS with flex attention, packed": Case({"model": OSS, **FLEX, **PACKED}, set(), set(), SINKS),
-    "a hybrid": Case({"model": BAMBA}, HOPPER, CUDNN, CAUSAL),
-}
+CASES = named_cases("configurations", globals())
 DEFAULT: tuple[str, ...] = ()  # each compiles a body of real size
 
 

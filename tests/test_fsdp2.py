@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # noqa: F401  (in tests/tables)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
@@ -29,7 +29,7 @@ from tests.support.collectives import data_of, one_process, step, worst
 from tests.support.engines import (
     LENGTH,
     TOLERANCE,
-    Masked,
+    Masked,  # noqa: F401  (in tests/tables)
     Nested,
     all_ranks,
     enabled,
@@ -44,6 +44,7 @@ from tests.support.over_ranks import one_of_many
 from tests.support.ranks import on_ranks
 from tests.support.sharded import Layer
 from tests.support.spread import only
+from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -168,20 +169,7 @@ def stepped(rank: int, engine: Any = fsdp2, **how: Any) -> float:
     return trained(Nested, partial(engine, **how), rank, kind=torch.optim.AdamW)
 
 
-WAYS: dict[str, Callable[[int], float]] = {
-    "equal layers": partial(of_layers, layer=lambda width, number: Layer(width), graphs_of_layers=1),
-    "unequal layers": partial(of_layers, layer=Masked, graphs_of_layers=3),
-    "labels outside, weights are freed": partial(labels_outside, reshard=True),
-    "under checkpoints": under_checkpoints,
-    "enabled before": partial(stepped, before=True),
-    "full weights are freed": partial(stepped, reshard_after_forward=True),
-    "offloaded": partial(stepped, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "a head by itself": partial(stepped, engine=head_by_itself, reshard=None),
-    "a head by itself, kept": head_that_is_kept,
-    "mixed precision": mixed_precision,
-    "labels outside": partial(labels_outside, reshard=None),
-    "a cut head by itself": with_loss_parallel,
-}
+WAYS: dict[str, Callable[[int], float]] = named_cases("ways", globals())
 
 
 def some_ways(rank: int, names: list[str]) -> dict[str, float]:
@@ -253,13 +241,7 @@ def compiled_in_place(model: nn.Module, x: Tensor) -> Any:
 
 
 # functions, and the attribute that marks a parameter (`Init._convert_to_deepspeed_param`, DeepSpeed 0.19)
-ZERO_3: dict[str, tuple[str, Callable[[nn.Module, Tensor], Any]]] = {
-    "enable": ("ds_id", lambda model, x: enable(model)),
-    "DeepSpeedEngine.compile": ("ds_status", compiled_in_place),
-    "torch.compile": ("ds_shape", lambda model, x: torch.compile(lambda: model(x), backend="streambp")()),
-    "explain": ("ds_id", lambda model, x: streamfx.explain(lambda: model(x))),
-    "verify": ("ds_id", lambda model, x: streamfx.verify(model, x)),
-}
+ZERO_3: dict[str, tuple[str, Callable[[nn.Module, Tensor], Any]]] = named_cases("zero 3", globals())
 
 
 @pytest.mark.parametrize("way", ZERO_3)

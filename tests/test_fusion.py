@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: F401  (in tests/tables)
 from torch import Tensor
 
 from streamfx.cost.kernels import kernel_of
@@ -14,6 +14,7 @@ from streamfx.cost.work import ATTENTION, Work, total_work
 from streamfx.kernels.device_kinds import pretend_device
 from streamfx.tools.planner.devices import device_by_name
 from streamfx.torch_private import FakeTensorMode
+from tests.support.tables import named_cases
 
 ROWS, WIDTH, INNER = 64, 8, 32
 X, ROW = 4 * ROWS * WIDTH, 4 * ROWS * INNER  # bytes of an input, and of a value between
@@ -36,23 +37,7 @@ def repeated(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 # of x [rows width] and two weights: bytes that fused kernels move, and kernels
-FUSED: dict[str, tuple[Callable[..., Any], int, int]] = {
-    "two values are read, their product written; three products": (
-        lambda x, a, b: (F.silu(x @ a) * (x @ a)) @ b,
-        3 * ROW,
-        4,
-    ),
-    "a value that somebody holds is written": (held, 3 * ROW, 3),
-    "a value is read once by a kernel": (lambda x, a, b: ((x + 1) * (x - 1) + x) @ a, 2 * X, 2),
-    "what nobody reads costs nothing": (dropped, 0, 1),
-    "results are written at the end": (lambda x, a, b: (x + 1).relu(), 2 * X, 1),
-    "the runtime calls operators in place one by one": (
-        lambda x, a, b: torch.empty_like(x).copy_(x * 2).add_(x),
-        2 * X + 2 * X + 3 * X,
-        3,
-    ),
-    "memory that is taken again is another value": (repeated, 20 * 2 * ROW, 60),
-}
+FUSED: dict[str, tuple[Callable[..., Any], int, int]] = named_cases("fused kernels", globals())
 
 
 @pytest.mark.parametrize("what", FUSED)

@@ -13,7 +13,8 @@ from torch import fx
 from streamfx.node_meta import REGION
 from streamfx.passes.lowering.buckets import coalesce_collectives
 from streamfx.passes.lowering.gradient_release import release_segments
-from streamfx.runtime.in_place import scale_saved_in_place
+from streamfx.runtime.in_place import scale_saved_in_place  # noqa: F401  (in tests/tables)
+from tests.support.tables import named_cases
 
 aten = torch.ops.aten
 mm, t = aten.mm.default, aten.t.default
@@ -36,31 +37,7 @@ def three_products(call: Any, a: Any, b: Any, c: Any, g: Any) -> Sequence[fx.Nod
     return call(mm, a, g), call(mm, call(t, b), g), call(mm, c, g)
 
 
-PLACES: dict[str, tuple[Build, Any, list[list[int]]]] = {
-    "before the next product": (
-        lambda call, a, b, c, g: [made := call(mm, a, g), call(mm, b, g), call(t, made)][1:],
-        NO_VIEWS,
-        [[1], [0]],
-    ),
-    "after the next product, which reads it": (
-        lambda call, a, b, c, g: [made := call(mm, a, g), call(mm, b, made), call(t, made)][1:],
-        NO_VIEWS,
-        [[0, 1]],
-    ),
-    "no parameters": (three_products, NO_VIEWS, [[0], [1], [2]]),
-    "the second is a view of input 0": (three_products, ((), (0,), ()), [[0, 1], [2]]),
-    "the third is a view of input 0": (three_products, ((), (), (0,)), [[1], [0, 2]]),
-    "the head's, scaled in place, before the loops": (
-        lambda call, a, b, c, g: [call(mm, b, g), call(mm, c, g), call(scale_saved_in_place, a, g)],
-        NO_VIEWS,
-        [[2], [0], [1]],
-    ),
-    "a graph that writes is unchanged": (
-        lambda call, a, b, c, g: [call(aten.copy_.default, a, call(mm, b, g)), call(mm, c, g)],
-        NO_VIEWS,
-        [],
-    ),
-}
+PLACES: dict[str, tuple[Build, Any, list[list[int]]]] = named_cases("places", globals())
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -107,19 +84,7 @@ def of_run(node: fx.Node, run: int) -> fx.Node:
     return node
 
 
-CASES: dict[str, tuple[Callable[..., list[fx.Node]], list[str]]] = {  # the results, and the collectives that run
-    "one kind": (lambda call, a, b, c: [reduced(call, a), reduced(call, b), reduced(call, b)], [ONE]),
-    "other operators, reductions, types": (
-        lambda call, a, b, c: [reduced(call, a), reduced(call, a, "max"), reduced(call, c), call(gather, a, 1, "0")],
-        [PLAIN, PLAIN, PLAIN, "all_gather_into_tensor"],
-    ),
-    "an operand of another": (  # the last begins before the first is waited for
-        lambda call, a, b, c: [reduced(call, call(sin, call(WAIT, reduced(call, a)))), reduced(call, b)],
-        [ONE, PLAIN],
-    ),
-    "a loop between": (lambda call, a, b, c: [reduced(call, a), of_run(call(sin, b), 1), reduced(call, b)], [PLAIN] * 2),
-    "the graph's own": (lambda call, a, b, c: [reduced(call, a, run=0), reduced(call, b, run=0)], [PLAIN] * 2),
-}
+CASES: dict[str, tuple[Callable[..., list[fx.Node]], list[str]]] = named_cases("collectives", globals())
 
 
 @pytest.fixture(autouse=True)

@@ -19,21 +19,13 @@ from streamfx.passes.ops.linearity import LINEAR, Linear, is_linear, preserves_s
 from tests.support.laws import Call
 from tests.support.samples import SAMPLES, Sizes, calls, table_in
 from tests.support.spread import only
-from tests.support.tables import read
+from tests.support.tables import named_cases, read
 from tests.support.tracing import compare_function, take_gradients, traced
 
 aten = torch.ops.aten
 SIZES = (Sizes(b=2, t=5, d=3, k=4, v=7), Sizes(b=3, t=3, d=3, k=3, v=3, seed=1), Sizes(b=2, t=1, d=2, k=1, v=3, seed=2))
 DECOMPOSED = {target: decomposition_table[target] for target in (aten._fused_rms_norm_backward.default,)}  # no kernel on CPUs
-OTHERS: dict[str, tuple[Any, ...]] = {  # what else an argument of a type may be
-    "Tensor": (1e-3, 0.0, 0, True, torch.zeros([]), torch.full([], 1e-3)),
-    "number": (0, 1e-3, 2, -0.5, True),
-    "float": (0.0, 0.5, 2.0),
-    "int": (0, 1, 2, -1, torch.int64, torch.float32),
-    "bool": (True, False),
-    "Optional[int]": (None, 0, 1, torch.int64, torch.bool, torch.float32, torch.float64),  # types are integers to a schema
-    "str": ("none", "tanh"),
-}
+OTHERS: dict[str, tuple[Any, ...]] = named_cases("others", globals())
 
 
 MORE, _ = table_in("samples_of_linearity.txt")
@@ -174,12 +166,7 @@ def with_hook(hook: Callable[[Tensor], Tensor], x: Tensor, w: Tensor, head: Tens
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-HOOKS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {  # and whether the gradient is still computed with the loss
-    "less the mean": (lambda g: torch.sub(g, g.mean(-1, keepdim=True), alpha=2), True),
-    "plus a number": (lambda g: g + 1e-3, False),
-    "padded": (lambda g: F.pad(g[..., 1:], (1, 0), value=0.3), False),
-    "bfloat16": (lambda g: g.bfloat16().to(g.dtype), False),
-}
+HOOKS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = named_cases("hooks", globals())
 
 
 @pytest.mark.parametrize("name", HOOKS)

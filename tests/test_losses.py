@@ -19,6 +19,7 @@ from tests.support import layouts
 from tests.support.decoders.parts import VOCABULARY, WIDTH, Heads, Plain, RMSNorm, SwiGLU, made
 from tests.support.exactness import compare
 from tests.support.spread import only
+from tests.support.tables import named_cases
 from tests.support.used import Use, Used, batch, labelled, used
 
 pytestmark = pytest.mark.compiled
@@ -49,20 +50,7 @@ def to_a_constant(logits: Tensor, labels: Tensor) -> Tensor:
     return F.mse_loss(logits, one) + huber + F.l1_loss(logits, one)
 
 
-LOSSES: dict[str, Loss] = {
-    # with several tokens ahead, some chunks have no label
-    "three tokens ahead": lambda x, y: F.cross_entropy(*flat(x[:, :-3], y[:, 3:])) + F.cross_entropy(*flat(x[:, :-1], y[:, 1:])),
-    "shifted by padding": lambda x, y: F.cross_entropy(*flat(F.pad(x, (0, 0, 3, 0))[:, : y.shape[1]], y)),
-    "square of a sum": lambda x, y: F.cross_entropy(*flat(x, y), reduction="sum").pow(2),
-    "weights of classes": lambda x, y: F.cross_entropy(
-        *flat(x, y), weight=torch.linspace(0.5, 2, x.shape[-1]).to(x), label_smoothing=0.2
-    ),
-    "classes second": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, reduction="none").pow(2).mean(),
-    "gathered": gathered,
-    "probabilities": lambda x, y: F.binary_cross_entropy(x.sigmoid(), F.one_hot(y.clamp(min=0), x.shape[-1]).to(x.dtype)),
-    "yes or no": yes_or_no,
-    "to a constant": to_a_constant,
-}
+LOSSES: dict[str, Loss] = named_cases("losses", globals(), "x, y")
 
 
 @pytest.mark.parametrize("name", only(["three tokens ahead"], LOSSES))
@@ -224,16 +212,7 @@ def by_index(model: Used, x: Tensor, labels: Tensor) -> Tensor:
     return model.head(x)[torch.arange(len(x)), last].square().mean()
 
 
-ASSERTED: dict[str, Use] = {
-    "a sum": asserted(lambda x, labels: (labels >= 0).sum() == labels.numel()),
-    "activations": asserted(lambda x, labels: ((x.square().sum(-1) < 1e6) & (labels >= 0)).all()),
-    "gradients": lambda model, x, labels: labelled(model, Checked.apply(x, labels), labels.relu()),
-    "classes": lambda model, x, labels: -(F.one_hot(labels, VOCABULARY) * model.head(x).log_softmax(-1)).sum(-1).mean(),
-    "rows": by_index,
-    "probabilities": lambda model, x, labels: F.binary_cross_entropy(
-        model.head(x)[..., 0].sigmoid(), labels.double() / VOCABULARY
-    ),
-}
+ASSERTED: dict[str, Use] = named_cases("asserted", globals())
 
 
 def classes_are_checked() -> bool:

@@ -30,7 +30,7 @@ from tests.support.decoders.parts import VOCABULARY, Decoder, Heads, made
 from tests.support.exactness import compare
 from tests.support.masks import FUSED, HIDE, INF, LENGTH, MIN, Mask, Seen, attention, columns, fused, qkv, rows, under
 from tests.support.spread import only, spread
-from tests.support.tables import read
+from tests.support.tables import named_cases, read
 from tests.support.tracing import compare_function
 
 T = LENGTH
@@ -85,12 +85,7 @@ def test_arithmetic_of_indices(name: str) -> None:
     assert (spans == {"causal"}) is (verdict == "causal")
 
 
-PRODUCTS: dict[str, tuple[Callable[..., Tensor], set[str] | None]] = {  # of the scores and values, and their verdicts
-    "keys by rows": (lambda s, v: s.mT.masked_fill(rows(T) > columns(T), -INF).softmax(-2).mT @ v, {"causal"}),
-    "softmax over queries": (lambda s, v: s.masked_fill(columns(T) > rows(T), -INF).softmax(-2) @ v, None),
-    "no softmax": (lambda s, v: s.tril() @ v, {"causal", "band([s, T))"}),
-    "less the largest score": (lambda s, v: _by_hand(s.masked_fill(columns(T) > rows(T), -INF)) @ v, None),
-}
+PRODUCTS: dict[str, tuple[Callable[..., Tensor], set[str] | None]] = named_cases("products of scores", globals())
 
 
 def _by_hand(scores: Tensor) -> Tensor:
@@ -111,16 +106,7 @@ def test_products_of_scores(name: str) -> None:
 
 KEEP = torch.arange(T)[None] >= torch.tensor([[0], [3]])  # row 0 is full; row 1 begins with padding
 DOCUMENT = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 2, 2]])
-OF_DATA: dict[str, tuple[str, Seen, Tensor, str]] = {
-    "padding behind": ("masked_fill", lambda r, c, keep: (c <= r) & keep[:, None, None], KEEP.flip(1), "causal"),
-    "padding in front": ("huge", lambda r, c, keep: (c <= r) & keep[:, None, None], KEEP, "masked"),
-    "rows that see nothing": ("boolean", lambda r, c, keep: (c <= r) & keep[:, None, None], KEEP, "causal"),
-    "and": ("masked_fill", lambda r, c, keep: (c <= r) & (keep[:, None, None] | (c == r)), KEEP, "causal"),
-    "or": ("masked_fill", lambda r, c, keep: (c <= r) | keep[:, None, None], KEEP, "masked"),
-    "prefix": ("masked_fill", lambda r, c, prefix: (c <= r) | (c < prefix), torch.tensor(4), "masked"),
-    "documents": ("masked_fill", lambda r, c, d: (d[:, None, :, None] == d[:, None, None]) & (c <= r), DOCUMENT, "causal"),
-    "offset": ("masked_fill", lambda r, c, offset: c <= r + offset, torch.tensor(2), "masked"),
-}
+OF_DATA: dict[str, tuple[str, Seen, Tensor, str]] = named_cases("masks of data", globals())
 
 
 @pytest.mark.parametrize("name", OF_DATA)

@@ -29,6 +29,7 @@ from streamfx.torch_private.allocations import allocations
 from tests.support.exactness import TOLERANCE, assert_small, gradient_errors, in_one_memory
 from tests.support.layered import Layered
 from tests.support.small import tokens
+from tests.support.tables import named_cases
 from tests.test_plan import TINY
 
 pytestmark = pytest.mark.compiled
@@ -108,14 +109,7 @@ def constant(x: Tensor) -> tuple[Tensor, Tensor]:
     return weights.view(2, 2), (x[..., :4] + weights).sin()
 
 
-OUTPUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
-    "constant": constant,
-    "twice": lambda x: (x * 2, (x * 2).sin(), (x * 2).view(-1)),
-    "unpadded": lambda x: (F.pad(x, (0, 3))[..., :WIDTH].view(-1, WIDTH), x.exp().sum(-1)),
-    "turned back": lambda x: (x.flip(1).flip(1).view(-1), x, x.sin()),
-    "pooled": lambda x: (x.mean(1), x.mean(1).reshape(-1)),
-    "copied": lambda x: (x.clone(), x.clone().view(-1)),
-}
+OUTPUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = named_cases("outputs", globals(), "x")
 
 
 @pytest.mark.parametrize("name", OUTPUTS)

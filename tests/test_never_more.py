@@ -19,6 +19,7 @@ from tests.random_decoders.found import FOUND
 from tests.support.exactness import gradient_errors, outcome, recorder
 from tests.support.peaks import TOLERANCE, RealMeter, however_small, peak, peaks
 from tests.support.spread import only, spread
+from tests.support.tables import named_cases
 from tests.test_deferral import dynamo_graph
 
 pytestmark = pytest.mark.compiled
@@ -90,18 +91,7 @@ def on(model: nn.Module, *inputs: Tensor, then: Callable[[Any], Tensor] = lambda
 
 
 IDS = torch.arange(24).view(2, 12) * 7 % 30
-PROGRAMS: dict[str, Callable[[], Step]] = {
-    "no_sequence": lambda: on(Model(solution, w=nn.Parameter(torch.randn(8, 8)), u=nn.Parameter(torch.randn(8, 100)))),
-    "experts": lambda: on(Model(experts, gate=linear(32, 96), up=linear(32, 96), down=linear(96, 32)), torch.randn(20, 32)),
-    # one product and a sum: its gradient is expanded, which takes no memory
-    "linear": lambda: on(nn.Linear(8, 8).double(), torch.randn(1, 4000, 8).double(), then=torch.sum),
-    "multilayer": lambda: on(
-        nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.LayerNorm(8), nn.Linear(8, 4)),
-        torch.randn(2, 100, 8),
-        then=lambda made: made.square().mean(),
-    ),
-    "decoder": lambda: on(decoder().double(), IDS, then=lambda made: F.cross_entropy(made.flatten(0, 1), IDS.flatten())),
-}
+PROGRAMS: dict[str, Callable[[], Step]] = named_cases("programs", globals())
 
 
 @pytest.mark.parametrize("name", only(["no_sequence", "experts"], PROGRAMS))

@@ -16,6 +16,7 @@ from streamfx.cost.meter import Meter
 from streamfx.integrations import enable
 from streamfx.passes.ops.rules.packed_weights import packed_product
 from streamfx.passes.ops.rules.registry import RULES_BY_NAME
+from tests.support.tables import named_cases
 from tests.support.trainers import tiny
 
 pytestmark = pytest.mark.long
@@ -137,17 +138,7 @@ def adapted(model: Any, peft: Any) -> Any:
 
 EIGHT: dict[str, Any] = {"load_in_8bit": True}
 FOUR: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32, "bnb_4bit_quant_type": "nf4"}
-KINDS: dict[str, tuple[Callable[[Path, torch.dtype], Any], torch.dtype]] = {
-    "bitsandbytes int8": (lambda folder, dtype: bitsandbytes(folder, dtype, **EIGHT), torch.float64),
-    "bitsandbytes nested": (
-        lambda folder, dtype: bitsandbytes(folder, dtype, bnb_4bit_use_double_quant=True, **FOUR),
-        torch.float32,
-    ),
-    "torchao int8": (lambda folder, dtype: torchao(dtype), torch.float32),
-    "hqq int4": (lambda folder, dtype: hqq(dtype), torch.float32),
-    "quanto int8": (lambda folder, dtype: quanto(dtype, "qint8"), torch.float64),
-    "quanto int4": (lambda folder, dtype: quanto(dtype, "qint4"), torch.float64),
-}
+KINDS: dict[str, tuple[Callable[[Path, torch.dtype], Any], torch.dtype]] = named_cases("kinds", globals())
 
 
 @pytest.mark.parametrize("kind", [*PRODUCTS, *KINDS])

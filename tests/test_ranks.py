@@ -32,6 +32,7 @@ from tests.support.over_ranks import decoder, everybody, facts_of, one_of_many, 
 from tests.support.sharded import Decoder, Layer
 from tests.support.small import tokens
 from tests.support.spread import only
+from tests.support.tables import named_cases
 from tests.test_tensor_parallel import Gathered, Ulysses
 
 pytestmark = pytest.mark.compiled
@@ -112,20 +113,9 @@ def equal(x: Tensor, weight: Tensor) -> Tensor:
 
 
 DECODER = [2, 2, 0, 0, 3, 0, 3]  # reductions by loop
-PLACES: dict[str, tuple[Callable[[], tuple[Function, Sequence[Tensor]]], dict[str, Any], list[int] | int, int | None]] = {
-    "the input of the first layer is saved": (lambda: (CutEmbedding(), data_of(0, 12)), {}, [3, 0, 0, 3], None),
-    # a stage that saved the smaller operand of the sum would reduce once more per layer
-    "stages end at saved reductions": (behind_the_embedding, {}, DECODER, None),
-    # in chunks, an input would be reduced once per chunk, and again in the backward
-    "a reduction of an input": (lambda: (lambda x, w: causal(reduced(x) @ w, x, x).sum(), rows_and_weight()), {}, 0, 1),
-    "a reduction that two loops read": (lambda: (asked_for_twice, rows_and_weight()), {"save": "inputs"}, 1, None),
-    "sums": (lambda: (sums, rows_and_weight(False)), {}, 1, None),
-    "largest values": (lambda: (partial(sums, op="max", other="max"), rows_and_weight(False)), {}, 2, None),
-    "a sum and a mean": (lambda: (partial(sums, other="avg"), rows_and_weight(False)), {}, 2, None),
-    "a sum that is read by itself": (lambda: (partial(sums, reads=True), rows_and_weight(False)), {}, 2, None),
-    "sums without rows": (lambda: (sums_without_rows, rows_and_weight()), {}, 1, 2),
-    "equal reductions": (lambda: (equal, rows_and_weight()), {}, 0, 2),
-}
+PLACES: dict[str, tuple[Callable[[], tuple[Function, Sequence[Tensor]]], dict[str, Any], list[int] | int, int | None]] = (
+    named_cases("reductions of loops", globals())
+)
 
 
 @pytest.mark.parametrize("name", PLACES)

@@ -13,6 +13,7 @@ from streamfx.runtime.chunked_recurrences import Recurrence
 from tests.support.exactness import Report, compare
 from tests.support.mixers import LENGTH, Mixed, Mixer, all_in_rows, compared, operators, zeros
 from tests.support.spread import only
+from tests.support.tables import named_cases
 from tests.support.used import Use, Used, attending, batch, labelled, used
 
 pytestmark = pytest.mark.compiled
@@ -72,22 +73,7 @@ def residual_streams(m: Mixed, x: Tensor) -> Tensor:
 
 
 # name: function, loops that are found, whether everything streams (None: either)
-ROWS: dict[str, tuple[Mixer, int, bool | None]] = {
-    "written row by row": (written, 2, True),
-    "a cell with a learned first state": (
-        lambda m, x: m.out(looped(lambda s, row: kept(m.cell(row, s)), (m.first.expand(len(x), -1),), x)),
-        2,
-        True,
-    ),
-    "over the rows of another loop": (of_the_first_stack, 4, None),
-    "the last state": (the_last_state, 2, None),
-    "from the end": (
-        lambda m, x: m.out(looped(lambda s, row: kept((s * m.mu + row).tanh()), (zeros(x),), x.flip(1)).flip(1)),
-        0,
-        False,
-    ),
-    "over residual streams": (residual_streams, 0, True),
-}
+ROWS: dict[str, tuple[Mixer, int, bool | None]] = named_cases("rows", globals())
 
 
 @pytest.mark.parametrize("name", only(["written row by row", "the last state"], ROWS))
@@ -184,16 +170,7 @@ def viewed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (a @ torch.stack(states, 1) + (a @ b.mT).tril() @ c).view(q.shape)
 
 
-BLOCKS: dict[str, tuple[Mix, int, int]] = {  # the length, and loops in each half of a layer
-    "split": (linear(split), 26, 1),
-    "last unused": (last_unused, 26, 1),
-    "first unused": (first_unused, 26, 1),
-    "overlapping windows": (windows, 24, 0),  # such a step would need all rows
-    "of a view": (viewed, 20, 1),
-    "sliced, three rows left": (linear(sliced), 27, 1),
-    "split, one row left": (linear(split), 13, 1),
-    "local": (local, 12, 1),
-}
+BLOCKS: dict[str, tuple[Mix, int, int]] = named_cases("blocks", globals())
 IN_DEFAULT_RUNS = ("split", "last unused", "first unused", "overlapping windows", "of a view")
 
 

@@ -22,7 +22,7 @@ from tests.support.stateful.averages import averages
 from tests.support.stateful.blocks import blocks
 from tests.support.stateful.selective import selective, selective_backward
 from tests.support.stateful.windows import windows
-from tests.support.tables import read
+from tests.support.tables import named_cases, read
 from tests.test_stateful import attended, selected
 
 # -- declarations
@@ -224,14 +224,7 @@ def writing_rows(m: Mixed, x: Tensor) -> Tensor:
     return m.out(x * y)
 
 
-CALLS: dict[str, tuple[Mixer, str]] = {
-    "another backward": (of_another_backward, "its operands do not identify the call"),
-    "a saved result that others read": (reading_what_is_saved, "result 2 in use by more than the operator's own backward"),
-    "a result that is another without the flag": (reading_an_empty_state, "result 1 in use, which changes"),
-    "a wide state": (from_a_wide_state, "which the dtype of the final state, torch.float32, cannot represent"),
-    "calls that differ in what the backward is not given": (of_two_biases, "a backward that may belong to another call"),
-    "an operator that writes": (writing_rows, "to its arguments"),
-}
+CALLS: dict[str, tuple[Mixer, str]] = named_cases("calls", globals())
 
 
 @pytest.mark.compiled

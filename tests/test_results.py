@@ -15,6 +15,7 @@ from streamfx.runtime.restride import has_lazy_bit
 from tests.support.exactness import recorder
 from tests.support.spread import only
 from tests.support.stretches import interpreted
+from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -57,23 +58,7 @@ class Returns(nn.Module):
         return (self.down(y).square().mean(), *self.views(x, y))
 
 
-VIEWS: dict[str, Views] = {
-    "heads": lambda x, y: (y.unflatten(-1, (2, 2)).transpose(1, 2), y.permute(2, 0, 1), y.transpose(0, 1) * 2),
-    "half": lambda x, y: (y, y[:, y.shape[1] // 2 :]),
-    "a row": lambda x, y: (y, y[:, y.shape[1] // 2], y.flatten(0, 1)),
-    "two parts": lambda x, y: (y[:, y.shape[1] // 2 :], y[:, y.shape[1] // 3 :]),
-    "of an input": lambda x, y: (x[:, x.shape[1] // 2 :], x[..., x.shape[1] // 9 :]),
-    "in numbers, of all rows": lambda x, y: (y, y.roll(2, 1), y.flatten(0, 1)[3:9], y.flatten(0, 1)[3:9].t(), y.flatten(0, 1)[3]),
-    "real parts": lambda x, y: ((z := torch.view_as_complex(y.unflatten(-1, (2, 2)) * 2)), z.real[:, y.shape[1] // 2 :], y),
-    "conjugates": lambda x, y: ((z := torch.polar(y, y)), z.conj()[:, y.shape[1] // 2 :]),
-    "part of an input, in numbers": lambda x, y: (x[:, : x.shape[1] - 3][0, 2:5], x.view(2, x.shape[1], 2, 2)[0, 3]),
-    "a row beside all, detached": lambda x, y: (y[:, -1], y.detach()),
-    "all of it, and detached": lambda x, y: (y, y.detach()),
-    "parts": lambda x, y: (y[:, -1], y[:, :4].detach(), y.detach()[:, 4:]),
-    "turned beside all, detached": lambda x, y: (y.mT, y.flatten(0, 1), y.detach()),
-    "detached of an input": lambda x, y: (x[:, -1], x.detach(), x.detach()[:, 2:]),
-    "written": lambda x, y: ((z := y * 2)[:, -1], z.detach().add_(1), z.detach()),
-}
+VIEWS: dict[str, Views] = named_cases("views", globals(), "x, y")
 EVERY_VIEW = [("heads", True), ("half", True), ("half", False), ("parts", True)]
 
 
@@ -96,13 +81,7 @@ def test_returned_views_equal_eager_at_any_length(name: str, with_gradients: boo
             torch.testing.assert_close(*(torch.autograd.grad(sums_of(items), given)[0] for items in (found, wanted)))
 
 
-SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {  # results that share memory
-    "rows": lambda y: (y, y[:, y.shape[1] // 2 :]),
-    "detached": lambda y: (y, y.detach()),
-    "conjugates": lambda y: ((z := torch.polar(y, y)), z.conj()),
-    "conjugates, part of each": lambda y: ((z := torch.polar(y, y)).conj()[:, 3:], z[:, :-1]),
-    "two parts, turned": lambda y: (y[:, 1:].mT, y.expand(3, 2, -1, -1)),
-}
+SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = named_cases("shared", globals(), "y")
 
 
 EVERY_TIME = [("rows", True), ("two parts, turned", False)]
@@ -180,12 +159,7 @@ def test_loops_get_no_lazy_conjugates(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(total, [*layer.parameters()]) for total in sums))
 
 
-MARKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "a part of a buffer": lambda x, sine: sine[: x.shape[1], 1:],
-    "memory that is read": lambda x, sine: x + sine.as_strided((x.shape[1], 4), (4, 2), 1),
-    "a conjugate": lambda x, sine: torch.polar(x, x).conj(),
-    "a negative": lambda x, sine: torch.polar(x, x).conj().imag[:, 3:],
-}
+MARKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = named_cases("marked", globals(), "x, sine")
 
 
 @pytest.mark.parametrize(("name", "with_gradients"), only([("a conjugate", False)], list(product(MARKED, (True, False)))))

@@ -17,6 +17,7 @@ from streamfx.passes.rewrite.views.decompose_on_sequence import MAX_CONCAT_OPERA
 from tests.support.decoders.parts import WIDTH, Plain, loss_of, made
 from tests.support.exactness import compare
 from tests.support.spread import only
+from tests.support.tables import named_cases
 from tests.support.used import Mix, Mixed, Use, Used, batch, labelled, used
 
 pytestmark = pytest.mark.compiled
@@ -50,14 +51,7 @@ def phases(model: Used, x: Tensor, labels: Tensor) -> Tensor:
     return labelled(model, x * (1 + phase[:, None]), labels)
 
 
-SINGLE: dict[str, Use] = {
-    "the last label, kept as a row": lambda model, x, labels: labelled(model, x[:, -1:], labels[:, -1]),
-    "two rows and all": two_rows_and_all,
-    "time first": lambda model, x, labels: F.cross_entropy(model.head(x.transpose(0, 1)[-1]), labels.t()[-1]),
-    "signs of a row that is zero": signs(False),
-    "signs of a kept row that is zero": signs(True),
-    "both parts of complex rows": phases,
-}
+SINGLE: dict[str, Use] = named_cases("uses of single rows", globals())
 
 
 # -- rows that the layers mix with the sequence
@@ -150,19 +144,7 @@ def joined(parts: Callable[[Tensor], list[Tensor]]) -> Mix:
     return lambda x: torch.cat(parts(x), 1)[:, : x.shape[1]].cumsum(1).sin()
 
 
-MIXED: dict[str, Mix] = {
-    "the real part of a transform": lambda x: torch.fft.fft(x, dim=-1).real,
-    "a filter": filtered,
-    "images": pooled,
-    "a norm of groups": Normed(),
-    "a norm over all rows": projected,
-    "means of blocks of rows": lambda x: along(lambda y: F.avg_pool1d(y, 5))(x).square().mean(1, keepdim=True),
-    "means of windows of rows": lambda x: along(lambda y: F.avg_pool1d(y, 3, 1))(F.pad(x, (0, 0, 2, 0))),
-    "a diagonal above": lambda x: F.pad(outer(x).diagonal(1, -1, -2), (0, 1)),
-    "rolled": lambda x: (x.roll(-3, 1) * x.roll(1, -1)).sin(),
-    "parts of two values in place": joined(lambda x: [x[:, :9].sin(), x.cos()[:, 9:]]),
-    "parts of many values in place": joined(lambda x: [x[:, i : i + 2].sin() for i in range(0, 18, 2)] + [x[:, 18:] * 2]),
-}
+MIXED: dict[str, Mix] = named_cases("mixes", globals())
 STREAMS = SINGLE | {name: Mixed(mix) for name, mix in MIXED.items()}
 IN_DEFAULT_RUNS = [
     *("two rows and all", "time first", "signs of a row that is zero", "signs of a kept row that is zero"),
@@ -177,19 +159,7 @@ def test_a_use_streams(name: str) -> None:
 
 
 POOLED = "falls back: adjacent windows stream"
-FALL_BACK: dict[str, tuple[Mix, str]] = {
-    "windows in steps": (mean_of(along(lambda y: F.avg_pool1d(y, 5, 2))), POOLED),
-    "the largest of windows": (
-        lambda x: along(lambda y: F.max_pool1d(y, 3, 1))(F.pad(x, (0, 0, 2, 0))),
-        "stream as x.unfold(dim, size, 1).amax(-1)",
-    ),
-    "a diagonal of rows": (lambda x: x[:, :WIDTH].diagonal(0, 1, 2).sum() * x, "diagonal.default mixes the rows of the sequence"),
-    "memory in another order": (
-        lambda x: (2 * x).as_strided((2, LENGTH, WIDTH), (LENGTH * WIDTH, 1, LENGTH)),
-        "aten.as_strided.default reads memory",
-    ),
-    "a transform of rows": (mean_of(lambda x: torch.fft.rfft(x, dim=1).abs()), "mixes the rows of the sequence"),
-}
+FALL_BACK: dict[str, tuple[Mix, str]] = named_cases("fallbacks", globals())
 
 
 @pytest.mark.parametrize("name", only(["windows in steps", "the largest of windows", "memory in another order"], FALL_BACK))

@@ -18,6 +18,7 @@ from streamfx.passes.ops.rules.registry import notation_rule
 from tests.support.laws import Call, check, traced
 from tests.support.samples import SAMPLES, Sizes, calls
 from tests.support.spread import spread
+from tests.support.tables import listed_cases, named_cases
 
 aten = torch.ops.aten
 small = st.integers(1, 5)
@@ -212,21 +213,7 @@ def test_with_rules_it_streams() -> None:
     assert streamfx.verify(model, x, chunk_size=4).max_error < 1e-12
 
 
-REFUSED: list[tuple[Any, Any, str]] = [
-    (gate, "... e! to ... d", "one arrow"),
-    (gate, "... e! -> d, d", "1 tensor arguments and 1 results"),
-    (gate, "... e? -> d", "one arrow"),
-    (gate, "b d d -> b d", "has a letter twice"),
-    (gate, "... d! -> ... d d!", "has a letter twice"),
-    (gate, 3, "notation such as"),
-    (gate, "e! -> ... d", "has ... on the right only"),
-    (torch.sigmoid, "... -> ...", "torch.library.custom_op"),
-    (torch.ops.aten.mm, "m k, k n -> m n", "several overloads"),
-    (torch.ops.aten.mm.default, "m k, k n -> m n", "already has a rule"),
-    (torch.ops.aten.sin.default, "... -> ...", "already has a rule"),
-    (torch.ops.aten.silu.default, lambda call: None, "already has a rule"),
-    (torch.ops.aten.mse_loss.default, "..., ... -> ", "already has a rule"),
-]
+REFUSED: list[tuple[Any, Any, str]] = listed_cases("refusals", globals())
 
 
 def test_wrong_rules_are_refused() -> None:
@@ -253,11 +240,7 @@ add_to.register_fake(lambda x, y: x.new_empty(torch.broadcast_shapes(x.shape, y.
 spread_out.register_fake(lambda x: x.new_empty(x.shape[0], 11))
 
 
-FITTING: dict[str, Callable[[Tensor], Tensor]] = {
-    "of another rank": lambda x: add_to(x, x[0]),  # as many sequences as rows
-    "one row for all": lambda x: add_to(x, x[:, :1]),
-    "a new dimension": lambda x: spread_out(x[:, 0])[..., None],
-}
+FITTING: dict[str, Callable[[Tensor], Tensor]] = named_cases("fitting", globals(), "x")
 
 
 @pytest.mark.compiled

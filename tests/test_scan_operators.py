@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # noqa: F401  (in tests/tables)
 
 import streamfx
 from streamfx.ir.facts import known
@@ -27,6 +27,7 @@ from tests.support.exactness import assert_small, errors, outcome, recorder
 from tests.support.mixers import LENGTH, WIDTH, Mixed, Mixer, all_in_rows, compared, mixed, operators, tokens, zeros
 from tests.support.scans import if_aliases_compile, scan
 from tests.support.spread import only
+from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -63,12 +64,7 @@ def of_positions(m: Mixed, x: Tensor) -> Tensor:
     return m.out(made.transpose(0, 1))
 
 
-STREAMS: dict[str, Mixer] = {
-    "weighted": weighted,
-    "around attention": around_attention,
-    "of positions": of_positions,
-    "checkpointed": lambda m, x: checkpoint(lambda x: decayed(m, x) * weighted(m, x), x, use_reentrant=False),
-}
+STREAMS: dict[str, Mixer] = named_cases("streams", globals(), "m, x")
 
 
 @pytest.mark.parametrize("name", only(["weighted", "around attention", "of positions"], STREAMS))
@@ -185,16 +181,7 @@ def of(combine: Callable[[Tensor, Tensor], Tensor]) -> Mixer:
     return lambda m, x: m.out(along(combine, x))
 
 
-OTHERS: dict[str, Mixer] = {
-    "another function on the second level": levels(lambda one, other: one / (2 + other.sin())),
-    "the other way round on the second level": levels(lambda one, other: other * one.cos()),
-    "from another row on": levels(first=1),
-    "a level that is a result": levels(shows=True),
-    "a function that reads by strides": of(lambda a, b: torch.as_strided(a, a.shape, a.stride()).sin() + b),
-    "a function with another gradient": of(lambda a, b: doubled(a) + b),
-    "a function that writes": of(lambda a, b: (a * 1).mul_(b)),
-    "inside another transformation": lambda m, x: m.out(torch.vmap(lambda row: along(lambda a, b: a.sin() + b, row, 0))(x)),
-}
+OTHERS: dict[str, Mixer] = named_cases("other graphs", globals())
 
 
 @pytest.mark.parametrize("name", OTHERS)

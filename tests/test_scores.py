@@ -13,6 +13,7 @@ from torch import Tensor
 from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
 from tests.support.canonical import Case, check, graphs, plain, same, special
 from tests.support.masks import HEAD, INF, LENGTH, MIN, columns, qkv, rows
+from tests.support.tables import named_cases
 from tests.support.tracing import compare_function, take_gradients, traced
 
 aten = torch.ops.aten
@@ -68,25 +69,8 @@ def with_gradient(function: Callable[..., Tensor], *more: Any) -> Callable[..., 
     return both
 
 
-SHIFTS = {
-    "by views": Case(with_gradient(by_views, 4), (special(2, 4, 8),)),
-    "all columns": Case(with_gradient(by_views, 7), (special(2, 4, 8),)),
-    "by an index": Case(with_gradient(by_index, 4), (special(2, 4, 8),)),
-    "after zeros": Case(with_gradient(after_zeros, 4), (special(2, 4, 7),)),
-    "as many keys as rows": Case(with_gradient(after_zeros, 4), (special(2, 4, 4),)),
-    "rows first": Case(with_gradient(rows_first, 4), (special(4, 8, 2),)),
-    "one row": Case(with_gradient(by_views, 1), (special(2, 1, 8),)),
-}
-OTHERS: dict[str, Callable[[Tensor], Tensor]] = {  # of [2 4 8]
-    "further on": lambda x: x.reshape(2, 8, 4)[:, 2:].reshape(2, 3, 8)[..., :3],
-    "two less": lambda x: x.reshape(2, 8, 4)[:, 2:].reshape(2, 4, 6)[..., :3],
-    "in steps": lambda x: x.reshape(2, 8, 4)[:, 1::2].reshape(2, 4, 4)[..., :3],
-    "other rows": lambda x: x.reshape(2, 4, 8)[:, 1:].reshape(2, 4, 6)[..., :2],
-    "from the left": lambda x: x.reshape(2, 8, 4)[:, :-1].reshape(2, 4, 7)[..., :3],
-    "cut at both ends": lambda x: x.reshape(2, 8, 4)[:, 1:5].reshape(2, 4, 4)[..., :3],
-    "of other sequences": lambda x: x.reshape(1, 2, 4, 8).reshape(2, 1, 8, 4)[:, :, 1:].reshape(2, 1, 4, 7)[..., :3],
-    "of another batch": lambda x: x.reshape(1, 16, 4)[:, 1:, :].reshape(1, 4, 15)[..., :3],
-}
+SHIFTS = named_cases("shifts", globals())
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = named_cases("other views", globals(), "x")
 
 
 @pytest.mark.parametrize("name", SHIFTS)
@@ -142,14 +126,7 @@ def four(x: Tensor, columns: int) -> Tensor:
 
 TO_THE_LEFT, NEXT_ROW = range(LENGTH - 1, -1, -1), "reads elements of the next row"
 # name: shift, distances, the last key that a row sees (None: all keys), the verdict of the mask, or the reason for a fallback
-ATTENTION: dict[str, tuple[Shift, range, int | None, str]] = {
-    "XLNet, in a window": (four, range(LENGTH, -LENGTH, -1), 0, "window(4)"),
-    "Conformer": (over_heads(after_zeros), range(LENGTH - 1, -LENGTH, -1), None, "masked"),
-    "Transformer-XL": (over_heads(after_zeros), TO_THE_LEFT, 0, "window(4)"),
-    # as many distances as keys, and no mask hides the next row's numbers, which later keys get
-    "all keys": (over_heads(after_zeros), TO_THE_LEFT, None, NEXT_ROW),
-    "one later key": (over_heads(after_zeros), TO_THE_LEFT, 1, NEXT_ROW),
-}
+ATTENTION: dict[str, tuple[Shift, range, int | None, str]] = named_cases("attention", globals())
 
 
 @pytest.mark.parametrize("name", ATTENTION)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from streamfx.cost.meter import Meter
 from streamfx.runtime import stagewise
 from tests.support.stages import Layers, Staged, batch, descend, hooked, noted_loops
+from tests.support.tables import named_cases
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +109,7 @@ def with_hooks(call: Any, model: nn.Module) -> None:
     assert sorted(map(id, seen)) == sorted(map(id, [*model.parameters()] * 2))
 
 
-STEPS: dict[str, Callable[[Any, nn.Module], Any]] = {
-    "retained": twice_retained,
-    "two calls": lambda call, model: (2 * call(*batch(1)) * call(*batch(2))).backward(),
-    "accumulated": lambda call, model: [call(*batch(seed)).backward() for seed in range(3)],
-    "some inputs": lambda call, model: call(*batch(1)).backward(inputs=[*model.parameters()][::2]),
-    "hooks of saved tensors": saved_by_hooks,
-    "a checkpoint": decided_otherwise,
-    "hooks": with_hooks,
-}
+STEPS: dict[str, Callable[[Any, nn.Module], Any]] = named_cases("steps", globals(), "call, model")
 
 
 @pytest.mark.parametrize("stagewise", [True, False])
@@ -154,12 +147,7 @@ def test_errors_of_hooks_release_everything(staged: Staged) -> None:
         staged.both(STEPS["two calls"])
 
 
-WAITS: dict[str, Callable[[Any], Any]] = {
-    "hook": lambda weight: weight.register_post_accumulate_grad_hook(lambda parameter: None).remove,
-    "gradient hook": lambda weight: weight.register_hook(lambda gradient: None).remove,
-    "gradients": lambda weight: setattr(weight, "grad", torch.zeros_like(weight)),
-    "nobody": lambda weight: None,
-}
+WAITS: dict[str, Callable[[Any], Any]] = named_cases("waits", globals(), "weight")
 
 
 @pytest.mark.parametrize("who", WAITS)

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # noqa: F401  (in tests/tables)
 
 import streamfx
 from benchmarks.live_bytes import peak_live_bytes
 from streamfx.ir.facts import known
 from streamfx.kernels import causal_conv
-from streamfx.runtime.associative import Associative
+from streamfx.runtime.associative import Associative  # noqa: F401  (in tests/tables)
 from streamfx.runtime.custom_scan import StatefulRecurrence
 from tests.support.causal_conv_package import IS_STAND_IN, causal_conv1d_fn
 from tests.support.decoders import made
@@ -26,7 +26,8 @@ from tests.support.stateful.blocks import BLOCK, blocks
 from tests.support.stateful.delta_rule import delta_rule
 from tests.support.stateful.selective import selective
 from tests.support.stateful.windows import windows
-from tests.test_scan_operators import decayed, decayed_by_scan
+from tests.support.tables import named_cases
+from tests.test_scan_operators import decayed, decayed_by_scan  # noqa: F401  (in tests/tables)
 
 pytestmark = pytest.mark.compiled
 
@@ -97,20 +98,7 @@ def averaged_twice(m: Mixed, x: Tensor) -> Tensor:
     return m.out(averages(x.shape[1], m.gate(y), x, m.mu.sigmoid(), top, bottom)[0])
 
 
-STREAMS: dict[str, Mixer] = {
-    "of a package": ruled,
-    "in blocks": lambda m, x: m.out(attended(m, x)[0].flatten(2)),
-    "in blocks, with states": attended_with_states,
-    "averaged": averaged,
-    "averaged twice": averaged_twice,
-    "last state for all rows": last_state_for_all_rows,
-    "of the first rows": of_the_first_rows,
-    "of some rows": lambda m, x: m.out(F.pad(selected(m, x[:, 3:])[0], [0, 0, 3, 0])),
-    "checkpointed": lambda m, x: checkpoint(lambda x: last_state_for_all_rows(m, x), x, use_reentrant=False),
-    "convolved in chunks that are shorter than the state": lambda m, x: convolved(
-        m, x, 5, m.up.weight[:WIDTH, :4].expand(x.shape[0], WIDTH, 4).clone()
-    ),
-}
+STREAMS: dict[str, Mixer] = named_cases("streams", globals(), "m, x")
 OFTEN = ("of a package", "in blocks", "averaged", "averaged twice", "last state for all rows", "of the first rows")
 
 
@@ -173,11 +161,7 @@ def grown(make: Callable[[], nn.Module], kind: Any) -> tuple[dict[str, float], i
     return {name: (found[1][name] - few) / (MANY - FEW) for name, few in found[0].items()}, state
 
 
-FORMS: dict[str, tuple[Mixer, type]] = {
-    "scan": (decayed_by_scan, StatefulRecurrence),
-    "associative_scan": (decayed, Associative),
-    "operator": (lambda m, x: m.out(selected(m, x)[0]), StatefulRecurrence),
-}
+FORMS: dict[str, tuple[Mixer, type]] = named_cases("forms", globals())
 
 
 @pytest.mark.long

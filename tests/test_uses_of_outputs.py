@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from streamfx.lazy import steps, streamed
 from streamfx.lazy.deferred import DeferredTensor
+from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -103,11 +104,7 @@ def kth(logits: Tensor, k: int = 50) -> Tensor:
 
 
 # losses, and whether they stream
-LOSSES: dict[str, tuple[Loss, bool]] = {
-    "GRPO": (clipped, True),
-    "by mask": (lambda x, ids: F.cross_entropy(x[ids > 10], ids[ids > 10]), False),
-    "top-k filter": (lambda x, ids: x.masked_fill(x < kth(x), float("-inf")).logsumexp(-1).mean(), False),
-}
+LOSSES: dict[str, tuple[Loss, bool]] = named_cases("losses", globals())
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -159,14 +156,7 @@ def logits_of(beside: Callable[[Tensor], Any] | None = None) -> tuple[Model, Any
 
 
 # comparisons; each gives a mask with a known number of hits per token
-HITS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-    "amax": (lambda x: x == x.amax(-1, keepdim=True), 1),
-    "top-k": (lambda x: x >= kth(x), 50),
-    "a probability": (lambda x: x.softmax(-1) == x.softmax(-1).amax(-1, keepdim=True), 1),
-    "rows, then all": (lambda x: (x == x[:, 9:10].amax(-1, keepdim=True))[:, 9:10], 1),
-    "all, then a few rows": (lambda x: x[:, 9:12] == x.amax(-1, keepdim=True)[:, 9:12], 1),
-    "all, then the last row": (lambda x: x[:, -1:] == x.amax(-1, keepdim=True)[:, -1:], 1),
-}
+HITS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = named_cases("hits", globals())
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from streamfx.ir.ranges import Range, activation, assumed_growth, cast_range, co
 from streamfx.passes.ops.ranges import TRANSFERS, ValueRanges
 from streamfx.passes.ops.ranges.arithmetic import plus, times
 from tests.support.spread import only, spread
-from tests.support.tables import read
+from tests.support.tables import named_cases, read
 from tests.support.values import ASSUMED, HURTING, TYPES, Drawn, drawn, traced_values
 
 aten = torch.ops.aten
@@ -171,17 +171,7 @@ def test_ranges_join_and_a_zero_has_either_sign() -> None:
     assert claimed == Range(-INF, INF, True)
 
 
-FOUND: dict[str, Callable[[Tensor], Tensor]] = {
-    "squares that overflow": lambda x: torch.linalg.vector_norm(x.float().clamp(1e24, 1e25)),
-    "distances of small order": lambda x: torch.cdist(x.clamp(-9, 9)[None].expand(2, 8), x.clamp(2, 3)[None].expand(2, 8), p=0.1),
-    "near in squares": lambda x: torch.cdist(x.clamp(1e8, 1e8)[None].expand(30, 8), x.clamp(1e8, 1e8)[None].expand(30, 8) * 1.0),
-    "products of positions": lambda x: (torch.arange(8.0)[:, None] + 2000) @ (torch.arange(8.0)[None] + 2000),
-    "the same number": lambda x: torch.full((7,), 0.1).float().var() + 0 * x.clamp(0, 1).float(),
-    "powers in bfloat16": lambda x: x.clamp(-31, -30).bfloat16() ** 3,
-    "cut by infinity": lambda x: torch.div(x.clamp(-3, -1), torch.inf, rounding_mode="floor"),
-    "halves beside a number that they would make nothing": lambda x: x.clamp(1e3, 1e4).half() * 1e-8,
-    "a gradient of infinity": lambda x: aten.tanh_backward(x.clamp(1, 1).float() / 0, x.clamp(2e30, 2e30).float() * 0 + 1e30),
-}
+FOUND: dict[str, Callable[[Tensor], Tensor]] = named_cases("earlier faults", globals(), "x")
 
 
 @pytest.mark.parametrize("name", FOUND)

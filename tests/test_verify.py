@@ -17,6 +17,7 @@ from streamfx.tools.inspect.verify import default_loss, relative_difference
 from streamfx.tools.report.text import streams_of
 from tests.support.small import WIDTH, Causal, Streams, tokens
 from tests.support.spread import only
+from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -147,18 +148,7 @@ def test_a_loss_is_chosen_or_combined_from_all_outputs() -> None:
 
 MODEL = Causal()
 DROPPING = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
-REFUSED: dict[str, Callable[[], Any]] = {
-    "draws random numbers": lambda: streamfx.verify(DROPPING, torch.randn(3, WIDTH)),
-    "no graph reaches the backend": lambda: streamfx.verify(lambda *args: torch.compiler.disable(MODEL)(*args), IDS, IDS),
-    "holds no data": lambda: streamfx.verify(MODEL, IDS.to("meta"), IDS),
-    "loss= return a tensor with one element": lambda: streamfx.verify(MODEL, IDS, IDS, loss=lambda out: out[None].expand(2)),
-    "has no loss": lambda: streamfx.verify(lambda ids: ids + 1, IDS),
-    "a str, which cannot be called": lambda: ANY.verify("model", IDS),
-    "loss is a str": lambda: ANY.verify(MODEL, IDS, IDS, loss="mean"),
-    "eager mode, without the backend, it raises ValueError: Expected input batch_": lambda: streamfx.verify(
-        MODEL, IDS, IDS[:, 1:]
-    ),
-}
+REFUSED: dict[str, Callable[[], Any]] = named_cases("refusals", globals())
 
 
 def test_refusals() -> None:
@@ -194,17 +184,7 @@ class Of(Causal):
         return super().forward(ids, ids) + self.mix(self.q(self.embed(ids))).square().mean()
 
 
-CASES: dict[str, tuple[Mix, dict[str, Any]]] = {
-    "causal": (torch.tanh, GIVEN),
-    "recomputed": (torch.tanh, {"chunk_size": 16, "loss_chunk_size": 24, "save": "inputs"}),
-    "every second": (torch.tanh, {**GIVEN, "keep_every": 2}),
-    "dense": (torch.tanh, {**GIVEN, "outputs": "dense", "gradients": "stagewise"}),
-    "within a budget": (torch.tanh, {"memory_budget": "1G"}),
-    "a running sum": (lambda x: x.cumsum(1), GIVEN),
-    "sorted": (lambda x: x.sort(1).values, GIVEN),
-    "other order": (lambda x: x.flip(1), GIVEN),
-    "a norm over rows": (lambda x: x.softmax(1), GIVEN),
-}
+CASES: dict[str, tuple[Mix, dict[str, Any]]] = named_cases("five reports", globals())
 
 
 def inputs(batch: int, length: int) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from tests.support.decoders.parts import WIDTH as WIDE
 from tests.support.decoders.parts import made
 from tests.support.exactness import compare
 from tests.support.spread import only
+from tests.support.tables import named_cases
 from tests.support.used import Used, batch, labelled
 
 pytestmark = pytest.mark.compiled
@@ -49,11 +50,7 @@ class Model(nn.Module):
         return x + sum((part.softmax(-1) @ v).transpose(1, 2).flatten(2) for part in shares)
 
 
-OTHERS: dict[str, Tensor] = {
-    "visible": torch.ones(LENGTH, LENGTH, dtype=torch.bool),
-    "added": torch.zeros(LENGTH, LENGTH, dtype=torch.float64),
-    "slopes": torch.tensor([float("inf"), -1e300], dtype=torch.float64),
-}
+OTHERS: dict[str, Tensor] = named_cases("others", globals())
 
 
 def by_elements(buffer: Tensor, values: Tensor) -> None:
@@ -61,13 +58,7 @@ def by_elements(buffer: Tensor, values: Tensor) -> None:
     buffer.data.view(-1)[-2 if buffer.dim() == 1 else LENGTH - 1] = values.view(-1)[-1]
 
 
-CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "data =": lambda buffer, values: setattr(buffer, "data", values.clone()),
-    "one element": by_elements,
-    "memory": lambda buffer, values: buffer.untyped_storage().copy_(values.clone().untyped_storage()),
-    "set_": lambda buffer, values: buffer.set_(values.clone()),  # type: ignore[call-overload]
-    "swap_tensors": lambda buffer, values: torch.utils.swap_tensors(buffer, values.clone()),
-}
+CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = named_cases("changes", globals(), "buffer, values")
 
 
 def gradients(function: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -105,24 +96,8 @@ def test_a_large_frozen_weight_is_identified_by_its_memory(monkeypatch: pytest.M
 # -- fingerprints of tensors
 
 TYPES = [torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "whole": lambda tensor: tensor,
-    "transposed": lambda tensor: tensor.mT,
-    "odd part": lambda tensor: tensor[..., 1:],
-    "expanded": lambda tensor: tensor.expand(3, *tensor.shape),
-    "nothing": lambda tensor: tensor[..., :0],
-}
-REARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
-    "negated": torch.neg,
-    "rows reversed": lambda weight: weight.flip(0),
-    "columns reversed": lambda weight: weight.flip(1),
-    "pairs of rows swapped": lambda weight: weight.unflatten(0, (-1, 2)).flip(1).flatten(0, 1),
-    "every second column negated": lambda weight: weight * torch.tensor([1, -1]).repeat(weight.shape[1] // 2),
-    "a pair negated": lambda weight: weight.index_put((torch.tensor(0), torch.arange(2)), -weight[0, :2]),
-    "one element, by its last bit": lambda weight: weight.index_put(
-        (torch.tensor(300), torch.tensor(7)), weight[300, 7] * (1 + 2**-7)
-    ),
-}
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = named_cases("views", globals(), "tensor")
+REARRANGED: dict[str, Callable[[Tensor], Tensor]] = named_cases("rearranged rows", globals())
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from streamfx.ir.facts import known
 from tests.support.exactness import Report, compare
 from tests.support.mixers import WIDTH, Mixed, Mixer, compared, mixed
+from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -80,17 +81,7 @@ def two_sums(m: Mixed, x: Tensor) -> Tensor:
     return depthwise(m, F.silu(x.cumsum(1))).cumsum(1)
 
 
-DECODERS: dict[str, list[Mixer]] = {  # layers
-    "convolutions": [
-        convolved,
-        lambda m, x: convolution(m, F.pad(x, (0, 0, 4, 0)), dilation=2),
-        lambda m, x: F.conv_transpose1d(x.mT, m.up.weight.view(WIDTH, 3, WIDTH).mT)[..., : x.shape[1]].mT,
-        unfolded,
-    ],
-    "shifts": [shifted, written_over_zeros, after_a_row, of_a_part],
-    "attention": [before_attention, inside_of_a_row],
-    "totals": [linear_attention, lambda m, x: m.gate(x).logcumsumexp(1), two_sums],
-}
+DECODERS: dict[str, list[Mixer]] = named_cases("decoders", globals())
 
 
 def check(*mixers: Mixer, **options: Any) -> Report:

@@ -8,6 +8,7 @@ from torch import nn
 from x_transformers import AutoregressiveWrapper, Decoder, Encoder, TransformerWrapper, XTransformer
 
 from tests.packages.checking import HEAD, HEADS, LENGTH, VOCABULARY, WIDTH, Builder, Step, tokens, tokens_and_labels
+from tests.support.tables import named_cases
 
 logger.disable("x_transformers")  # it warns of narrow heads
 SIZES = {"dim": WIDTH, "heads": HEADS, "attn_dim_head": HEAD}
@@ -35,29 +36,5 @@ def encoder_and_decoder() -> tuple[nn.Module, dict[str, Any]]:
     return XTransformer(dim=WIDTH, **sides), {"src": tokens(17), "tgt": tokens()}
 
 
-DECODERS: dict[str, Builder] = {
-    "forgetting": decoder(attn_data_dependent_alibi=True),
-    "slopes": decoder(alibi_pos_bias=True, alibi_num_heads=2, attn_flash=True),
-    "values of the first layer": decoder(add_value_residual=True),
-    "memory tokens": decoder(wrapper={"num_memory_tokens": 4}),
-    "talking heads": decoder(attn_pre_talking_heads=True, attn_post_talking_heads=True),
-    "hyper-connections": decoder(num_residual_streams=2),
-    "rotary, scaled by distance": decoder(rotary_pos_emb=True, rotary_xpos=True),
-    "buckets of distance": decoder(rel_pos_bias=True),
-    "bias by a network": decoder(dynamic_pos_bias=True),
-    "contextual positions": decoder(attn_use_cope=True),
-    "one key head, fused": decoder(attn_one_kv_head=True, attn_flash=True),
-    "low rank": decoder(attn_use_latent_q=True, attn_dim_latent_q=16, attn_use_latent_kv=True, attn_dim_latent_kv=16),
-    "shifted tokens": decoder(shift_tokens=3),
-    "sparse": decoder(attn_sparse_topk=5),
-    "sigmoid": decoder(attn_sigmoid=True),
-    "distances": decoder(attn_l2_distance=True),
-    "window": decoder(attn_max_attend_past=6),
-    "memory keys": decoder(attn_num_mem_kv=3),
-    "sink": decoder(attn_head_learned_sink=True),
-    "scores of the layer before": decoder(residual_attn=True),
-    "skips": decoder(depth=4, unet_skips=True),
-    "mixture of softmaxes": decoder(wrapper={"mixture_of_softmax": True}),
-    "encoder, padded": encoder(alibi_pos_bias=True),
-}
+DECODERS: dict[str, Builder] = named_cases("decoders", globals())
 ATTENTION = {"window": "window(7)", **dict.fromkeys(("contextual positions", "sparse", "encoder, padded"), "masked")}

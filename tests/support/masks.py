@@ -8,25 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.tables import named_cases
+
 LENGTH, HEAD = 9, 4
 INF = float("inf")
 MIN = torch.finfo(torch.float64).min
 Mask: TypeAlias = "Callable[..., Tensor]"  # scores [B, H, T, T], and data that it depends on, to scores
 Seen: TypeAlias = "Callable[..., Tensor]"  # indices of rows [T, 1] and of columns [1, T], and data, to a boolean mask
 
-HIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "masked_fill": lambda s, seen: s.masked_fill(~seen, -INF),
-    "where": lambda s, seen: torch.where(seen, s, -INF),
-    "where turned": lambda s, seen: torch.where(~seen, torch.full_like(s, -INF), s),
-    "added": lambda s, seen: s + torch.zeros(seen.shape, dtype=s.dtype).masked_fill(~seen, -INF),
-    "logarithm": lambda s, seen: s + seen.to(s.dtype).log(),
-    "huge": lambda s, seen: s.masked_fill(~seen, MIN),
-    "huge, added": lambda s, seen: s + (1 - seen.to(s.dtype)) * MIN,
-    "-1e4": lambda s, seen: s.masked_fill(~seen, -1e4),
-    "-1e9, added": lambda s, seen: s + (1 - seen.to(s.dtype)) * -1e9,
-    "softcap": lambda s, seen: torch.where(seen, 5 * torch.tanh(s / 5), -INF),
-    "slopes": lambda s, seen: (s - (rows(s.shape[-1]) - columns(s.shape[-1])).to(s.dtype)).masked_fill(~seen, -INF),
-}
+HIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = named_cases("ways to hide", globals(), "s, seen")
 FUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "boolean": lambda seen: seen,
     "additive": lambda seen: torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -INF),

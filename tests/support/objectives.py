@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support import hf
+from tests.support.tables import named_cases
 
 Batch: TypeAlias = "dict[str, Tensor]"
 Objective: TypeAlias = "Callable[[Models, Batch], Tensor]"
@@ -174,22 +175,7 @@ def gspo(m: Models, b: Batch) -> Tensor:
     return clipped((((logps - b["old_logps"]) * mask).sum(-1) / mask.sum(-1)).exp(), b["advantages"]).mean()
 
 
-OF_SEQUENCES: dict[str, Objective] = {
-    "dpo": of_pairs(lambda chosen, rejected: -F.logsigmoid(BETA * (chosen - rejected))),
-    "dpo_two_calls": dpo_two_calls,
-    "dpo_reference_given": of_sequences(
-        lambda sums, b: -F.logsigmoid(-BETA * (sums - b["old_sequence_logps"]).unflatten(0, (2, -1)).diff(dim=0)), False, False
-    ),
-    "dpo_label_smoothing": of_pairs(lambda x, y: -F.logsigmoid(BETA * (x - y)) * 0.9 - F.logsigmoid(BETA * (y - x)) * 0.1),
-    "dpo_with_sft": dpo_with_sft,
-    "dpo_length_normalized": of_pairs(lambda chosen, rejected: -F.logsigmoid(BETA * (chosen - rejected)), True),
-    "ipo": of_pairs(lambda chosen, rejected: (chosen - rejected - 1 / (2 * BETA)).square(), True),
-    "hinge": of_pairs(lambda chosen, rejected: torch.relu(1 - BETA * (chosen - rejected))),
-    "simpo": of_pairs(lambda chosen, rejected: -F.logsigmoid(2.0 * (chosen - rejected) - 0.5), True, False),
-    "orpo": of_pairs(orpo, True, False),
-    "kto": of_sequences(kto),
-    "gspo": gspo,
-}
+OF_SEQUENCES: dict[str, Objective] = named_cases("losses of sequences", globals())
 
 
 # -- of tokens
@@ -239,24 +225,7 @@ def ppo_with_values(m: Models, b: Batch) -> Tensor:
     return masked_mean(policy + 0.25 * value - 0.01 * entropies(logits), b["mask"])
 
 
-OF_TOKENS: dict[str, Objective] = {
-    "models_own_loss": lambda m, b: m.policy(input_ids=b["ids"], labels=b["labels"]).loss,
-    "cross_entropy": lambda m, b: next_token(m.logits(b), b),
-    "unlikelihood": of_tokens(lambda logps, ratio, b: -torch.log1p(-logps.exp().clamp(max=0.999))),
-    "grpo": grpo,
-    "grpo_reference_given": of_tokens(
-        lambda logps, ratio, b: clipped(ratio, b["advantages"][:, None]) + 0.04 * divergence(logps, b["reference_logps"])
-    ),
-    "grpo_importance_sampling": of_tokens(
-        lambda logps, ratio, b: (
-            clipped(ratio, b["advantages"][:, None]) * (b["old_logps"] - b["reference_logps"]).exp().clamp(max=2.0)
-        )
-    ),
-    "grpo_advantages_per_token": of_tokens(lambda logps, ratio, b: clipped(ratio, b["advantages_per_token"])),
-    "gspo_per_token": of_tokens(gspo_per_token),
-    "cispo": of_tokens(lambda logps, ratio, b: -ratio.clamp(max=1.5).detach() * b["advantages"][:, None] * logps),
-    "ppo_with_values": ppo_with_values,
-}
+OF_TOKENS: dict[str, Objective] = named_cases("losses of tokens", globals())
 
 
 # -- reward models
@@ -281,12 +250,7 @@ def process_rewards(m: Models, b: Batch) -> Tensor:
     return masked_mean(F.binary_cross_entropy_with_logits(scores, target, reduction="none"), b["mask"])
 
 
-OF_HIDDEN: dict[str, Objective] = {
-    "reward_of_pairs": reward_of_pairs,
-    "scores_then_last": scores_then_last,
-    "last_token_classes": lambda m, b: F.cross_entropy(m.score_head(m.hidden(b)[:, -1]), b["last"] % 3),
-    "process_rewards": process_rewards,
-}
+OF_HIDDEN: dict[str, Objective] = named_cases("losses of hidden states", globals(), "m, b")
 
 
 # -- distillation: distributions of teacher and policy, both T x V if computed in full
@@ -319,12 +283,5 @@ def hidden_states_too(m: Models, b: Batch) -> Tensor:
     return next_token(m.policy.lm_head(hidden), b) + F.mse_loss(hidden, target)
 
 
-TEACHERS: dict[str, Objective] = {
-    "kl": of_teacher(lambda student, teacher: F.kl_div(student, teacher, log_target=True, reduction="none")),
-    "reverse_kl": of_teacher(lambda student, teacher: student.exp() * (student - teacher)),
-    "jensen_shannon": of_teacher(jensen_shannon),
-    "soft_labels": lambda m, b: F.cross_entropy(m.logits(b).flatten(0, 1), m.teacher_logits(b).softmax(-1).flatten(0, 1)),
-    "top_k_of_teacher": top_k_of_teacher,
-    "hidden_states_too": hidden_states_too,
-}
+TEACHERS: dict[str, Objective] = named_cases("teachers", globals())
 OBJECTIVES = {**OF_SEQUENCES, **OF_TOKENS, **OF_HIDDEN, **TEACHERS}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.integrations import moe  # noqa: F401  (defines the grouped product that has float64)
 
 from tests.support.decoders.parts import WIDTH, Plain
+from tests.support.tables import named_cases
 
 EXPERTS, CHOSEN = 4, 2
 
@@ -48,19 +49,7 @@ def _scattered(y: Tensor, order: Tensor, n: int) -> Tensor:
     return torch.zeros(n, y.shape[1], dtype=y.dtype).scatter_add(0, index, y)
 
 
-SPELLINGS = {
-    "histogram and written inverse": Spelling(),
-    "stable sort and sorted inverse": Spelling(
-        order=lambda ids: torch.argsort(ids, stable=True), back=lambda y, order, n: y[order.argsort()].view(n, CHOSEN, -1).sum(1)
-    ),
-    "tokens looked up": Spelling(token=lambda order, n: _tokens(n)[order]),
-    "rows written back": Spelling(back=_written),
-    "rows added": Spelling(back=_added),
-    "rows scattered": Spelling(back=_scattered),
-    "bins up to the count": Spelling(count=lambda ids: torch.histc(ids.double(), EXPERTS, 0, EXPERTS)),
-    "counted by comparison": Spelling(count=lambda ids: (ids.unsqueeze(1) == torch.arange(EXPERTS)).sum(0)),
-    "counted by adding": Spelling(count=lambda ids: torch.zeros(EXPERTS).scatter_add(0, ids, torch.ones(len(ids)))),
-}
+SPELLINGS = named_cases("spellings", globals())
 
 
 class SortedExperts(nn.Module):
