@@ -18,7 +18,7 @@ from streamfx.kernels.device_kinds import DeviceKind, pretend_device
 from tests.support.canonical import INF, NAN, Case, graphs, plain, targets
 from tests.support.cuda_kernels import in_their_place
 from tests.support.exactness import TOLERANCE, relative_error
-from tests.support.tables import read
+from tests.support.tables import listed_cases, read
 from tests.support.tracing import compare_function
 
 aten = torch.ops.aten
@@ -34,15 +34,7 @@ def within(x: Tensor) -> Tensor:
     return room[..., 5 : 5 + x.shape[-2], 3 : 3 + x.shape[-1]]
 
 
-LAYOUTS: list[Callable[[Tensor], Tensor]] = [
-    lambda x: x.contiguous(),
-    lambda x: x.movedim(-2, 0).contiguous().movedim(0, -2),  # by rows
-    lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),  # by columns
-    within,
-    lambda x: torch.stack([x, x * 0, x], -2)[..., 0, :],  # a third of one projection
-    at_an_odd_address,
-    lambda x: x[:1].expand_as(x),  # the first of the batch for all
-]
+LAYOUTS: list[Callable[[Tensor], Tensor]] = listed_cases("layouts", globals())
 
 
 class Drawn(NamedTuple):

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx import explain
-from streamfx.passes.rewrite.views.embedding_bag import FREQUENCY_SCALING, LAST_OFFSET, MAX_MODE, UNEQUAL_LENGTHS
+from streamfx.passes.rewrite.views.embedding_bag import FREQUENCY_SCALING, LAST_OFFSET, MAX_MODE, UNEQUAL_LENGTHS  # noqa: F401  (in tests/tables)
 from tests.support.canonical import Case, check, graphs, plain, targets
 from tests.support.decoders.parts import WIDTH, made
 from tests.support.exactness import compare
 from tests.support.spread import only
+from tests.support.tables import named_cases
 from tests.support.used import Used, labelled
 
 pytestmark = pytest.mark.compiled
@@ -48,18 +49,8 @@ def weighted(model: Bags, ids: Tensor) -> Tensor:
     return F.embedding_bag(rows, model.table, mode="sum", padding_idx=2, per_sample_weights=model.own.sin().expand(rows.shape))
 
 
-STREAM: dict[str, Bag] = {
-    "means but for padding": in_rows(mode="mean", padding_idx=-1),
-    "weighted": weighted,
-    "by offsets in steps": by_offsets(lambda count: torch.arange(0, count * EACH, EACH), mode="mean"),
-    "by listed offsets": by_offsets(lambda count: torch.tensor([EACH * i for i in range(count)]), mode="sum"),
-}
-FALL_BACK: dict[str, tuple[Bag, str]] = {
-    "the largest": (in_rows(mode="max"), MAX_MODE),
-    "other lengths": (by_offsets(lambda n: torch.tensor([0, 1, *range(2 * EACH, EACH * n, EACH)]), mode="mean"), UNEQUAL_LENGTHS),
-    "with the end": (by_offsets(lambda n: torch.arange(n + 1) * EACH, mode="sum", include_last_offset=True), LAST_OFFSET),
-    "scaled by frequency": (in_rows(mode="sum", scale_grad_by_freq=True), FREQUENCY_SCALING),
-}
+STREAM: dict[str, Bag] = named_cases("streams", globals())
+FALL_BACK: dict[str, tuple[Bag, str]] = named_cases("fallbacks", globals())
 
 
 def batch() -> dict[str, Tensor]:

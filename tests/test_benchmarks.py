@@ -28,20 +28,13 @@ from benchmarks.training import Training
 from benchmarks.turns import Outcome, in_turns
 from benchmarks.ways import WAYS
 from tests.support.spread import only
+from tests.support.tables import named_cases
 
 HEAD: dict[str, Any] = {"workload": "head", "length": 24, "sizes": {"width": 8, "vocabulary": 40}}
 MLP: dict[str, Any] = {"workload": "mlp", "length": 24, "sizes": {"width": 8, "inner": 16, "parts": 3}}
 DECODER: dict[str, Any] = {"workload": "decoder", "length": 24, "sizes": {**TINY, "num_hidden_layers": 2}}
 OURS = ("checkpointing", "streambp, eager bodies")
-SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "head": (HEAD, ("checkpointing, loss in parts",)),
-    "mlp": (MLP, ("checkpointing", "mini-sequences")),
-    "decoder": (DECODER, ("checkpointing", "checkpointing, reentrant", "checkpointing, loss in parts")),
-    "TRL's DPO": ({**DECODER, "workload": "TRL", "feed": "dpo"}, OURS),
-    "TRL's GRPO": ({**DECODER, "workload": "TRL", "feed": "grpo"}, OURS),
-    "DPO": ({**DECODER, "workload": "preferences", "feed": "dpo"}, OURS),
-    "GRPO": ({**DECODER, "workload": "preferences", "feed": "grpo"}, OURS),
-}
+SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = named_cases("workloads", globals())
 
 
 @pytest.mark.parametrize("name", only(["head", "mlp"], SPECS))

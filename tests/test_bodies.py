@@ -32,6 +32,7 @@ from tests.support import decoders, layouts
 from tests.support.exactness import compare
 from tests.support.small import Causal, Padded, tokens
 from tests.support.stretches import interpreted
+from tests.support.tables import named_cases
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler")
 INDUCTOR: dict[str, Any] = {"chunk_size": 4, "bodies": "inductor"}
@@ -138,13 +139,7 @@ def test_bodies_compile_without_cuda_graphs() -> None:
     assert noted.found == [(False, None, False)] * 2
 
 
-ASKS: dict[str, tuple[Callable[[Any], Any], set[int]]] = {
-    "a number": (int, {32}),
-    "eights": (lambda n: bool(n % 8 == 0), {32, 40, 128}),
-    "below a hundred": (lambda n: bool(n < 100), {9, 31, 32, 40}),
-    "above eight rows": (lambda n: bool(n * 4 > 32), {9, 31, 32, 40, 128}),
-    "nothing": (lambda n: None, {9, 31, 32, 40, 128}),
-}
+ASKS: dict[str, tuple[Callable[[Any], Any], set[int]]] = named_cases("questions", globals())
 
 
 @pytest.mark.parametrize("asks", ASKS)

@@ -1,6 +1,7 @@
 """The commands: their output, their exit codes, and the names of models."""
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -14,75 +15,13 @@ from streamfx.tools.cli import main
 from streamfx.tools.planner import devices, model_names, models, objectives, quantized, shards
 from streamfx.tools.planner.model_names import config_file
 from tests.support.spread import only
-from tests.support.tables import read
+from tests.support.tables import listed_cases, read
 
 pytestmark = pytest.mark.compiled
 
 pytest.importorskip("transformers")
 
-FACTORY = """
-import functools
-
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-
-class Mean(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.head(x).square().mean()
-
-
-class Decoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.short, self.head = nn.Embedding(50, 8), nn.Embedding(4, 8), nn.Linear(8, 50)
-        self.table = nn.Parameter(torch.randn(7, 8))
-
-    def forward(self, tokens, targets=None):
-        logits = self.head(self.embed(tokens) + self.short(tokens))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class Masked(Decoder):
-    def forward(self, tokens, mask):
-        return super().forward(tokens, tokens)
-
-
-class Gathering(Decoder):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, targets=args[0], **kwargs)
-
-
-class OwnTable(Decoder):
-    def forward(self, attention_mask=None, ids=None):
-        return F.embedding(ids.flatten(), self.table).square().mean() + self.table[ids].mean()
-
-
-class Two(Decoder):
-    def forward(self, kinds=None, ids=None):
-        kinds, ids = (ids if kinds is None else kinds), (kinds if ids is None else ids)
-        return (self.embed(kinds) + self.short(ids)).mean()
-
-
-def fails():
-    raise RuntimeError("in the factory")
-
-
-made = lambda: (Mean(), (torch.randn(2, 32, 8),))
-by_name = lambda: (Mean(), {"x": torch.randn(2, 32, 8)})
-shapes = lambda: (Mean(), (torch.randn(2, 32, 9),))
-pair = lambda: (None, (torch.randn(2),))
-nothing = lambda: None
-alone, decoder, masked, gathering, own_table, two = Mean, Decoder, Masked, Gathering, OwnTable, Two
-compiled = lambda: torch.compile(Decoder())
-bound = lambda: functools.partial(Decoder(), targets=torch.zeros(1, 40, dtype=torch.long))
-CONSTANT = 3
-"""
+SUPPORT = Path(__file__).parent / "support"
 MINE = "factories_of_a_user:"
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
 LLAMA = {"model_type": "llama", "max_position_embeddings": 128, **SIZES}
@@ -99,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, content in of_folders.items():
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "config.json").write_text(json.dumps(content))
-    (tmp_path / "factories_of_a_user.py").write_text(FACTORY)
+    shutil.copy(SUPPORT / "factories.txt", tmp_path / "factories_of_a_user.py")
     (tmp_path / "broken_module_of_a_user.py").write_text("def f(:")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -158,17 +97,7 @@ def interrupted(*_: object) -> Any:
 BROKEN = metadata.EntryPoint("streambp", "no_such_module:streambp", "torch_dynamo_backends")
 SELF_TEST = "streamfx.tools.cli.doctor.self_test"
 OK: dict[str, Any] = {"ok": True, "max_error": 0.0, "seconds": 0.0}
-FOUND: list[tuple[dict[str, Any], int, str]] = [
-    ({}, 0, "streamfx works here"),
-    (
-        {"streamfx.integrations.minimum_versions.installed_version": {"trl": "1.14.2"}.get},
-        0,
-        "trl 1.14.2 (streamfx.enable needs 1.15)",
-    ),
-    ({SELF_TEST: lambda: {"ok": False, "error": "broken", "seconds": 0.0}}, 3, "FAILED"),
-    ({"importlib.metadata.entry_points": lambda **_: (BROKEN,)}, 3, "broken (no_such_module:streambp, ModuleNotFoundError"),
-    ({"streamfx.tools.cli.doctor.run": interrupted}, 130, "interrupted\n"),
-]
+FOUND: list[tuple[dict[str, Any], int, str]] = listed_cases("faults for doctor", globals())
 
 
 @pytest.mark.parametrize(("replaced", "code", "said"), FOUND, ids=[said for _, _, said in FOUND])
@@ -182,7 +111,7 @@ def test_doctor_reports_faults(
     assert said in shown.out + shown.err and "Traceback" not in shown.err
 
 
-REFUSALS = read(Path(__file__).parent / "support" / "refusals.txt", 2)[""]
+REFUSALS = read(SUPPORT / "refusals.txt", 2)[""]
 
 
 @pytest.mark.parametrize(("command", "message"), REFUSALS)

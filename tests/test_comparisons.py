@@ -1,6 +1,6 @@
 """`explain` and `verify` compare a call with the right baseline; their first lines follow from their figures."""
 
-import functools
+import functools  # noqa: F401  (in tests/tables)
 import math
 import threading
 from collections.abc import Callable
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import streamfx
-from streamfx.frontend.backend import streambp
+from streamfx.frontend.backend import streambp  # noqa: F401  (in tests/tables)
 from streamfx.tools.report.verdict import MIN_DIFFERENCE, MIN_GAIN
 from tests.support.layered import Layered
-from tests.support.small import WIDTH, Causal, Mixing, tokens
+from tests.support.small import WIDTH, Causal, Mixing, tokens  # noqa: F401  (in tests/tables)
+from tests.support.tables import listed_cases, named_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -61,13 +62,7 @@ def test_threads_may_call_explain_and_verify_at_once() -> None:
     assert [ok for _, ok in found] == [True]
 
 
-HEADLINES: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = {
-    "streams": (Causal(), (tokens(2, 64), tokens(2, 64)), {"chunk_size": 16}),
-    "fits unchunked": (Causal(), (tokens(2, 64), tokens(2, 64)), {"memory_budget": "1G", "bodies": "eager"}),
-    "in part": (Mixing(), (torch.randn(2, 6, WIDTH),), {"chunk_size": 4}),
-    "nothing": (nn.Linear(16, 16), (WIDE[0, 0],), {}),
-    "layers": (Layered(), (tokens(2, 64),), {"chunk_size": 16}),
-}
+HEADLINES: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = named_cases("headlines", globals())
 
 
 @pytest.mark.parametrize("name", HEADLINES)
@@ -88,11 +83,7 @@ def test_the_headline_follows_from_the_figures(name: str) -> None:
     assert f"{min(100 * summary['streamed_flops_share'], 100):.1f} % of it in loops" in str(found)
 
 
-SINGLE_ROWS: list[tuple[Callable[..., Any], tuple[Tensor, ...], bool]] = [
-    (Causal(), (tokens(1, 1), tokens(1, 1)), True),
-    (lambda x: x.softmax(-1) * 2, (torch.randn(1, 4, requires_grad=True),), True),
-    (lambda x: x.sort(0).values * 2, (torch.randn(4, requires_grad=True),), False),
-]
+SINGLE_ROWS: list[tuple[Callable[..., Any], tuple[Tensor, ...], bool]] = listed_cases("single rows", globals())
 
 
 def test_a_single_row_is_a_reason_of_its_own() -> None:
@@ -130,14 +121,7 @@ def enabled(model: nn.Module) -> nn.Module:
     return model
 
 
-COMPILED: dict[str, Callable[[nn.Module], Any]] = {
-    "three times": lambda model: compiled(compiled(torch.compile(model, backend="streambp", options={"chunk_size": 8}))),
-    "with an object": lambda model: compiled(model, streamfx.Options(chunk_size=24)),
-    "by the function": lambda model: torch.compile(model, backend=functools.partial(streambp, options={"chunk_size": 24})),
-    "enabled": enabled,
-    "inside of a function": lambda model: functools.partial(lambda inner, x: inner(x), compiled(model)),
-    "inside of a module": lambda model: nn.Sequential(in_place(model)),
-}
+COMPILED: dict[str, Callable[[nn.Module], Any]] = named_cases("compiled", globals(), "model")
 
 
 @pytest.mark.parametrize("how", COMPILED)

@@ -1,7 +1,7 @@
 """The flash-attn package's operators stream as those of `scaled_dot_product_attention` do: by a stand-in with their contract."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial  # noqa: F401  (in tests/tables)
 from typing import Any
 
 import pytest
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 import streamfx
 from streamfx.kernels import sdpa
 from streamfx.passes.ops.hub_kernels import is_attention, operator_name
-from streamfx.tools.report.fallback_reasons import ATTENTION, DECLARE_SHAPES
+from streamfx.tools.report.fallback_reasons import ATTENTION, DECLARE_SHAPES  # noqa: F401  (in tests/tables)
 from tests.support import hf, hub_kernels, layouts
 from tests.support.calls import noted
 from tests.support.exactness import compare, recorder
 from tests.support.flash_package import IS_STAND_IN, flash_attn_func, flash_attn_varlen_func
 from tests.support.spread import only
+from tests.support.tables import named_cases
 
 pytestmark = [
     pytest.mark.compiled,
@@ -26,14 +27,7 @@ pytestmark = [
 
 VOCABULARY, WIDTH, LENGTH = 31, 20, 23
 PLAIN_ENDS, GAPS = [0, 4, 5, 11, LENGTH], [0, 0, 9, 9, LENGTH]  # GAPS: two documents without rows
-CASES: dict[str, tuple[dict[str, Any], int, set[str]]] = {  # arguments, groups of heads, verdict
-    "causal": ({"causal": True}, 2, {"causal"}),
-    "grouped": ({"causal": True, "softmax_scale": 0.3}, 1, {"causal"}),
-    "window": ({"causal": True, "window_size": (4, 4)}, 2, {"window(5)"}),
-    "window to both sides": ({"window_size": (4, 2)}, 1, {"band([s-4, e+2))"}),
-    "causal by its window": ({"window_size": (-1, 0)}, 2, {"causal"}),
-    "all keys": ({}, 2, {"masked"}),
-}
+CASES: dict[str, tuple[dict[str, Any], int, set[str]]] = named_cases("cases", globals())
 
 
 class Decoder(nn.Module):
@@ -186,12 +180,7 @@ def test_an_operator_with_other_arguments_is_not_recognized() -> None:
 
 
 OTHER = "_flash_attn4_cuda_8f3c1d2"  # has the operators of flash-attn2, which may compute something else
-FALLBACKS: dict[str, tuple[Callable[[], Attention], tuple[str, ...]]] = {
-    "softcap": (lambda: partial(hub_kernels.flash_attn2().flash_attn_func, causal=True, softcap=30.0), ("softcap=30.0",)),
-    "unknown": (lambda: partial(hub_kernels.flash_attn2(OTHER).flash_attn_func, causal=True), (f"no rule for {OTHER}",)),
-    "flash-attn3": (lambda: hub_kernels.flash_attn3, (f"no rule for {hub_kernels.FA3}._flash_attn_forward", ATTENTION)),
-    "vllm-flash-attn3": (lambda: hub_kernels.vllm_flash_attn3, (DECLARE_SHAPES,)),
-}
+FALLBACKS: dict[str, tuple[Callable[[], Attention], tuple[str, ...]]] = named_cases("fallbacks", globals())
 
 
 @pytest.mark.parametrize("name", FALLBACKS)

@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as flex
 from streamfx.dialect.attention import ATTENTION
 from tests.support.exactness import TOLERANCE, assert_small, compare, errors, outcome, recorder
 from tests.support.spread import only
+from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -77,17 +78,8 @@ def window(documents: Tensor) -> Callable[..., Tensor]:
 
 
 CAUSAL = {"causal"}
-MASKS: dict[str, Made] = {
-    "packed": lambda d: lambda b, h, row, key: (row >= key) & (d[b, row] == d[b, key]),
-    "a row that sees nothing, whose result is zero": lambda d: lambda b, h, row, key: (row >= key) & (row != 4),
-    "by head": lambda d: lambda b, h, row, key: (row >= key) & ((h == 0) | (row - key < 3)),
-}
-SCORES: dict[str, Scored] = {
-    "slopes": lambda block: lambda score, b, h, row, key: score - block.fixed[h] * (row - key),
-    "learned slopes": lambda block: lambda score, b, h, row, key: score - torch.sigmoid(block.slopes)[h] * (row - key),
-    "a table of distances": lambda block: lambda score, b, h, row, key: score + block.table[h, (row - key).clamp(0, 63)],
-    "capped": lambda block: lambda score, b, h, row, key: torch.tanh((score + block.slopes[h] * row) / 3) * 3,
-}
+MASKS: dict[str, Made] = named_cases("masks", globals(), "d")
+SCORES: dict[str, Scored] = named_cases("scores", globals(), "block")
 # arguments, verdict, tolerance; torch promises float32 for the log-sum-exp: rounding as under AOTAutograd alone
 CASES: dict[str, tuple[dict[str, Any], set[str], float]] = {
     **{name: ({"mask": mask, "groups": 1}, CAUSAL, TOLERANCE) for name, mask in MASKS.items()},
@@ -133,11 +125,7 @@ def test_a_score_function_that_cannot_be_expanded_falls_back() -> None:
     assert "flex_attention" in str(facts.joint.graph)
 
 
-HALF_SCORES: dict[str, Scored] = {
-    "in float32": lambda block: lambda score, b, h, m, n: score + block.fixed[h] * (n + 1000),
-    "whole numbers": lambda block: lambda score, b, h, m, n: score - (1000 + m - n),
-    "in the type of queries": lambda block: lambda score, b, h, m, n: score + block.table[h, n],
-}
+HALF_SCORES: dict[str, Scored] = named_cases("scores of half precision", globals(), "block")
 
 
 @pytest.mark.parametrize("name", only(["in float32"], HALF_SCORES))

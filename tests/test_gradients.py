@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import streamfx
 from tests.support import decoders, hf, layouts
-from tests.support.decoders import WIDTH
+from tests.support.decoders import WIDTH  # noqa: F401  (in tests/tables)
 from tests.support.exactness import check_streamed, compare
 from tests.support.spread import only
+from tests.support.tables import named_cases
 from tests.support.twins import batch, compiled, twins
 
 pytestmark = pytest.mark.compiled
@@ -52,16 +53,7 @@ def rows(*shape: int) -> Tensor:
 
 
 CAUSALLY = {"attention": {"causal"}}
-ODD: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any]]] = {  # a model, its inputs, expectations
-    "as many keys as rows": (decoders.CrossAttention, lambda: {**batch(2, LENGTH), "memory": rows(2, LENGTH, WIDTH)}, {}),
-    "a bias that is learned": (
-        decoders.GivenMask,
-        lambda: {**batch(2, LENGTH), "mask": rows(1, 1, LENGTH, LENGTH)},
-        {"streams": None},
-    ),
-    "a graph break": (Broken, lambda: batch(2, LENGTH), {"graphs": None}),
-    "reentrant checkpoints": (Checkpointed, lambda: batch(2, LENGTH), CAUSALLY),
-}
+ODD: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any]]] = named_cases("other models", globals())
 
 
 @pytest.mark.parametrize("name", only(["a graph break", "reentrant checkpoints"], ODD))

@@ -14,6 +14,7 @@ from streamfx.ir.facts import Facts
 from streamfx.node_meta import MATERIALIZED
 from streamfx.tools.report.printer import text_of
 from tests.support.exactness import Report, compare
+from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -125,14 +126,7 @@ def doubled(mask: Tensor, times: int) -> Tensor:
 
 
 # the amount, and whether the logarithm of a count survives next to it
-HIDDEN: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "at once": (lambda seen: bias(seen, -1e30), False),
-    "by a million": (lambda seen: bias(seen, -1e6), False),
-    "by a multiple": (lambda seen: torch.add(bias(seen, -9e3), bias(seen, -9e3), alpha=1e5), False),
-    "by a sum": (lambda seen: doubled(bias(seen, -5e3), 20), False),
-    "by one of two": (lambda seen: bias(seen, -2e4) + bias(seen, -1.0), False),
-    "by little": (lambda seen: bias(seen, -4e3) + bias(seen, -4e3), True),
-}
+HIDDEN: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = named_cases("hidden", globals())
 
 
 def crosswise(m: Compressed, x: Tensor, q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:

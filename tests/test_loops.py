@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import streamfx
 from streamfx.integrations import enable
 from tests.support.spread import only
+from tests.support.tables import named_cases
 from tests.support.trainers import tiny
 
 pytestmark = pytest.mark.compiled
@@ -47,15 +48,7 @@ def assert_close(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert float((actual[name] - value).norm()) <= 1e-12 * max(float(value.norm()), 1e-3 * scale), name
 
 
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lora": ("LoraConfig", {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}),
-    "rslora": ("LoraConfig", {"r": 4, "target_modules": "all-linear", "use_rslora": True}),
-    "dora": ("LoraConfig", {"r": 4, "target_modules": ["q_proj", "down_proj"], "use_dora": True}),
-    "ia3": ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
-    "oft": ("OFTConfig", {"oft_block_size": 4, "target_modules": ["q_proj", "down_proj"]}),
-    "boft": ("BOFTConfig", {"boft_block_size": 4, "target_modules": ["v_proj"]}),
-    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 3}),
-}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = named_cases("adapters", globals())
 
 
 def adapted(peft: Any, kind: str) -> Any:

@@ -21,6 +21,7 @@ from tests.support.decoders import WIDTH, Plain, loss_of
 from tests.support.exactness import Recorder, assert_small, check_streamed, errors, outcome, recorder
 from tests.support.objectives import OBJECTIVES, OF_HIDDEN, ROWS, VOCABULARY, Step, batch_of
 from tests.support.spread import only
+from tests.support.tables import named_cases
 from tests.zoo.configs import INNER
 from tests.zoo.configs import VOCABULARY as WORDS
 from tests.zoo.models import BATCH, WITHOUT_LABELS, built, grouped_products_in_float64
@@ -229,11 +230,7 @@ class Norm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + self.weight)
 
 
-NORMS: dict[str, Callable[[], nn.Module]] = {
-    "of layers": lambda: nn.LayerNorm(WIDTH),
-    "of rows, a kernel": lambda: nn.RMSNorm(WIDTH),
-    "of rows, from one": Norm,
-}
+NORMS: dict[str, Callable[[], nn.Module]] = named_cases("norms", globals())
 
 
 class WithLogits(Plain):

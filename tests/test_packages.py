@@ -7,6 +7,7 @@ import pytest
 
 from tests.packages.checking import check
 from tests.packages.torch_decoders import BREAKS, DECODERS
+from tests.support.tables import named_cases
 from tests.zoo.measure import measured
 from tests.zoo.models import grouped_products_in_float64, model_types
 
@@ -40,16 +41,7 @@ def test_a_mask_that_torch_reads_is_exact() -> None:
 # -- tiny models of all model types of transformers
 
 # one model per kind of attention, which must stream
-STREAMS = {
-    "bloom": {"causal"},  # slopes per head
-    "cohere2": {"causal", "window(8)"},  # parallel blocks, sliding mixed with full
-    "cpmant": {"masked"},  # learned relative bias
-    "diffllama": {"causal"},  # differential
-    "falcon": {"causal"},  # one key head, parallel
-    "gemma2": {"causal", "window(8)"},  # softcap, sandwich norms
-    "granite_swa": {"causal"},  # sinks by a sigmoid
-    "llama4_text": {"causal"},  # chunked attention, experts over all rows
-}
+STREAMS = named_cases("streams", globals())
 
 
 @pytest.mark.parametrize("name", model_types())

@@ -14,32 +14,12 @@ from streamfx.tools.cli import main
 from streamfx.tools.inspect.layers import first_layers
 from streamfx.tools.planner.model_names import builtin_names
 from streamfx.tools.planner.models import build_model, configuration
+from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
 
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 500,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-}
-BILLIONS = {
-    "GPT-OSS-20B": 20.91,
-    "Gemma-3-12B": 11.77,
-    "Gemma-3-1B": 1.00,
-    "Gemma-3-27B": 27.01,
-    "Gemma-3-4B": 3.88,
-    "Llama-3.1-70B": 70.55,
-    "Llama-3.1-8B": 8.03,
-    "Qwen3-14B": 14.77,
-    "Qwen3-32B": 32.76,
-    "Qwen3-4B": 4.02,
-    "Qwen3-8B": 8.19,
-}
+TINY = named_cases("configuration", globals())
+BILLIONS = named_cases("billions of parameters", globals())
 
 
 def test_shipped_configurations_have_the_published_sizes() -> None:
@@ -125,18 +105,7 @@ def test_a_sharded_plan_does_not_change_its_model() -> None:
     assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
 
 
-CONFIGURATIONS = {
-    "not JSON": "{",
-    "has a model_type that .* does not know": '{"model_type": "no such type"}',
-    "did you mean 'llama'": '{"model_type": "llamma"}',
-    "is not a configuration that": '{"model_type": "llama", "hidden_size": "wide"}',
-    "cannot build a causal language model": '{"model_type": "t5"}',
-    "has no model_type": "{}",
-    "does not know\n.*found 'hidden_sise'\n.*did you mean 'hidden_size'": '{"model_type": "llama", "hidden_sise": 64}',
-    "found 'vocab_sizes'\n.*did you mean 'vocab_size'": (
-        '{"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "vocab_sizes": 9}}'
-    ),
-}
+CONFIGURATIONS = named_cases("wrong configurations", globals())
 
 
 @pytest.mark.parametrize("message", CONFIGURATIONS)

@@ -13,7 +13,8 @@ pytest.importorskip("datasets")
 
 from streamfx import IntegrationError
 from streamfx.integrations import enable, heads, minimum_versions
-from tests.support.trainers import tiny
+from tests.support.tables import named_cases
+from tests.support.trainers import tiny  # noqa: F401  (in tests/tables)
 from tests.support.trainers.building import build
 from tests.support.trainers.running import (
     assert_same_history,
@@ -62,21 +63,8 @@ def test_transformers_trainer_is_the_same(tmp_path: Path) -> None:
     assert "the full model" in str(done)
 
 
-CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    **{name: (name, None, {}) for name in ("sft", "dpo", "kto", "grpo", "rloo", "reward")},
-    "bf16": ("transformers", None, {"bf16": True}),
-    "fp16": ("transformers", None, {"fp16": True}),
-    "logits smoothed": ("transformers", None, {"label_smoothing_factor": 0.1}),
-    "packing": ("sft", None, {"packing": True, "max_length": 48}),
-    "completion only": ("sft", tiny.prompts_and_completions, {"completion_only_loss": True}),
-    "assistant only": ("sft", tiny.conversations, {"assistant_only_loss": True}),
-    "old name": ("sft", None, {"loss_type": "chunked_nll"}),
-    "smoothed": ("sft", None, {"label_smoothing_factor": 0.1}),
-    "checkpointing": ("dpo", None, {"gradient_checkpointing": True}),
-    "ipo": ("dpo", None, {"loss_type": ["ipo"]}),
-    "sequences": ("grpo", None, {"importance_sampling_level": "sequence", "loss_type": "grpo"}),
-    "two passes": ("grpo", None, {"num_iterations": 2, "max_steps": 4}),
-}
+PLAIN = ("sft", "dpo", "kto", "grpo", "rloo", "reward")
+CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {name: (name, None, {}) for name in PLAIN} | named_cases("cases", globals())
 
 
 @pytest.mark.parametrize("name", CASES)

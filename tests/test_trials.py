@@ -12,6 +12,7 @@ import torch
 
 from streamfx.kernels import kernel_selftest
 from streamfx.kernels.kernel_selftest import Child, Outcome
+from tests.support.tables import named_cases
 
 QUESTION = {"check": f"{__name__}:even", "arguments": [4], "flash": None, "device": "cpu"}
 # A child that treats a question by its argument: it answers, dies of a signal, or fails.
@@ -62,13 +63,7 @@ def test_a_crash_ends_only_the_child(child: Child) -> None:
     assert asked(child, 4).is_correct and child._process is not first
 
 
-ODD = {  # how a child reacts to its first question, and the text about it
-    "print('null', flush=True)": "gave an answer that cannot be read",
-    "print('[' * 100000, flush=True)": "gave an answer that cannot be read",
-    "subprocess.Popen(['sleep', '60']); time.sleep(60)": "gave no answer for 1 s",
-    "os.write(2, b'\\xff'); sys.exit(3)": "ended with code 3 (\ufffd)",
-    "os.close(1); time.sleep(60)": "closed its output, and has not ended in 1 s",
-}
+ODD = named_cases("unexpected behavior", globals())
 
 
 @pytest.mark.parametrize("does", ODD)

@@ -18,6 +18,7 @@ from tests.support.mixers import Mixed, Mixer, mixed, tokens, zeros
 from tests.support.scans import ALONG, scan, with_states_of_constants
 from tests.support.spread import only
 from tests.support.stateful.averages import averages
+from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -115,12 +116,7 @@ def by(written: Written, runs: Runs) -> Mixer:
     return lambda m, x: written(m, x, runs)
 
 
-TRUNCATED: dict[str, tuple[Mixer, Written]] = {  # a decoder that streams, and the same as steps
-    "weighted, by scan": (by(weighted, as_an_operator), weighted),
-    "summed up, row by row": (by(summed_up, row_by_row), summed_up),
-    "averaged by an operator": (averaged_by_an_operator, averaged),
-    "linear, by a tree": (linear_by_a_tree, linear),
-}
+TRUNCATED: dict[str, tuple[Mixer, Written]] = named_cases("truncated", globals())
 
 
 def gradients(mixer: Mixer, options: dict[str, Any] | None = None) -> tuple[Tensor, ...]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.packages.checking import HEADS, LENGTH, ROWS, VOCABULARY, WIDTH, Builder, Step, tokens_and_labels
+from tests.support.tables import named_cases
 
 
 class Model(nn.Module):
@@ -62,11 +63,5 @@ def lengths(padded: bool) -> dict[str, Tensor]:
     return {"lengths": torch.tensor([LENGTH, LENGTH - 6])} if padded else {}
 
 
-DECODERS: dict[str, Builder] = {
-    "encoder, boolean mask": encoder(),
-    "encoder, padded": encoder(padded=True, mask="float", norm_first=True),
-    "encoder, sees all but padding": encoder(mask=None, padded=True),
-    "decoder": decoder(mask="float", causal=True),
-    "decoder, padded": decoder(padded=True),
-}
+DECODERS: dict[str, Builder] = named_cases("decoders", globals())
 BREAKS = encoder(causal=None)

@@ -11,7 +11,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-import numpy as np
+import numpy as np  # noqa: F401  (in tests/tables)
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ import streamfx
 from streamfx.options import resolve_options
 from tests.support.exactness import Outcome, Reduce, Report, assert_small, errors, fresh, outcome, recorder, relative_error
 from tests.support.splits import split_at
+from tests.support.tables import named_cases
 
 THREADS, STEPS = 3, 4
 
@@ -146,14 +147,7 @@ def _in_place(model: nn.Module, name: str, new: Tensor) -> None:
         getattr(model, name).copy_(new)
 
 
-CHANGES: dict[str, Callable[[nn.Module, str, Tensor], Any]] = {
-    "written": _in_place,
-    "in place": _in_place,
-    "data written": lambda model, name, new: getattr(model, name).data.copy_(new),
-    "data": lambda model, name, new: setattr(getattr(model, name), "data", new),
-    "numpy": lambda model, name, new: np.copyto(getattr(model, name).detach().numpy(), new.numpy()),
-    "new": lambda model, name, new: model.register_buffer(name, new),
-}
+CHANGES: dict[str, Callable[[nn.Module, str, Tensor], Any]] = named_cases("changes", globals(), "model, name, new")
 
 
 # -- logits that are read after their weights have changed
@@ -225,15 +219,7 @@ def _weighted(rows: Tensor) -> Tensor:
     return (rows * torch.arange(1.0, rows.numel() + 1, dtype=rows.dtype).view(rows.shape).cos()).sum()
 
 
-READS: dict[str, Callable[[int, Tensor], Tensor]] = {
-    "last": lambda dim, logits: logits.select(dim, -1),
-    "first": lambda dim, logits: logits.narrow(dim, 0, 1).log_softmax(-1),
-    "behind": lambda dim, logits: logits.movedim(dim, 0)[logits.shape[dim] // 2 :],
-    "every other": lambda dim, logits: logits.movedim(dim, 0)[::2],
-    "parts": lambda dim, logits: logits.chunk(3, dim)[-1],
-    "numbered": lambda dim, logits: logits.index_select(dim, torch.tensor([0, logits.shape[dim] - 1])),
-    "largest": lambda dim, logits: logits.select(dim, logits.shape[dim] // 2).amax(-1),
-}
+READS: dict[str, Callable[[int, Tensor], Tensor]] = named_cases("single rows", globals(), "dim, logits")
 
 
 # -- hooks that run between two segments of a backward graph
@@ -289,13 +275,4 @@ def _split(called: Called, rest: str) -> dict[str, float]:
         return called.same(f"split by {rest}")
 
 
-WAYS: dict[str, Callable[[Called, str], dict[str, float]]] = {
-    "threads": _threads,
-    "lengths": _lengths,
-    "configured": _configured,
-    "buffer": _buffer,
-    "late": _late,
-    "rows": _rows,
-    "stages": _stages,
-    "split": _split,
-}
+WAYS: dict[str, Callable[[Called, str], dict[str, float]]] = named_cases("ways", globals())

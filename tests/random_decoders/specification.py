@@ -15,6 +15,7 @@ from tests.random_decoders.gradients import BENDS
 from tests.random_decoders.masks import APART, BENT, FILLS, POSITIONS, RELATIONS, SINKS, TABLES, TOGETHER
 from tests.random_decoders.mixers import ASSOCIATIVE, BYTES, COUNTS, DECAYS, FEATURES, KEYS, MIXES, SCANS, STATEFUL, UNCHUNKED
 from tests.random_decoders.terms import EXTRAS, LINES
+from tests.support.tables import listed_cases
 
 
 def choice(*values: Any, rare: bool = False, also: Iterable[Any] = ()) -> Any:
@@ -169,57 +170,12 @@ def _following(item: Any, rules: Iterable[Rule]) -> Any:
 
 
 # parts outside of layers: ways of calling, bent gradients, terms added to the loss
-OUTSIDE_OF_LAYERS: tuple[Rule, ...] = (
-    (lambda d: d.extra != "none" or d.bend != "none", {"outputs": "loss", "precision": "float64"}),
-    (lambda d: d.extra != "none", {"layout": "batch first"}),
-    (lambda d: d.extra != "none" and d.calls != "lengths", {"calls": "one"}),
-    (lambda d: d.calls.startswith("late"), {"outputs": "logits", "loss": "mean", "precision": "float64"}),
-    (lambda d: d.calls.startswith("buffer"), {"outputs": "loss"}),
-    (lambda d: d.calls != "one", {"compiled": True, "precision": "float64", "dynamic": False}),
-    (lambda d: d.calls == "lengths", {"dynamic": True}),
-    (lambda d: d.calls != "one" and not d.calls.startswith("stages"), {"embedding": "tokens"}),
-    (lambda d: d.calls != "one" and d.outputs not in ("loss", "logits", "views"), {"outputs": "loss"}),
-    (lambda d: d.calls == "lengths" and d.outputs != "views", {"outputs": "loss"}),
-    (lambda d: d.loss in OUTSIDE and d.outputs != "logits", {"loss": "mean"}),
-    (lambda d: d.loss in OUTSIDE, {"precision": "float64"}),
-    (lambda d: d.bend == "none", {"bend_at": "logits"}),
-    (lambda d: d.bend in INEXACT, {"scale": 1}),
-)
-WHOLE_MODEL: tuple[Rule, ...] = (
-    (lambda d: d.offload == "attention" and d.save == "inputs", {"save": "attention"}),
-    (lambda d: d.layout == "unbatched", {"batch": 2}),
-    (lambda d: d.layout == "unbatched" and d.loss == "preferences", {"loss": "mean"}),
-    (lambda d: d.precision == "bfloat16 autocast", {"compiled": False}),
-    # logits are deferred for a loss outside of the compiled function
-    (lambda d: d.outputs == "logits", {"lazy": True}),
-    (lambda d: d.outputs == "logits" and d.precision != "bfloat16 autocast", {"compiled": True}),
-    (lambda d: d.outputs == "logits" and d.loss in ("divergence", "squares"), {"loss": "mean"}),
-    (lambda d: not d.compiled, {"lazy": False, "dynamic": False}),
-    (lambda d: d.length == 1 and d.loss in ("shifted", "shifted labels"), {"loss": "mean"}),
-    (lambda d: d.outputs == "hidden", {"loss": "mean"}),
-    (lambda d: d.loss not in ("sequences", "preferences"), {"sums": "plain"}),
-    (lambda d: d.frozen == "head" and d.embedding == "tied", {"embedding": "tokens"}),
-    (lambda d: len(d.layers) == 1, {"skips": False}),
-)
+OUTSIDE_OF_LAYERS: tuple[Rule, ...] = tuple(listed_cases("outside of layers", globals()))
+WHOLE_MODEL: tuple[Rule, ...] = tuple(listed_cases("the whole model", globals()))
 UNFUSED = ("matmul", "einsum", "differential")
 WITHOUT = {"keys": "own", "groups": "none", "projection": "separate", "wide_values": False, "query_norm": False, "rotary": "none"}
 PLAIN = {"positions": "plain", "apart": "less", "relation": "<= 0", "together": "or itself"}
-EACH_LAYER: tuple[Rule, ...] = (
-    (lambda one: one.sinks != "none" and one.hiding == "renormalise", {"sinks": "none"}),
-    (lambda one: one.core in ("causal", "linear", "retention", "none"), {"mask": "arange"}),
-    (lambda one: one.mask != "arithmetic", PLAIN),
-    (lambda one: one.core not in UNFUSED, {"sinks": "none"}),
-    (lambda one: one.core not in UNFUSED and (one.core != "biased" or one.hiding not in FILLS), {"hiding": "fill"}),
-    (lambda one: one.core not in ("matmul", "einsum", "biased"), {"bent": "none"}),
-    (lambda one: one.bent == "none", {"bent_last": False}),
-    (lambda one: not one.bent.startswith("table"), {"table": "index"}),
-    (lambda one: one.mlp != "sorted experts", {"counts": "plain", "keys_of_experts": "plain"}),
-    (lambda one: one.core not in (*UNFUSED, "biased", "sigmoid"), {"bias": "none"}),
-    (lambda one: one.core == "biased" and one.bias == "softcap", {"bias": "none"}),
-    (lambda one: one.mask == "none", {"hiding": "fill"}),
-    (lambda one: one.core == "none", WITHOUT),
-    (lambda one: one.groups == "enable" and not one.is_fused, {"groups": "none"}),
-)
+EACH_LAYER: tuple[Rule, ...] = tuple(listed_cases("each layer", globals()))
 
 
 def sensible(decoder: Decoder) -> Decoder:

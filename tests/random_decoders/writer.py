@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from tests.random_decoders.specification import Decoder
+from tests.support.tables import named_cases
 
 # How the dimensions of a program's tensors are ordered.
 # Every core of attention sees q, k, v as [.., H, T, E], scores as [.., H, T, T].
@@ -46,22 +47,7 @@ class Layout:
         return f"{x}[{':, ' * self.time}{rows}]"
 
 
-LAYOUTS = {
-    "batch first": Layout("b, t", 1, ".transpose(1, 2)", ".transpose(1, 2)", "[:, None, None, :]", "[:, None, :, None]"),
-    "time first": Layout(
-        "t, b", 0, ".permute(1, 2, 0, 3)", ".permute(2, 0, 1, 3)", ".t()[:, None, None, :]", ".t()[:, None, :, None]"
-    ),
-    "unbatched": Layout("t", 0, ".transpose(0, 1)", ".transpose(0, 1)", "", "[:, None]"),
-    "folded": Layout(
-        "b, t",
-        1,
-        ".transpose(1, 2)",
-        ".transpose(1, 2)",
-        ".repeat_interleave({heads}, 0)[:, None, :]",
-        ".repeat_interleave({heads}, 0)[:, :, None]",
-        is_folded=True,
-    ),
-}
+LAYOUTS = named_cases("layouts", globals())
 
 
 @dataclass

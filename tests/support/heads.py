@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.support.tables import named_cases
+
 VOCABULARY, WIDTH, BATCH, LENGTH = 40, 8, 2, 11
 
 
@@ -78,46 +80,7 @@ def doubled_before(logits: Tensor) -> Tensor:
 
 
 # norms that read other rows: no row can be computed alone
-MIXED: dict[str, Callable[[Tensor], Tensor]] = {
-    "less the mean over time": lambda x: x - x.mean(1, keepdim=True),
-    "less the mean of all": lambda x: x - x.exp().mean(),
-    "less the mean over sequences and time": lambda x: x - x.mean((0, 1)),
-    "in proportion to all": lambda x: x * x.square().mean(dim=(0, 1, 2)).rsqrt(),
-    "less the mean over no dimension, which is all": lambda x: x - x.exp().mean((), keepdim=True),
-    "a norm behind a mean over time": lambda x: F.rms_norm(x - x.mean(dim=-2, keepdim=True), (WIDTH,)),
-    "a scale made of rows": lambda x: F.layer_norm(x, (WIDTH,), x.std((0, 1))),
-}
-HEADS: dict[str, tuple[Callable[..., Any], int]] = {
-    "linear": (plain_head, 1),
-    "softcap": (capped_head, 1),
-    "bias": (lambda m, x, ids: F.linear(x, m.weight, m.bias), 1),
-    "transposed weight": (lambda m, x, ids: x @ m.weight.T, 1),
-    "weight transposed by an operator": (lambda m, x, ids: x @ torch.ops.aten.numpy_T(m.weight), 1),  # torch 2.14's `.T`
-    "einsum": (lambda m, x, ids: torch.einsum("btd,vd->btv", x, m.weight), 1),
-    "low rank": (lambda m, x, ids: x @ m.down @ m.up, 1),
-    "adapter": (lambda m, x, ids: F.linear(x, m.weight) + 2 * (x @ m.down @ m.up), 1),
-    "mask": (lambda m, x, ids: F.linear(x, m.weight).masked_fill(m.mask > 0, -1e4), 1),
-    "log-probabilities": (lambda m, x, ids: F.log_softmax(F.linear(x, m.weight), -1), 1),
-    "unbatched": (lambda m, x, ids: F.linear(x.view(-1, WIDTH), m.weight), 1),
-    "time first": (lambda m, x, ids: F.linear(x.transpose(0, 1), m.weight).transpose(0, 1), 1),
-    "two heads": (lambda m, x, ids: (F.linear(x, m.weight), F.linear(x * 2, m.weight)), 2),
-    "logits and probabilities": (of_logits(lambda made: (made, made.softmax(-1))), 2),
-    "twice the same": (lambda m, x, ids: (F.linear(x, m.weight),) * 2, 2),
-    "a view of it": (of_logits(with_views), 3),
-    "detached": (lambda m, x, ids: (F.linear(x, m.weight), F.linear(x, m.weight).detach()), 2),
-    **{name: ((lambda m, x, ids, norm=norm: F.linear(norm(x), m.weight)), 1) for name, norm in MIXED.items()},
-    "weights made of rows": (lambda m, x, ids: F.linear(x, m.weight * x.exp().mean()), 1),
-    "all rows added": (lambda m, x, ids: F.linear(x, m.weight) + x.exp().mean(), 1),
-    "hidden states too": (lambda m, x, ids: (F.linear(x, m.weight), x), 1),
-    "a view of hidden states": (lambda m, x, ids: (F.linear(x, m.weight), x.view(-1, WIDTH)), 1),
-    "a view of a parameter too": (lambda m, x, ids: (F.linear(x, m.weight), m.weight.view(-1)), 1),
-    "no_grad inside": (lambda m, x, ids: without_grad(m, x), 2),
-    "less a logarithm of sums": (of_logits(lambda made: made - made.logsumexp(-1, keepdim=True)), 1),
-    "less the largest": (of_logits(lambda made: made - made.amax(-1, keepdim=True)), 0),
-    "less the third": (of_logits(lambda made: made - made.topk(3).values[..., -1:].detach()), 0),
-    "capped beside the largest": (of_logits(lambda made: (torch.tanh(made / 3.0) * 3.0, made.amax(-1))), 0),
-    "written into": (of_logits(lambda made: made.add_(1)), 0),
-    "set item": (of_logits(with_item), 0),
-    "made from what is then written into": (of_logits(doubled_before), 0),
-    "dropout": (lambda m, x, ids: F.dropout(F.linear(x, m.weight), 0.0), 0),
-}
+MIXED: dict[str, Callable[[Tensor], Tensor]] = named_cases("norms", globals(), "x")
+HEADS: dict[str, tuple[Callable[..., Any], int]] = named_cases("heads", globals())
+HEADS |= {name: ((lambda m, x, ids, norm=norm: F.linear(norm(x), m.weight)), 1) for name, norm in MIXED.items()}
+HEADS |= named_cases("other heads", globals())

@@ -7,21 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.tables import named_cases
+
 VOCABULARY, WIDTH, HEADS, KEY_HEADS, HEAD, WINDOW = 23, 16, 4, 2, 4, 5
-ROTARY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KEY_HEADS,
-    "head_dim": HEAD,
-    "max_position_embeddings": 64,
-    "use_cache": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+ROTARY = named_cases("configuration", globals())
 
 
 def of(kind: str, *without: str, **more: Any) -> nn.Module:

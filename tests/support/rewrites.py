@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
-from tests.support.canonical import INF, NAN, Case, Function, plain, scores, special
-from tests.support.tables import read
+from tests.support.canonical import INF, NAN, Case, Function, plain, scores, special  # noqa: F401  (in tests/tables)
+from tests.support.tables import named_cases, read
 
 __all__ = ["RELATIVE_SHIFT", "RELATIVE_SHIFT_BACKWARD", "F"]  # names in rewrites.txt
 
@@ -28,27 +28,7 @@ def tensor(*numbers: int) -> Tensor:
 X, S, LABELS = special(4, 3), scores(2, 7, 5), tensor(1, 0, -100, 4, 1)
 ORDER, KEYS = tensor(3, 1, 3, 0, 2), torch.tensor([[3, 1, 3, 0, 2], [0, 5, 1, 1, 1]])
 THREES = ((0, 3), (3, 6), (6, 9), (9, 12))
-OPERANDS: dict[str, dict[str, Any]] = {  # by a name that stands alone
-    "X": {"x": X},
-    "B": {"x": special(2, 12, 2)},
-    "G": {"g": special(2, 12, 2), "d": special(2, 12, 2)},
-    "W": {"x": special(12, 12)},
-    "S": {"x": S},
-    "D": {"x": S[:, 4:], "g": plain(2, 3, 5)},  # rows of numbers: in other rows both sides are NaN
-    "L": {"d": plain(), "x": plain(5, 6), "y": LABELS},
-    "P": {"x": special(5, 2), "keys": ORDER},
-    "Q": {"x": special(2, 5, 3), "keys": KEYS},
-    "SQUARE": {"x": special(5, 5), "keys": KEYS.repeat(3, 1)[:5]},
-    "LONGER": {"x": special(2, 7, 3), "keys": KEYS},
-    "PLACES": {
-        "x": special(2, 3, 4),
-        "rows": torch.tensor([[0.0, 2.0, 0.5], [NAN, 0.0, -3.0]]).double()[..., None],
-        "y": special(5, 4),
-    },
-    "LOSS": {"x": plain(5, 6), "y": LABELS, "weight": plain(6).abs(), "g": plain()},
-    "MASKED": {"x": special(2, 3, 4), "number": torch.tensor(-0.0, dtype=torch.float64)},
-    "HEADS": {"q": plain(2, 6, 4, 2), "k": plain(2, 2, 4, 2), "g": plain(2, 6, 4, 2)},
-}
+OPERANDS: dict[str, dict[str, Any]] = named_cases("operands", globals())
 
 # -- helpers of expressions
 
