@@ -22,7 +22,7 @@ from tests.support.stateful.averages import averages
 from tests.support.stateful.blocks import blocks
 from tests.support.stateful.selective import selective, selective_backward
 from tests.support.stateful.windows import windows
-from tests.support.tables import named_cases, read
+from tests.support.tables import listed_cases, named_cases, read
 from tests.test_stateful import attended, selected
 
 # -- declarations
@@ -50,16 +50,7 @@ def listing(x: list[T], first: T) -> tuple[T, T]:
     return first.clone(), first.clone()
 
 
-SOUND: dict[str, Any] = {
-    "rows": {"x": 1},
-    "results": (1, None, None),
-    "states": {"first": 1},
-    "cotangents": {"dy": 0, "dlast": 1},
-    "gradients": ("x", "weight", "first"),
-    "saved": {"kept": 2},
-    "always": {"asks": True},
-    "counts": ["rows"],
-}
+SOUND: dict[str, Any] = named_cases("a sound declaration", globals())
 WRONG = read(Path(__file__).parent / "support" / "wrong_recurrences.txt", 2)[""]
 
 
@@ -68,17 +59,12 @@ def test_wrong_declarations_are_refused(changes: str, says: str) -> None:
     refused(undeclared, undeclared_backward, SOUND | eval(f"dict({changes})"), says)
 
 
+UNDECLARABLE: list[tuple[Any, Any, str]] = listed_cases("operators without recurrences", globals())
+
+
 @pytest.mark.parametrize(
     ("own", "backward", "says"),
-    [
-        (torch.sigmoid, undeclared_backward, "does not occur in graphs"),
-        (undeclared, lambda dy: dy, "does not occur in graphs"),
-        (selective, undeclared_backward, "already has a rule"),
-        (undeclared, selective_backward, "already has a rule"),
-        (torch.ops.aten.mm.default, undeclared_backward, "already has a rule"),
-        (writing, undeclared_backward, "writes to its arguments"),
-        (listing, undeclared_backward, "lists of tensors"),
-    ],
+    UNDECLARABLE,
 )
 def test_operators_without_recurrences_are_refused(own: Any, backward: Any, says: str) -> None:
     refused(own, backward, SOUND, says)
@@ -110,16 +96,7 @@ SCAN = {"x": ROWS, "dt": ROWS.sigmoid(), "a": -draw(4, 3).exp(), "b": draw(2, 7,
 ATTENTION = {"q": HEADS, "k": HEADS.sin(), "v": HEADS.cos(), "g": -HEADS[..., 0].exp(), "scale": 0.5}
 CHANNELS = {"x": ROWS.transpose(1, 2), "weight": draw(4, 4)}
 AVERAGE = {"count": 7, "k": ROWS, "v": ROWS.sin(), "decay": draw(4).sigmoid()}
-SAMPLES: tuple[tuple[Any, dict[str, Any]], ...] = (
-    (selective, SCAN),
-    (selective, {**SCAN, "d": draw(4), "first": STATE}),
-    (blocks, {**ATTENTION, "first": None, "output_final_state": False}),
-    (blocks, {**ATTENTION, "first": draw(2, 2, 3, 3), "output_final_state": True}),
-    (windows, {**CHANNELS, "bias": None, "first": None}),
-    (windows, {**CHANNELS, "bias": draw(4), "first": STATE}),
-    (averages, AVERAGE),
-    (averages, {**AVERAGE, "top": draw(2, 4), "bottom": draw(2, 4).exp()}),
-)
+SAMPLES: tuple[tuple[Any, dict[str, Any]], ...] = tuple(listed_cases("samples", globals()))
 
 
 @pytest.mark.parametrize(("operator", "arguments"), SAMPLES)
@@ -136,16 +113,12 @@ def declared(operator: Any, **other: Any) -> Iterator[None]:
         yield
 
 
+WRONGLY_DECLARED: list[tuple[Any, dict[str, Any], str]] = listed_cases("wrong declarations", globals())
+
+
 @pytest.mark.parametrize(
     ("operator", "wrong", "says"),
-    [
-        (selective, {"rows": {"x": 1, "dt": 1, "b": 1}}, "in chunks of 1 rows it raises|differs from"),
-        (selective, {"rows": {"x": 0, "dt": 0, "b": 0, "c": 0}, "results": (0, None)}, "differs from the unchunked one by"),
-        (blocks, {"block": 1}, "result 0 differs from"),
-        (averages, {"states": {"top": 2, "bottom": 1}}, "differs from the unchunked one by"),
-        (averages, {"cotangents": {"dy": 0, "dunder": 1, "dover": 2}}, "gradient"),
-        (windows, {"rows": {"x": 1}, "results": (1, None)}, "in chunks of 1 rows it raises"),
-    ],
+    WRONGLY_DECLARED,
 )
 def test_a_wrong_declaration_is_found(operator: Any, wrong: dict[str, Any], says: str) -> None:
     arguments = next(given for own, given in SAMPLES[1::2] if own is operator)
@@ -153,19 +126,12 @@ def test_a_wrong_declaration_is_found(operator: Any, wrong: dict[str, Any], says
         streamfx.check_recurrence(operator, arguments, 1)
 
 
+CHECKED: list[tuple[dict[str, Any], int | None, str]] = listed_cases("checks that prove nothing", globals())
+
+
 @pytest.mark.parametrize(
     ("change", "chunk_size", "says"),
-    [
-        ({"count": 1, "k": ROWS[:, :1], "v": ROWS[:, :1]}, None, "1 rows"),
-        ({}, 7, "7 rows"),
-        ({}, 0, "chunk_size=0"),
-        ({}, -1, "chunk_size=-1"),
-        ({"frist": None}, None, "frist among the arguments"),
-        ({"k": None}, None, "k=None"),
-        ({"k": [1]}, None, r"k=\[1\] \(list\)"),
-        ({"decay": torch.rand(4, device="meta")}, None, "decay holds no data"),
-        ({"count": "many"}, None, "with these arguments it raises"),
-    ],
+    CHECKED,
 )
 def test_a_check_that_proves_nothing_is_refused(change: dict[str, Any], chunk_size: int | None, says: str) -> None:
     """One chunk passes on no state, so any declaration would pass."""

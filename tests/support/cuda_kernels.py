@@ -21,6 +21,7 @@ from streamfx.kernels.attention_call import AttentionCall
 from streamfx.kernels.device_kinds import DeviceKind
 from tests.support import cuda_documents
 from tests.support.cuda_reading import HALF, SINGLE, by_rows, check_heads, gradients, is_aligned, like, lse_type, plain, read
+from tests.support.tables import named_cases
 
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 
@@ -355,15 +356,4 @@ def cudnn_backward(
     return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 
-STAND_INS: dict[str, Callable[..., Any]] = {
-    "_scaled_dot_product_cudnn_attention": cudnn,
-    "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
-    "_scaled_dot_product_flash_attention": flash,
-    "_scaled_dot_product_flash_attention_backward": flash_backward,
-    "_flash_attention_forward": flash_window,
-    "_flash_attention_backward": flash_window_backward,
-    "_efficient_attention_forward": efficient_last,
-    "_efficient_attention_backward": efficient_last_backward,
-    "_scaled_dot_product_efficient_attention": efficient,
-    "_scaled_dot_product_efficient_attention_backward": efficient_backward,
-}
+STAND_INS: dict[str, Callable[..., Any]] = named_cases("stand-ins", globals())
