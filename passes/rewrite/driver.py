@@ -20,7 +20,7 @@ from streamfx.passes.ops.aliasing import memories
 from streamfx.passes.ops.hub_kernels import operator_name
 from streamfx.passes.ops.opaque import may_be_merged
 from streamfx.passes.ops.traits import is_random
-from streamfx.passes.rewrite.pattern import Replacement, RewriteRule
+from streamfx.passes.rewrite.pattern import RewriteRule
 
 ADDS_AXES = frozenset(operator for operator, record in OPERATORS.items() if record.adds_axes)
 
@@ -69,8 +69,10 @@ def _apply_rule(rule: RewriteRule, node: fx.Node, writer: GraphWriter) -> bool:
     """Apply one rule to a node, and return whether it replaced a value; raise an error if the graph would have a cycle."""
     num_nodes_before = len(writer.new_nodes)
     result = rule.rewrite(node, writer.move_before(node))
+    if result is None:
+        return False
     new_nodes = {*writer.new_nodes[num_nodes_before:]}
-    replacements = _replacement_by_node(node, result)
+    replacements = {node: result} if isinstance(result, fx.Node) else result
     if any(_reads(new, old, new_nodes) for old, new in replacements.items() if old is not new):  # the graph would have a cycle
         raise AssertionError(f"rule {rule.name}: a replacement depends on the node that it replaces")
     changes = [replace(old, new, is_new=new in new_nodes) for old, new in replacements.items()]
@@ -81,13 +83,6 @@ def _reads(new: fx.Node, old: fx.Node, new_nodes: Collection[fx.Node]) -> bool:
     """Return whether `new` depends on `old` through nodes that the rule has inserted."""
     inserted = walk([new], lambda node: [source for source in node.all_input_nodes if source in new_nodes])
     return any(old in node.all_input_nodes for node in inserted)
-
-
-def _replacement_by_node(node: fx.Node, result: Replacement) -> Mapping[fx.Node, fx.Node]:
-    """Return a rule's result as a map from replaced nodes to replacements, empty if the rule did not apply."""
-    if result is None:
-        return {}
-    return {node: result} if isinstance(result, fx.Node) else result
 
 
 def replace(node: fx.Node, replacement: fx.Node, is_new: bool) -> bool:

@@ -102,7 +102,7 @@ def rewrite_rule(*patterns: Any) -> Callable[[Rewrite], RewriteRule]:
         @wraps(function)
         def rewrite(node: fx.Node, writer: GraphWriter) -> Replacement:
             """Match the node, and call the function with the captures."""
-            for root in roots:
+            for root in filter(lambda root: root.may_match(node), roots):
                 for captures in root.matches(node, {}):
                     arguments = {**captures, "captures": captures}
                     replacement = function(node, writer, **{name: arguments[name] for name in arguments if name in names})
@@ -125,6 +125,10 @@ class Pattern:
         """Yield, for each way in which a value matches, the given captures with those of the pattern."""
         raise NotImplementedError
 
+    def may_match(self, value: Any) -> bool:
+        """Return False only if a value certainly does not match. This check is cheap: most values fail it."""
+        return True
+
     def match(self, value: Any, captures: Captures | None = None) -> dict[str, Any] | None:
         """Return the captures of the first way in which a value matches, with the given captures; None if there is none."""
         return next((dict(match) for match in self.matches(value, captures or {})), None)
@@ -145,7 +149,7 @@ class Op(Pattern):
 
     def matches(self, value: Any, captures: Captures) -> Iterator[Captures]:
         """Yield the captures; the two operands of a commutative operator are also tried in the other order."""
-        if not isinstance(value, fx.Node) or value.target not in self.targets or not self._may_match_operands(value):
+        if not self.may_match(value):
             return
         traced = _traced_arguments(value)
         written = {**dict(zip(traced, self.arguments, strict=False)), **self.keywords}
@@ -162,17 +166,18 @@ class Op(Pattern):
                 yield from _match_all([*written.values()], order, bound)
 
     @cached_property
-    def _operand_targets(self) -> list[tuple[int, Collection[Any]]]:
-        """The positions of arguments whose patterns are calls, and the operators of these calls."""
-        return [(i, item.targets) for i, item in enumerate(self.arguments) if isinstance(item, Op)]
+    def _operand_patterns(self) -> list[tuple[int, Pattern]]:
+        """The positions and patterns of arguments that are more than a name or a constant."""
+        return [(i, item) for i, item in enumerate(self.arguments) if isinstance(item, Pattern)]
 
-    def _may_match_operands(self, node: fx.Node) -> bool:
-        """Return False if some operand of a node is certainly not the call that the pattern has there. This check is cheap."""
-        for position, targets in self._operand_targets:
-            operands = node.args[:2] if node.target in COMMUTATIVE else node.args[position : position + 1]
-            if operands and all(isinstance(operand, fx.Node) and operand.target not in targets for operand in operands):
-                return False
-        return True
+    def may_match(self, value: Any) -> bool:
+        """Return False if a value is no such call, or if its operands certainly do not match."""
+        if not isinstance(value, fx.Node) or value.target not in self.targets:
+            return False
+        args = value.args
+        if value.target in COMMUTATIVE:
+            return all(any(map(pattern.may_match, args[:2])) for _, pattern in self._operand_patterns)
+        return all(i >= len(args) or pattern.may_match(args[i]) for i, pattern in self._operand_patterns)
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,10 @@ class Either(Pattern):
         """Yield the captures of each pattern that matches."""
         for pattern in self.patterns:
             yield from _match_one(pattern, value, captures)
+
+    def may_match(self, value: Any) -> bool:
+        """Return whether one of the patterns may match."""
+        return any(not isinstance(pattern, Pattern) or pattern.may_match(value) for pattern in self.patterns)
 
 
 @dataclass(frozen=True)
@@ -201,6 +210,10 @@ class Through(Pattern):
     def matches(self, value: Any, captures: Captures) -> Iterator[Captures]:
         """Yield the captures of the pattern for the value before the skipped operators."""
         yield from _match_one(self.pattern, self.skip(value), captures)
+
+    def may_match(self, value: Any) -> bool:
+        """Return whether the value before the skipped operators may match."""
+        return not isinstance(self.pattern, Pattern) or self.pattern.may_match(self.skip(value))
 
     def skip(self, value: Any) -> Any:
         """Return the value before the skipped operators."""
