@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint  # noqa: F401  (in tests/tables)
+from torch.utils.checkpoint import checkpoint
 
 import streamfx
 from streamfx.ir.facts import known
@@ -112,6 +112,15 @@ def test_a_leaf_that_reaches_no_loss_has_no_gradient(used: int) -> None:
         return left[0] + right[0], left[1] + right[1].detach() * left[1]
 
     compared(lambda m, x: m.out(along(combine, (m.gate(x), x * m.mu))[used]), length=6, streams=None)
+
+
+def test_compilation_saves_nothing_for_checkpointing() -> None:
+    """Checkpointing counts the tensors that a call saves, and compares a call that compiles with one that does not."""
+    model = torch.compile(lambda x: along(lambda a, b: a * b.cos() + b, x).sum(), backend="streambp", options={"chunk_size": 5})
+    x, other = (torch.arange(26.0, dtype=torch.float64).reshape(2, 13, 1).requires_grad_() for _ in range(2))
+    checkpoint(model, x, use_reentrant=False).backward()  # type: ignore[no-untyped-call]
+    model(other).backward()
+    assert x.grad is not None and torch.equal(x.grad, other.grad)
 
 
 # -- graphs that match a tree

@@ -14,6 +14,7 @@ from torch import Tensor, distributed, fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput  # 2.11, 2.13
 
 from streamfx.node_meta import DESCRIPTION
+from streamfx.torch_private import no_saved_tensor_hooks
 
 EXCLUDED_INSIDE_OPERATORS = (  # 2.11, 2.13: dispatch keys that an operator's implementation, and a mode that calls it, exclude
     "AutogradFunctionality",
@@ -136,8 +137,12 @@ def nodes_to_execute(edges: Iterable[tuple[Any, int]]) -> frozenset[Any]:
 
 @contextmanager
 def autograd_inside_operators() -> Iterator[None]:
-    """Context manager: autograd and `vmap` work even inside an operator's implementation, which excludes them (2.11, 2.13)."""
+    """Context manager: autograd and `vmap` work even inside an operator's implementation, which excludes them (2.11, 2.13).
+
+    The user's saved-tensor hooks do not see what is saved here: checkpointing counts saved tensors, and would count these.
+    """
     with ExitStack() as stack:
+        stack.enter_context(no_saved_tensor_hooks())
         for name in EXCLUDED_INSIDE_OPERATORS:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, name), False))
         stack.enter_context(torch.enable_grad())
