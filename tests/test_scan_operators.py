@@ -120,7 +120,7 @@ def test_compilation_saves_nothing_for_checkpointing() -> None:
     x, other = (torch.arange(26.0, dtype=torch.float64).reshape(2, 13, 1).requires_grad_() for _ in range(2))
     checkpoint(model, x, use_reentrant=False).backward()  # type: ignore[no-untyped-call]
     model(other).backward()
-    assert x.grad is not None and torch.equal(x.grad, other.grad)
+    assert x.grad is not None and other.grad is not None and torch.equal(x.grad, other.grad)
 
 
 # -- graphs that match a tree
