@@ -13,6 +13,7 @@ import torch
 from streamfx.tools.cli import main
 from streamfx.tools.report import notices
 from streamfx.torch_private import versions
+from tests.support.tables import TABLES, read
 from tests.versions import PAGE, ROOT, known, page
 
 LIBRARY = ("streamfx", "passes")
@@ -101,6 +102,12 @@ def test_the_readme_has_the_command_of_ci() -> None:
         pytest.skip("no .ci here: an unpacked source distribution")
     command = next(line for line in run.read_text().splitlines() if line.startswith("python3 -m venv"))
     assert command.split(" | ")[0] in (ROOT / "README.md").read_text()
+
+
+def test_tests_read_all_tables_of_cases() -> None:
+    code = "".join(path.read_text() for path in sources("tests"))
+    sections = {section for path in TABLES.glob("*.txt") for section in read(path, 1) if section}
+    assert sections and not [section for section in sections if f'_cases("{section}", globals()' not in code]
 
 
 def test_passes_is_a_link() -> None:
