@@ -16,7 +16,6 @@ from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.rewrite.canonicalize import canonicalize
 from tests.support.exactness import compare
 from tests.support.spread import only
-from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
 
@@ -99,7 +98,16 @@ def scattered(self: Decoder, x: Tensor) -> Tensor:
     return torch.as_strided_scatter(x.contiguous(), x[:, :5].sin(), (2, 5, WIDTH), (LENGTH * WIDTH, WIDTH, 1), 2 * WIDTH)
 
 
-PROGRAMS: dict[str, tuple[Between, str]] = named_cases("programs", globals())
+PROGRAMS: dict[str, tuple[Between, str]] = {
+    "cond": (lambda self, x: either(x.sum() > 0, x, self.w), "torch.cond(flag"),
+    "cond of a flag": (lambda self, x: either(self.seen[0] > 0, x, self.w), "torch.cond(flag"),
+    "as_strided": (windows, "rows.as_strided("),
+    "as_strided_scatter": (scattered, "torch.as_strided_scatter("),
+    "bits": (lambda self, x: x * (x.detach().view(torch.int64) >> 62).to(x.dtype), ""),
+    "a list of results": (lambda self, x: x + two_of_each(x)[0] * two_of_each(x)[1].sin(), "two_of_each(x)[0]"),
+    "an operator that writes": (lambda self, x: x + counted(x.detach(), self.seen), "counted(x.detach(), self.seen)"),
+    "an operator that reads layouts": (lambda self, x: flat(self.layer(x.transpose(0, 1)).contiguous()).transpose(0, 1), "flat("),
+}
 
 
 @pytest.mark.parametrize("name", only(["an operator that writes"], PROGRAMS))
@@ -116,7 +124,11 @@ def test_operators_around_a_fallback_stream(name: str) -> None:
     assert all("test_whole.py" in reason and line in reason and "please report" not in reason for reason in reasons)
 
 
-ADVICE = named_cases("advice", globals())
+ADVICE = {
+    "torch.where of what both functions give": PROGRAMS["cond of a flag"][0],
+    "torch._higher_order_ops.scan": looped,
+    "generic": paired,
+}
 
 
 @pytest.mark.parametrize("advice", only(["generic"], ADVICE))
