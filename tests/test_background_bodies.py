@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import streamfx
 from benchmarks.live_bytes import peak_live_bytes
@@ -138,17 +139,40 @@ def test_a_backward_runs_the_code_of_its_forward(tmp_path: Path) -> None:
 
 
 @pytest.mark.compiled
-def test_hooks_on_saved_tensors_do_not_part_the_halves(tmp_path: Path) -> None:
-    """Their copies do not know the step: no forward graph changes it before a backward graph has run."""
-    with imitated(tmp_path) as process, torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+def test_code_stays_if_hooks_replace_saved_tensors(tmp_path: Path) -> None:
+    """Their copies do not know the step, and the backward graph of any earlier forward graph may still come."""
+    with imitated(tmp_path) as process:
         steps = Steps()
-        for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            first, second = steps.forward(), steps.forward()
+            second.backward()
+            for _ in range(3):
+                steps.run()
+            first.backward()
+        for _ in range(3):
             steps.run()
-        steps.forward()
-        steps.run()
-        steps.run()
-    halves = [(half, number) for half, _, number in process.snapshots]
-    assert halves[-4:] == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
+    assert {number for _, _, number in process.snapshots} == {0}
+
+
+@pytest.mark.compiled
+def test_a_checkpoint_recomputes_with_the_code_of_its_forward(tmp_path: Path) -> None:
+    with imitated(tmp_path) as process:
+        steps = Steps()
+        given = (tokens(2, LENGTH), tokens(2, LENGTH))
+        for _ in range(4):
+            losses = [checkpoint(steps.call, *given, use_reentrant=False) for _ in range(2)]  # type: ignore[no-untyped-call]
+            sum(losses).backward()
+    assert {number for _, _, number in process.snapshots} == {0} and len(process.snapshots) == 4 * 2 * 3
+
+
+@pytest.mark.compiled
+def test_a_process_without_jobs_ends_and_another_one_takes_later_jobs(tmp_path: Path) -> None:
+    process = Imitation(outcome=lambda job: cached(job) if process.started > 1 else Answer("", "idle"))
+    with imitated(tmp_path, process):
+        steps = Steps()
+        for _ in range(8):
+            steps.run()
+    assert process.started == 2 and process.snapshots[-1][-1] == 1
 
 
 @pytest.mark.compiled

@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from streamfx.frontend import backend  # noqa: F401  (registers all operators of the library)
@@ -14,19 +15,26 @@ from streamfx.runtime.compile_process import Answer
 from streamfx.runtime.inductor_errors import blame
 from streamfx.torch_private.inductor_cache import use_settings
 
+IDLE_SECONDS = 20.0  # without a job, after which the process ends: the parent may train no more
 NICENESS = 10  # of the process, so that steps of training are hardly slower while it compiles
 MAX_TEXT = 500  # characters of an error: an answer fits into one write to the pipe, so that it arrives as a whole
 
 
 def serve(fd_in: int, fd_out: int) -> None:
-    """Run the process: answer the jobs of the pipe `fd_in` on the pipe `fd_out`, until the parent closes its ends."""
+    """Run the process: answer the jobs of the pipe `fd_in` on the pipe `fd_out`.
+
+    The process ends if the parent closes its ends, or if no job has arrived for `IDLE_SECONDS`.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end then ends this process
     jobs: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_read_jobs, args=(fd_in, jobs), daemon=True).start()
     os.nice(NICENESS)
     with Connection(fd_out, readable=False) as answers:
-        while True:
-            answers.send(_answer(*jobs.get()))
+        with suppress(queue.Empty):
+            while True:
+                answers.send(_answer(*jobs.get(timeout=IDLE_SECONDS)))
+        answers.send(Answer("", "idle"))
+    os._exit(0)
 
 
 def _read_jobs(fd_in: int, jobs: queue.SimpleQueue[tuple[str, bytes]]) -> None:

@@ -7,8 +7,8 @@ segments of both graphs at once. Layouts that occur later run eagerly until they
 # NOTE [Both halves of a step run the same code]
 A step takes the snapshot of the compiled code that is current when its forward graph begins; its saved values bring it to the
 backward graph (`step_bodies.py`). So a change never affects a step that has begun, and a forward graph without a backward
-graph delays no change. If no saved value can bring it, because the user's hooks replace all of them, the backward graph takes the
-snapshot of the last forward graph, and no forward graph changes it until a backward graph has run.
+graph delays no change. If no saved value can bring it (saved-tensor hooks of the user or of a checkpoint replace them, or all
+are inputs and views), the code never changes again: backward graphs that are still to come take the current snapshot.
 """
 
 from __future__ import annotations
@@ -129,7 +129,6 @@ class BackgroundBodies:
         self.num_steps = 0
         self._num_backwards = 0
         self._last_step: StepBodies | None = None
-        self._is_step_lost = False  # no saved value brings the last step to its backward graph, which has not run
         self._groups: dict[Hashable, _Group] = {}  # keyed by the structure of the segment, and the kinds of its inputs
         self._is_changed = False  # a layout occurred for the first or second time since the last plan
         self._pending: dict[str, tuple[Hashable, BodyJob]] = {}  # jobs whose code is not loaded, by key
@@ -145,8 +144,7 @@ class BackgroundBodies:
             return None
         if self._lock.acquire(blocking=False):  # otherwise, another thread begins a step
             try:
-                if not self._is_step_lost:
-                    self._advance()
+                self._advance()
             except Exception as error:  # for example, the cache's folder cannot be written
                 warn_once(NOT_COMPILED, blame(error))
                 self._abandon()
@@ -158,14 +156,15 @@ class BackgroundBodies:
         self._last_step = StepBodies(self, self.snapshot, self.num_steps)
         return self._last_step
 
-    def end_forward(self, is_saved: bool) -> None:
+    def end_forward(self, step: StepBodies | None, is_saved: bool) -> None:
         """End the forward graph; `is_saved`: a saved value will bring the step to the backward graph."""
-        self._is_step_lost = self.has_backward and not (is_saved and saves_tensors_themselves())
+        if step is not None and self.has_backward and not (is_saved and saves_tensors_themselves()):
+            self.snapshot = step.snapshot if not self.is_abandoned else self.snapshot
+            self._abandon()
 
     def begin_backward(self, arguments: Sequence[Any]) -> StepBodies | None:
         """Return the step of a backward graph with these inputs."""
         self._num_backwards += 1
-        self._is_step_lost = False
         return step_of(arguments) or (None if self.is_waiting else self._last_step)
 
     def _must_wait(self) -> bool:

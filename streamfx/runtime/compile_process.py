@@ -24,7 +24,7 @@ from typing import Literal
 from streamfx.runtime.body_jobs import BodyJob
 from streamfx.torch_private.inductor_cache import environment_of_compiler
 
-Outcome = Literal["cached", "unknown operator", "failed"]
+Outcome = Literal["cached", "unknown operator", "failed", "idle"]
 # `-c` adds the working directory as the first place to import from, where a file could replace a module of the library
 PROGRAM = "import sys; sys.path[:1] = [path for path in sys.path[:1] if path]; "
 PROGRAM += "from streamfx.frontend.compile_worker import serve; serve({}, {})"
@@ -32,7 +32,7 @@ PROGRAM += "from streamfx.frontend.compile_worker import serve; serve({}, {})"
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a job, and the text of its error."""
+    """The outcome of a job, and the text of its error; "idle", without a job: the process has ended for lack of jobs."""
 
     key: str
     outcome: Outcome
@@ -140,6 +140,9 @@ class JobQueue:
         if process is None:
             return
         for answer in process.receive():
+            if answer.outcome == "idle":  # jobs that it did not read are submitted again
+                self._unanswered.clear()
+                break
             self.answers[answer.key] = answer
             self._unanswered.discard(answer.key)
         if not self._unanswered or not process.is_alive:

@@ -15,6 +15,7 @@ traces at that moment would take its metadata from that node.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from streamfx.runtime.expanded_code import CodeCall, generate_function
 from streamfx.runtime.probes import measurement
 from streamfx.runtime.restride import reinterpreted, resolve_conj_and_neg
 from streamfx.runtime.step_bodies import STEP_ATTRIBUTE, StepBodies, program_of, use_step
+from streamfx.torch_private import is_traceable_wrapper_subclass
 
 aten = torch.ops.aten
 COPYING_VIEWS: dict[Any, Any] = {  # views, and operators that copy if the operand's layout allows no view
@@ -120,15 +122,21 @@ class HostProgramRunner:
             measurement.probe.on_forward(self.description)
         if self._is_backward:
             arguments[:] = map(resolve_conj_and_neg, arguments)
-        input_ids = {id(argument) for argument in arguments} if self._num_outputs is not None else set()
+        # weak, because the run frees inputs; by `id`, a new tensor in the place of a freed one would be taken for an input
+        inputs = [weakref.ref(value) for value in arguments if isinstance(value, Tensor)] if self._num_outputs is not None else []
+        memories = _memories(arguments) if self.background is not None else set()
         with torch.no_grad(), use_mask_cache(mask_cache_of(arguments)) as mask_cache, use_step(self.step_for(arguments)) as step:
             results = self._graph.run(arguments)
         if self._num_outputs is None:
             return results
         results = [_savable(result) for result in results]
-        is_saved = _attach(mask_cache, step, results[: self._num_outputs], results[self._num_outputs :], input_ids)
+        outputs = results[: self._num_outputs]
+        excluded_ids = {*(id(reference()) for reference in inputs), *map(id, outputs)}
+        if step is not None:
+            _own_one_view(results, self._num_outputs, memories | _memories(outputs))
+        is_saved = _attach(mask_cache, step, results[self._num_outputs :], excluded_ids)
         if self.background is not None:
-            self.background.end_forward(is_saved)
+            self.background.end_forward(step, is_saved)
         return results
 
     def step_for(self, arguments: Sequence[Any]) -> StepBodies | None:
@@ -159,15 +167,12 @@ def _requires_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _attach(
-    mask_cache: MaskCache, step: StepBodies | None, results: Sequence[Any], saved: Sequence[Any], input_ids: set[int]
-) -> bool:
+def _attach(mask_cache: MaskCache, step: StepBodies | None, saved: Sequence[Any], excluded_ids: set[int]) -> bool:
     """Attach the cache of evaluated masks, and the step, to the values that are saved only for the backward graph.
 
     The backward graph finds them there. Other values are the user's: results of the forward graph, and its inputs (by `id`).
     Return whether there is such a value that autograd saves as it is, which it does not for views.
     """
-    excluded_ids = input_ids.union(map(id, results))
     is_saved = False
     for value in saved:
         if isinstance(value, Tensor) and id(value) not in excluded_ids:
@@ -176,6 +181,25 @@ def _attach(
                 setattr(value, STEP_ATTRIBUTE, step)
             is_saved = is_saved or not value._is_view()
     return is_saved
+
+
+def _memories(values: Sequence[Any]) -> set[int]:
+    """Return identifiers of the memory of all tensors among these values, except for subclasses that hold other tensors."""
+    tensors = (value for value in values if isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value))
+    return {value.untyped_storage()._cdata for value in tensors}
+
+
+def _own_one_view(results: list[Any], num_outputs: int, memories: set[int]) -> None:
+    """Replace one saved view, in place, by a tensor with its memory that is no view, if all values saved only here are views.
+
+    `memories` are those of the user's inputs and results (see `_memories`). A view of them stays, because autograd checks that
+    nobody writes to it. So do inputs and results that are saved: they have such a memory.
+    """
+    own = [i for i in range(num_outputs, len(results)) if type(results[i]) is Tensor and not memories & _memories([results[i]])]
+    if own and all(results[i]._is_view() for i in own):
+        view = results[own[0]]
+        place = view.untyped_storage(), view.storage_offset(), view.shape, view.stride()
+        results[own[0]] = view.new_empty(0).set_(*place)
 
 
 def mask_cache_of(arguments: Sequence[Any]) -> MaskCache:
