@@ -35,12 +35,11 @@ from tests.support.spread import only
 from tests.support.stretches import for_sizes
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler")
-OPTIONS: dict[str, Any] = {"chunk_size": 4}
 LENGTH = 11
 
 
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:
-    return torch.compile(model, backend="streambp", options={**OPTIONS, **options})
+    return torch.compile(model, backend="streambp", options={"chunk_size": 4, **options})
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -48,7 +47,6 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def cached(job: BodyJob) -> Answer:
-    """The process has compiled the job into the cache."""
     job.mark_as_cached()
     return Answer(job.key, "cached")
 
@@ -157,8 +155,7 @@ def test_code_stays_if_hooks_replace_saved_tensors(tmp_path: Path) -> None:
 @pytest.mark.compiled
 def test_a_checkpoint_recomputes_with_the_code_of_its_forward(tmp_path: Path) -> None:
     with imitated(tmp_path) as process:
-        steps = Steps()
-        given = (tokens(2, LENGTH), tokens(2, LENGTH))
+        steps, given = Steps(), (tokens(2, LENGTH), tokens(2, LENGTH))
         for _ in range(4):
             losses = [checkpoint(steps.call, *given, use_reentrant=False) for _ in range(2)]  # type: ignore[no-untyped-call]
             sum(losses).backward()

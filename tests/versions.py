@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as xml
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
@@ -143,7 +144,11 @@ def page(rows: Sequence[Row]) -> str:
     for row in (row for row in rows if row["failed"]):
         lines.append(f"\nWith Python {row['python']} and PyTorch {row['torch']} these failed:\n\n")
         explained = row.get("explained", {})  # written by hand: the reason of each failure
-        lines += [f"- `{name}`: {explained[name]}\n" if name in explained else f"- `{name}`\n" for name in row["failed"]]
+        counts = Counter((name.partition("::")[0], explained.get(name)) for name in row["failed"])
+        for (file, reason), count in counts.items():
+            names = [f"`{name}`" for name in row["failed"] if (name.partition("::")[0], explained.get(name)) == (file, reason)]
+            text = f"{count} tests of `{file}`" if count > 6 else ", ".join(names)
+            lines.append(f"- {text}: {reason}\n" if reason else f"- {text}\n")
     return "".join(lines)
 
 
