@@ -78,13 +78,16 @@ class CompileProcess:
         self._unsent += struct.pack("!i", len(data)) + data  # the format of `Connection.recv`
 
     def receive(self) -> Iterator[Answer]:
-        """Send jobs as far as the pipe takes them, and yield the answers that have arrived."""
+        """Yield the answers that have arrived, and send jobs as far as the pipe takes them.
+
+        Answers first: the process may have ended for lack of jobs, and says so, before it could read these.
+        """
         try:
-            with suppress(BlockingIOError):  # the pipe is full
-                while self.is_alive and self._unsent:
-                    self._unsent = self._unsent[os.write(self._fd_jobs, self._unsent) :]
             while self.is_alive and self._answers.poll(0):
                 yield self._answers.recv()
+            with suppress(BlockingIOError, BrokenPipeError):  # the pipe is full, or the next call receives the last answer
+                while self.is_alive and self._unsent:
+                    self._unsent = self._unsent[os.write(self._fd_jobs, self._unsent) :]
         except (EOFError, OSError):
             self.close()
 
