@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan
+from torch.utils._pytree import tree_map
 
 import streamfx
 from streamfx.errors import OptionError
@@ -53,7 +54,7 @@ def reaching_back(chunk_size: int, reach: int) -> Runs:
         made = []
         for begin in range(0, length, chunk_size):
             first = max(begin - before, 0)
-            state = states[first].detach() if first else states[0]
+            state = tree_map(torch.detach, states[first]) if first else states[0]
             end = min(begin + chunk_size, length)
             made.append(row_by_row(step, state, [item[:, first:end] for item in rows])[:, begin - first :])
         return torch.cat(made, 1)
@@ -94,6 +95,18 @@ def averaged(m: Mixed, x: Tensor, runs: Runs) -> Tensor:
     return m.out(runs(step, torch.stack([zeros(x), torch.ones_like(zeros(x))]), (m.gate(x).exp(), x)))
 
 
+def counted(m: Mixed, x: Tensor, runs: Runs) -> Tensor:
+    """A state of three dtypes: a count and a flag pass from row to row, too."""
+
+    def step(state: tuple[Tensor, Tensor, Tensor], row: tuple[Tensor]) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        total, count, is_odd = state
+        total = torch.where(is_odd, 0.5, 0.9) * total + (m.gate(row[0]) + total).tanh()
+        return (total, count + 1, ~is_odd), total / (1 + count)
+
+    begin = zeros(x), torch.zeros((), dtype=torch.int16), torch.zeros((), dtype=torch.bool)
+    return m.out(runs(step, begin, (x,)))
+
+
 def averaged_by_an_operator(m: Mixed, x: Tensor) -> Tensor:
     """The declared gradient of its state is truncated; its weights' gradients are sums of all rows."""
     return m.out(averages(x.shape[1], m.gate(x), x, m.mu.sigmoid(), zeros(x), torch.ones_like(zeros(x)))[0])
@@ -130,7 +143,7 @@ def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max(((a - b).norm() / (b.norm() + 1e-3)).item() for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", only(["weighted, by scan", "summed up, row by row"], TRUNCATED))
+@pytest.mark.parametrize("name", only(["weighted, by scan", "summed up, row by row", "counted, row by row"], TRUNCATED))
 def test_gradients_reach_back_as_many_rows_as_asked(name: str) -> None:
     if name == "weighted, by scan" and not ALONG:
         pytest.skip("eager scans of 2.11 lose gradients through states if the first one needs none")

@@ -39,7 +39,7 @@ from streamfx.runtime.shape_families import (
     Numbers,
     family_of,
     find_code,
-    strides_of,
+    layout_of,
     widened_family,
     with_contiguous_rows,
 )
@@ -158,8 +158,9 @@ class BackgroundBodies:
 
     def end_forward(self, step: StepBodies | None, is_saved: bool) -> None:
         """End the forward graph; `is_saved`: a saved value will bring the step to the backward graph."""
-        if step is not None and self.has_backward and not (is_saved and saves_tensors_themselves()):
-            self.snapshot = step.snapshot if not self.is_abandoned else self.snapshot
+        is_lost = self.has_backward and not (is_saved and saves_tensors_themselves())
+        if step is not None and is_lost and not self.is_abandoned:
+            self.snapshot = step.snapshot
             self._abandon()
 
     def begin_backward(self, arguments: Sequence[Any]) -> StepBodies | None:
@@ -171,14 +172,11 @@ class BackgroundBodies:
         """Return whether segments compile on their first call; once true for a program, it stays true.
 
         With several ranks, all would have to change in the same step. With deterministic algorithms, the step of the change
-        would decide about rounding.
+        would decide about rounding. If the code never changes again (`_abandon`), it does not change in this way either.
         """
-        self.is_waiting = (
-            self.is_waiting
-            or _waits.get()
-            or not _can_start_process()
-            or torch.are_deterministic_algorithms_enabled()
-            or _has_other_ranks()
+        self.is_waiting = self.is_waiting or (
+            not self.is_abandoned
+            and (_waits.get() or not _can_start_process() or torch.are_deterministic_algorithms_enabled() or _has_other_ranks())
         )
         return self.is_waiting
 
@@ -186,18 +184,10 @@ class BackgroundBodies:
 
     def note_inputs(self, segment: Segment, inputs: Sequence[Any], step: int) -> None:
         """Note inputs of a segment: numbers, and (shape, strides, dtype, device) of tensors."""
-        kinds: list[Any] = []
-        numbers: list[int] = []
-        for value in inputs:
-            if isinstance(value, tuple):
-                shape, strides, dtype, device = value
-                kinds.append((dtype, device, len(shape)))
-                packed = with_contiguous_rows(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
-                numbers += [*packed.shape, *strides_of(packed)]
-            else:
-                kinds.append("number")
-                numbers.append(value)
-        self.note_layout(segment, tuple(kinds), tuple(numbers), step)
+        kinds, numbers = layout_of([with_contiguous_rows(_without_memory(value)) for value in inputs])
+        devices = (value[3] if isinstance(value, tuple) else None for value in inputs)
+        own_kinds = (kind if device is None else (kind[0], device, kind[2]) for kind, device in zip(kinds, devices, strict=True))
+        self.note_layout(segment, tuple(own_kinds), numbers, step)
 
     def note_layout(self, segment: Segment, kinds: Hashable, numbers: Numbers, step: int) -> None:
         """Note that a segment ran eagerly in a step, on inputs of these kinds, with these sizes and strides."""
@@ -315,6 +305,14 @@ class BackgroundBodies:
         self._loaded, self._is_changed = {}, True  # guards may restrict code to some of the lengths for which it was compiled
         self.snapshot = Snapshot(self.snapshot.number + 1, codes)
         log.info(TAKEN_OVER, self.num_steps + 1, len(codes))
+
+
+def _without_memory(value: Any) -> Any:
+    """Return a tensor on the meta device for (shape, strides, dtype, device); a number unchanged."""
+    if not isinstance(value, tuple):
+        return value
+    shape, strides, dtype, _ = value
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def _can_start_process() -> bool:

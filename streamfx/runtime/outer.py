@@ -124,7 +124,7 @@ class HostProgramRunner:
             arguments[:] = map(resolve_conj_and_neg, arguments)
         # weak, because the run frees inputs; by `id`, a new tensor in the place of a freed one would be taken for an input
         inputs = [weakref.ref(value) for value in arguments if isinstance(value, Tensor)] if self._num_outputs is not None else []
-        memories = _memories(arguments) if self.background is not None else set()
+        memories = _memories(arguments) if inputs and self.background is not None else set()
         with torch.no_grad(), use_mask_cache(mask_cache_of(arguments)) as mask_cache, use_step(self.step_for(arguments)) as step:
             results = self._graph.run(arguments)
         if self._num_outputs is None:

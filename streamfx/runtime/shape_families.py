@@ -8,7 +8,7 @@ compiled once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -109,13 +109,13 @@ def widened_family(codes: Sequence[FamilyCode], numbers: Numbers) -> Family:
     return next((family for family in families if family is not None), single_member(numbers))
 
 
-def layout_of(inputs: Sequence[Any]) -> tuple[Hashable, Numbers]:
+def layout_of(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Numbers]:
     """Return (kinds, numbers): the properties that must be equal to share code, and the sizes and strides in one tuple.
 
     Kinds are dtypes, devices and ranks. Numbers may vary within a family; inputs that are numbers are among them.
     The stride of a dimension of size 1 has no meaning; it is replaced by the stride of a contiguous tensor.
     """
-    kinds: list[Hashable] = []
+    kinds: list[Any] = []
     numbers: list[int] = []
     for value in inputs:
         if isinstance(value, Tensor):
