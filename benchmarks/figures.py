@@ -246,8 +246,9 @@ def in_a_picture(figures: Figures) -> str:
     return (
         f"Training all parameters of Qwen3-8B on {found['length']:,} tokens (bfloat16, no optimizer, no offload) peaks at\n"
         f"**{ours:.0f} GiB**, including parameters and gradients, versus {theirs:.0f} GiB with gradient checkpointing\n"
-        f"({in_chunks:.0f} GiB if the checkpointed run also chunks its loss). `streamfx plan` predicts {theirs / ours:.1f} times less\n"
-        f"memory and {found['seconds'] / other['compiled_seconds']:.2f} times the time, with both runs compiled."
+        f"({in_chunks:.0f} GiB if the checkpointed run also chunks its loss). `streamfx plan` predicts\n"
+        f"{theirs / ours:.1f} times less memory and {found['seconds'] / other['compiled_seconds']:.2f} times the time,"
+        " with both runs compiled."
     )
 
 
