@@ -231,8 +231,9 @@ def in_short(figures: Figures) -> str:
     names = ("Qwen3-8B, all", "Llama-3.1-8B, nf4", "Llama-3.1-8B, nf4, 24 GiB", "GPT-OSS-20B, nf4")
     whole, quantized, small, experts = (f"{figures[name]['length']:,}" for name in names)
     return (
-        f"In 80 GiB, full training of Qwen3-8B reaches {whole} tokens. Adapter training reaches {quantized} tokens on\n"
-        f"Llama-3.1-8B in nf4 ({small} in 24 GiB), and {experts} on GPT-OSS-20B in nf4."
+        f"In 80 GiB, all parameters of Qwen3-8B can be trained on sequences of up to {whole} tokens.\n"
+        f"Adapters can be trained on up to {quantized} tokens for Llama-3.1-8B in nf4 ({small} in 24 GiB),\n"
+        f"and on up to {experts} for GPT-OSS-20B in nf4."
     )
 
 
@@ -243,28 +244,29 @@ def in_a_picture(figures: Figures) -> str:
     found = figures[PICTURED]
     other = found["checkpointing"]
     ours, theirs, in_chunks = (of["peak_bytes"] / GIB for of in (found, other, found["loss in chunks"]))
+    time = found["seconds"] / other["compiled_seconds"]
     return (
-        f"Training all parameters of Qwen3-8B on {found['length']:,} tokens (bfloat16, no optimizer, no offload) peaks at\n"
-        f"**{ours:.0f} GiB**, including parameters and gradients, versus {theirs:.0f} GiB with gradient checkpointing\n"
-        f"({in_chunks:.0f} GiB if the checkpointed run also chunks its loss). `streamfx plan` predicts\n"
-        f"{theirs / ours:.1f} times less memory and {found['seconds'] / other['compiled_seconds']:.2f} times the time,"
-        " with both runs compiled."
+        f"`streamfx plan` predicts a peak of **{ours:.0f} GiB** for training all parameters of Qwen3-8B on a sequence of\n"
+        f"{found['length']:,} tokens (bfloat16, no optimizer, no offload), including parameters and gradients. It predicts\n"
+        f"{theirs:.0f} GiB with gradient checkpointing ({theirs / ours:.1f} times as much), or {in_chunks:.0f} GiB\n"
+        "if the checkpointed run also computes its loss in chunks. With both runs compiled, it predicts that\n"
+        f"a streamfx step takes {time:.2f} times as long as a step with gradient checkpointing."
     )
 
 
 BESIDE = {  # what is trained, where, and what others report to have run
     "Qwen3-8B, every boundary": ("Qwen3-8B, all parameters, `keep_every=1`, one 80 GB GPU", "StreamBP 72K"),
     "Llama-3.1-8B, nf4": ("Llama-3.1-8B, QLoRA, one 80 GB GPU", "Unsloth 343K"),
-    "Llama-3.1-8B, nf4, 24 GiB": ("the same in 24 GB", "Unsloth 78K"),
+    "Llama-3.1-8B, nf4, 24 GiB": ("Llama-3.1-8B, QLoRA, one 24 GB GPU", "Unsloth 78K"),
     "GPT-OSS-20B, nf4": ("GPT-OSS-20B, QLoRA, one 80 GB GPU", "Unsloth 290K; 500K with tiled MLP"),
-    "Qwen3-8B, a sequence on 8": ("Qwen3-8B, all, AdamW, offload, eight 80 GB GPUs", "TRL's guide 1.0M"),
-    "Llama-3.1-8B, a sequence on 8": ("Llama-3.1-8B, the same", "ALST 3.7M"),
-    "Llama-3.1-8B, a sequence on 32": ("Llama-3.1-8B, the same on 32", "ALST 15M"),
+    "Qwen3-8B, a sequence on 8": ("Qwen3-8B, all parameters, AdamW, offload, 8 GPUs of 80 GB", "TRL's guide 1.0M"),
+    "Llama-3.1-8B, a sequence on 8": ("Llama-3.1-8B, all parameters, AdamW, offload, 8 GPUs of 80 GB", "ALST 3.7M"),
+    "Llama-3.1-8B, a sequence on 32": ("Llama-3.1-8B, all parameters, AdamW, offload, 32 GPUs of 80 GB", "ALST 15M"),
 }
 
 
 def beside_others(figures: Figures) -> str:
-    lines = ["| trained | tokens, planned | tokens, reported by others |", "|---|---|---|"]
+    lines = ["| training | longest sequence in tokens, predicted | longest sequence, reported by others |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {what} | {figures[name]['length']:,} | {other} |" for name, (what, other) in BESIDE.items())])
 
 

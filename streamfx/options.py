@@ -56,7 +56,7 @@ class Options:
             plain tensors.
         gradients: when autograd gets them: "stagewise", as soon as a stage's are complete, so that their consumers (DDP, an
             optimizer in the backward pass) run between stages; "at once", at the end; "auto", stagewise if DDP or hooks on
-            parameters consume them.
+            parameters consume them, or if they are added to gradients of an earlier backward pass.
         adjoints: how far the gradients of a recurrence reach back: "exact", or a number of rows, rounded up to chunks
             (truncated adjoint sharding): gradients then differ from eager's, as `explain` reports. It affects recurrences
             alone: attention and running sums stay exact.
