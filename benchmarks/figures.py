@@ -125,7 +125,10 @@ ROWS = {  # model, what is trained, and what others report for it
 
 
 def what_fits(figures: Figures) -> str:
-    lines = ["| model | trained | tokens | peak GiB | tokens of a chunk | minutes | elsewhere |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| model | trained | tokens | peak GiB | tokens per chunk | minutes per step | reported by others |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, (model, trained, other) in ROWS.items():
         found = figures[name]
         rows = min(found["rows"]) * found["batch"]
@@ -201,19 +204,19 @@ def in_context(figures: Figures) -> str:
         {term for one in found for term in one["peak_by_term"]}, key=lambda term: -found[0]["peak_by_term"].get(term, 0)
     )
     rows = {
-        "tokens of the sequence": [f"{one['length']:,}" for one in found],
-        "ALST reports": [ALST.get(name, "") for name in names],
-        "peak of a device": [_gib(one["peak_bytes"]) for one in found],
+        "tokens per sequence": [f"{one['length']:,}" for one in found],
+        "tokens, reported for ALST": [ALST.get(name, "") for name in names],
+        "peak": [_gib(one["peak_bytes"]) for one in found],
         **{term: [_gib(one["peak_by_term"].get(term, 0)) for one in found] for term in terms},
-        "waits on the host of 8": [_gib(one["host"]["bytes_of_all"]) for one in found],
+        "offloaded, per host of 8 devices": [_gib(one["host"]["bytes_of_all"]) for one in found],
         "sent in a step": [_gib(one["wire"]["bytes"]) for one in found],
-        "of it between machines": [_gib(one["wire"]["far_bytes"]) for one in found],
+        "sent between machines": [_gib(one["wire"]["far_bytes"]) for one in found],
         "communication time (exposed)": [_times(one["wire"]) for one in found],
         "copy time (exposed)": [_times(one["host"]) for one in found],
         "time of a step": [f"{one['seconds'] / 3600:.1f} h" for one in found],
     }
     lines = [
-        "| on each device | " + " | ".join(name.replace(", a sequence", "") for name in names) + " |",
+        "| on each device | " + " | ".join(name.replace(", a sequence", "") + " devices" for name in names) + " |",
         "|---" * (len(names) + 1) + "|",
     ]
     return "\n".join([*lines, *(f"| {' | '.join([name, *cells])} |" for name, cells in rows.items())])
