@@ -68,7 +68,7 @@ ODD = named_cases("unexpected behavior", globals())
 
 @pytest.mark.parametrize("does", ODD)
 def test_unexpected_child_behavior_is_a_failed_trial(does: str, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_selftest, "TEST_SECONDS", 1)
+    monkeypatch.setattr(kernel_selftest, "TEST_SECONDS", 1 if "for 1 s" in ODD[does] else 30)  # a busy machine is slow
     monkeypatch.setattr(kernel_selftest, "EXIT_SECONDS", 1)
     child.command = [sys.executable, "-c", f"import os, subprocess, sys, time; sys.stdin.readline(); {does}"]
     begun = time.monotonic()
