@@ -94,7 +94,6 @@ RULES: tuple[RewriteRule, ...] = (
     tile_views.slice_backward_to_select_backward,
     tile_views.add_of_views_to_view_of_add,
     tile_views.slice_of_view_to_select,
-    tile_views.slice_of_padded_sum_to_slice,
     scatter_to_concat.slice_of_writes_to_cat,
     scatter_to_concat.writes_to_cat,
     scatter_to_concat.view_of_cat_to_stack,

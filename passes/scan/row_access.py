@@ -25,8 +25,9 @@ from streamfx.ir.joint import bound_arguments, erase_unused, node_argument, shap
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
+from streamfx.passes.ops.row_maps import is_same_type_addition
 from streamfx.passes.ops.traits import is_random
-from streamfx.passes.scan.trim import is_same_type_addition, trim_rows, trim_stacks
+from streamfx.passes.scan.trim import trim_rows, trim_stacks
 
 aten = torch.ops.aten
 MIN_ROWS = 3  # rows of a loop: two are more likely to be two halves of a value

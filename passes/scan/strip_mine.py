@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,13 +22,11 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import JointGraph, bound_arguments, int_argument, node_argument, shape_of_node
-from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.axes import widths
-from streamfx.passes.rewrite.views.tile_views import RowSlice, is_static_shape, sliced_rows
+from streamfx.passes.ops.row_maps import RowSlice, is_same_type_addition, is_static_shape, row_read, row_write
 from streamfx.passes.scan.row_access import MIN_ROWS, is_summand
-from streamfx.passes.scan.trim import is_same_type_addition
 
 aten = torch.ops.aten
 
@@ -144,28 +142,11 @@ def _sliced_row_ranges(graph: fx.Graph) -> dict[fx.Node, dict[RowSlice, list[fx.
     For a = x[:, 0:4]: {x: {RowSlice(dim=1, start=0, stop=4): [a]}}. Slices without static bounds are omitted.
     """
     ranges: dict[fx.Node, dict[RowSlice, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
-    for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
-        source = node_argument(node)
-        if is_static_shape(shape_of_node(source)) and (rows := sliced_rows(node, source)) is not None:
-            ranges[source][rows].append(node)
-    for target in sorted(of_kind(Kind.SPLIT), key=str):
-        for node in graph.find_nodes(op="call_function", target=target):
-            for rows, part in _split_outputs(node):
-                ranges[node_argument(node)][rows].append(part)
+    for node in sorted(graph.nodes, key=lambda node: node.target is operator.getitem):  # slices before outputs of splits
+        read = row_read(node)
+        if read is not None and not read.is_single and read.rows.is_static and is_static_shape(shape_of_node(read.tensor)):
+            ranges[read.tensor][read.rows].append(node)
     return ranges
-
-
-def _split_outputs(split: fx.Node) -> Iterator[tuple[RowSlice, fx.Node]]:
-    """Yield (row slice of the operand, output) for each output of a split that is used; nothing if sizes are dynamic."""
-    shape, sizes = shape_of_node(node_argument(split)), [tuple(part.shape) for part in split.meta[VALUE]]
-    if not is_static_shape(shape) or not all(map(is_static_shape, sizes)):
-        return
-    dim = bound_arguments(split)["dim"] % len(shape)
-    for part in split.users:
-        if part.target is operator.getitem:
-            index = int_argument(part, 1)
-            start = sum(size[dim] for size in sizes[:index])
-            yield RowSlice(dim, start, start + sizes[index][dim]), part
 
 
 def _matching_blocks(
@@ -289,9 +270,9 @@ def _summands_of(total: fx.Node, partial_sums: Collection[fx.Node]) -> tuple[dic
     other_summands: list[fx.Node] = []
     while todo:
         addend = todo.pop()
-        rows = sliced_rows(addend, addend) if addend.target is aten.slice_backward.default else None
-        if rows is not None:
-            padded[rows].append(addend)
+        move = row_write(addend) if addend.target is aten.slice_backward.default else None
+        if move is not None:
+            padded[move.rows].append(addend)
         elif (
             addend in partial_sums
             and is_same_type_addition(addend)

@@ -17,11 +17,11 @@ from collections.abc import Callable, Container, Iterable, Mapping
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, int_argument, is_tensor, node_argument, shape_of_node, walk
-from streamfx.ir.sizes import Size, shape_of
+from streamfx.ir.joint import bound_arguments, node_argument, shape_of_node, walk
+from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
-from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.views.tile_views import sliced_rows
+from streamfx.passes.ops.row_maps import RowSlice, find_pieces, row_read
+from streamfx.passes.rewrite.views.scatter_to_concat import emit_piece
 
 aten = torch.ops.aten
 
@@ -36,18 +36,19 @@ def trim_stacks(graph: fx.Graph, reads: Mapping[fx.Node, tuple[fx.Node, int]], w
     # a single selected row, such as the last row of a block, is not a step
     lengths = {node: length for node, (source, length) in reads.items() if reads_per_source[source] > 1}
     for node in list(graph.nodes):
-        source = node_argument(node) if node.target is aten.slice.Tensor else node
-        rows_range = sliced_rows(node, source) if source.target is aten.stack.default and source is not node else None
-        if rows_range is None or rows_range.dim != _row_dim(source):
+        read = row_read(node)
+        if read is None or read.tensor.target is not aten.stack.default or read.is_single:
             continue
-        values: list[fx.Node] = source.args[0]  # type: ignore[assignment]
-        kept = values[rows_range.start : rows_range.stop]
+        if read.rows.dim != _row_dim(read.tensor):
+            continue
+        values: list[fx.Node] = read.tensor.args[0]  # type: ignore[assignment]
+        kept = values[read.rows.start : read.rows.stop]
         counts = _first_matching_counts(
             kept, lambda value: value.all_input_nodes, lambda value: lengths.get(value, 0), {len(kept), len(values)}
         )
         if len(kept) in counts and len(values) not in counts:
             node.replace_all_uses_with(
-                writer.move_before(node).call(aten.stack.default, kept, rows_range.dim), propagate_meta=False
+                writer.move_before(node).call(aten.stack.default, kept, read.rows.dim), propagate_meta=False
             )
 
 
@@ -62,51 +63,22 @@ def trim_rows(reads: Iterable[fx.Node], writer: GraphWriter) -> None:
         if read.target is aten.select.int and node_argument(read).target in (aten.slice_backward.default, aten.add.Tensor):
             padded[node_argument(read)].append(read)
     for source, selects in padded.items():
-        dim = _row_dim(selects[0])
-        length = shape_of_node(source)[dim]
-        summands = _padded_summands(source, dim)
-        if not summands or any(_row_dim(read) != dim for read in selects):
+        moves = [move for read in selects if (move := row_read(read)) is not None and move.rows.dim == _row_dim(selects[0])]
+        length = shape_of_node(source)[_row_dim(selects[0])]
+        if not isinstance(length, int) or len(moves) < len(selects):
             continue
-        unpadded_lengths = {rows.stop - rows.start for rows in summands.values()}
+        dim = moves[0].rows.dim
+        pieces = find_pieces(source, RowSlice(dim, 0, length))
+        unpadded_lengths = {piece.num_rows for piece in pieces if piece.has_all_rows(dim)}
         stacked_lengths = _first_matching_counts(
             selects, lambda value: list(value.users), _stacked_rows, {length, *unpadded_lengths}
         )
         if length not in stacked_lengths and unpadded_lengths & stacked_lengths:
-            for read in selects:
-                row = int_argument(read, 2) % int(length)  # type: ignore[call-overload]
-                read.replace_all_uses_with(
-                    _select_padded_row(read, row, summands, writer.move_before(read)), propagate_meta=False
-                )
-
-
-def _padded_summands(source: fx.Node, dim: int) -> dict[fx.Node, range]:
-    """Return the `slice_backward` summands of a value, each with the rows [start, stop) along `dim` that are not padding.
-
-    Return an empty dictionary if a summand is not such a zero-padded value, or if the rows of two overlap.
-    """
-    summands, todo = dict[fx.Node, range](), [source]
-    while todo:
-        addend = todo.pop()
-        if is_same_type_addition(addend):
-            todo.extend(addend.args)  # type: ignore[arg-type]
-            continue
-        rows_range = sliced_rows(addend, addend) if addend.target is aten.slice_backward.default else None
-        if (
-            rows_range is None
-            or rows_range.dim != dim
-            or any(rows_range.start < rows.stop and rows.start < rows_range.stop for rows in summands.values())
-        ):
-            return {}  # including x + x, which has its rows twice
-        summands[addend] = range(rows_range.start, rows_range.stop)
-    return summands
-
-
-def is_same_type_addition(node: fx.Node) -> bool:
-    """Return whether two tensors of equal shape and dtype are added, without broadcasting, conversion or scaling."""
-    if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
-        return False
-    values = [item.meta[VALUE] for item in (*node.args, node) if is_tensor(item)]  # type: ignore[union-attr]
-    return len(values) == 3 and len({(shape_of(value), value.dtype) for value in values}) == 1
+            for move in moves:
+                (piece,) = (part for piece in pieces if (part := piece.clip(*move.rows[1:])).num_rows > 0)
+                row = emit_piece(piece, move, writer.move_before(move.part))
+                if row is not None:
+                    move.part.replace_all_uses_with(row, propagate_meta=False)
 
 
 def _first_matching_counts(
@@ -132,16 +104,3 @@ def _row_dim(node: fx.Node) -> int:
     """Return the dimension (from the start) along which a `stack` adds rows, or a `select` selects one."""
     value = node if node.target is aten.stack.default else node_argument(node)
     return int(bound_arguments(node)["dim"]) % len(shape_of_node(value))
-
-
-def _select_padded_row(read: fx.Node, row: int, summands: Mapping[fx.Node, range], writer: GraphWriter) -> fx.Node:
-    """Emit row number `row` of a sum of zero-padded values: the row of the summand that has it, or zeros if none does.
-
-    `summands` maps each `slice_backward` to its rows. With several summands, add 0: the original sum also turns -0 into 0.
-    """
-    like = read.meta[VALUE]
-    for summand, rows in summands.items():
-        if row in rows:
-            selected = writer.call(aten.select.int, node_argument(summand), _row_dim(read), row - rows.start)
-            return selected if len(summands) == 1 else writer.call(aten.add.Tensor, selected, 0.0)
-    return writer.call(aten.full.default, list(like.shape), 0, dtype=like.dtype, device=like.device)

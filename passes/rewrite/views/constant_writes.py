@@ -10,18 +10,18 @@ constant, a line, a staircase of blocks, or a table, which is checked for each r
 
 from __future__ import annotations
 
-import operator
 from functools import partial, reduce
 from typing import TypeAlias
 
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, has_same_type, int_argument, node_argument, shape_of_node
+from streamfx.ir.joint import node_argument, shape_of_node
 from streamfx.ir.operator_table import MOVES_ELEMENTS, Kind, is_kind, of_kind
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import exact_number, find_fill
+from streamfx.passes.ops.row_maps import OVERWRITES, RowMove, RowSlice, row_read, row_write
 from streamfx.passes.rewrite.pattern import rewrite_rule
 from streamfx.passes.rewrite.views.column_strips import (
     END,
@@ -36,8 +36,6 @@ from streamfx.passes.rewrite.views.column_strips import (
     fit_line,
     group_into_strips,
 )
-from streamfx.passes.rewrite.views.scatter_to_concat import ROW_WRITES
-from streamfx.passes.rewrite.views.tile_views import RowSlice
 
 aten = torch.ops.aten
 ROW_OPERATORS = of_kind(Kind.OVERWRITE_ROWS, Kind.SLICE, Kind.SELECT, Kind.UNBIND)
@@ -46,14 +44,14 @@ MAX_SINGLE_STRIPS = 2  # if there are at most this many writes, each is a separa
 Box: TypeAlias = tuple[Interval, ...]
 
 
-@rewrite_rule(*ROW_WRITES)
+@rewrite_rule(*OVERWRITES)
 def constant_writes_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[0, :1] = c; x[1, :2] = c; ... -> where(arange(n) < arange(n)[:, None] + 1, c, x)
 
     Applies to the last of any number of constant writes that cover parts of at most two dimensions. If there are few, and
     their rows are sliced or overwritten, `scatter_to_concat.py` finds the write of each row instead.
     """
-    if any(user.target in ROW_WRITES and _match_written_boxes(user) is not None for user in node.users):
+    if any(user.target in OVERWRITES and _match_written_boxes(user) is not None for user in node.users):
         return None
     buffer, boxes = _find_writes(node)
     if len(boxes) <= MAX_INTERVALS and any(user.target in ROW_OPERATORS for user in node.users):
@@ -125,16 +123,18 @@ def _match_written_boxes(node: fx.Node) -> list[tuple[Box, float]] | None:
     The written value is a constant, or constants were written into a constant or into a view of the same rows of the buffer:
     x[r][: r - 2] = c writes row r of x after a slice of it was overwritten.
     """
-    target_rows = _find_rows(node) if node.target in ROW_WRITES else None
-    if target_rows is None or not has_same_type(node_argument(node, 1), node):
+    write = row_write(node) if node.target in OVERWRITES else None
+    target_rows = _static_rows(write)
+    if write is None or target_rows is None:
         return None
-    base, rows = node_argument(node), node_argument(node, 1)
+    base, rows, is_single_row = node_argument(node), write.part, write.is_single
     dim, low, high = target_rows
-    is_single_row = node.target is aten.select_scatter.default
     boxes: list[tuple[Box, float]] = []
     number = _find_constant(rows)
     if number is None:
-        view_before = node_argument(base, 1) if base.target is node.target and _find_rows(base) == target_rows else None
+        view_before = (
+            node_argument(base, 1) if base.target is node.target and _static_rows(row_write(base)) == target_rows else None
+        )
         root, boxes = _find_writes(rows, view_before)
         number = _find_constant(root) if boxes else None
         if not boxes or (
@@ -150,27 +150,14 @@ def _match_written_boxes(node: fx.Node) -> list[tuple[Box, float]] | None:
     return [((*box[:dim], interval, *box[dim + 1 :]), number) for box, interval, number in shifted]
 
 
-def _find_rows(node: fx.Node) -> RowSlice | None:
-    """Return the rows that a write or a view (a slice or a single row) accesses, as nonnegative numbers.
-
-    Return None if its bounds are not static, or if it has a step.
-    """
-    arguments = bound_arguments(node)
-    operand = node_argument(node)
-    rank = len(shape_of_node(operand))
-    dim = arguments["dim"] % max(rank, 1)
-    size = shape_of_node(operand)[dim] if rank else None
-    end = size if isinstance(size, int) else END
-    if "index" in arguments:
-        index = arguments["index"]
-        is_static = isinstance(index, int) and (index >= 0 or end != END)
-        return RowSlice(dim, index % end, index % end + 1) if is_static else None
-    start = 0 if arguments["start"] is None else arguments["start"]
-    stop = END if arguments["end"] is None else arguments["end"]
-    if not all(isinstance(bound, int) and (bound >= 0 or end != END) for bound in (start, stop)) or arguments["step"] != 1:
+def _static_rows(move: RowMove | None) -> RowSlice | None:
+    """Return the rows of a write or read with static bounds: `END` is the end of a dynamic dimension. None if there are none."""
+    if move is None:
         return None
-    first_row, end_row, _ = slice(start, stop).indices(end)
-    return RowSlice(dim, first_row, end_row)
+    dim, start, stop = move.rows
+    is_end = not isinstance(stop, int) and stop == shape_of_node(move.tensor)[dim]
+    rows = RowSlice(dim, start, END if is_end else stop)
+    return rows if rows.is_static else None
 
 
 def _is_view_of_buffer(view: fx.Node, is_single_row: bool, rows: RowSlice, base: fx.Node) -> bool:
@@ -179,20 +166,16 @@ def _is_view_of_buffer(view: fx.Node, is_single_row: bool, rows: RowSlice, base:
     The view may be of the buffer, of a value that was written there, or of the buffer before writes to other rows. So walk
     back over the writes that led to `base`, as long as they wrote other rows.
     """
-    if view.target is operator.getitem and node_argument(view).target is aten.unbind.int:
-        unbind, row_index = node_argument(view), int_argument(view, 1)
-        viewed = node_argument(unbind)
-        unbind_dim = bound_arguments(unbind)["dim"] % len(shape_of_node(base))
-        viewed_rows: RowSlice | None = RowSlice(unbind_dim, row_index, row_index + 1)
-    elif view.target is (aten.select.int if is_single_row else aten.slice.Tensor):
-        viewed, viewed_rows = node_argument(view), _find_rows(view)
-    else:
+    read = row_read(view)
+    if read is None or read.is_single != is_single_row:
         return False
+    viewed, viewed_rows = read.tensor, _static_rows(read)
     while viewed is not base or viewed_rows != rows:
-        written = _find_rows(base) if base.target in ROW_WRITES else None
-        if written is None or written.dim != rows.dim:
+        write = row_write(base) if base.target in OVERWRITES else None
+        written = _static_rows(write)
+        if write is None or written is None or written.dim != rows.dim:
             return False
-        if base.target is aten.slice_scatter.default and viewed is node_argument(base, 1):  # a view of the written value
+        if not write.is_single and viewed is write.part:  # a view of the written value
             return written.contains(rows) and viewed_rows == (rows.dim, rows.start - written.start, rows.stop - written.start)
         if not written.is_disjoint(rows):
             return False

@@ -16,30 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, has_same_type, node_argument, shape_of_node
+from streamfx.ir.joint import has_same_type, node_argument, shape_of_node
 from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
-from streamfx.node_meta import VALUE
+from streamfx.passes.ops.row_maps import RowMove, is_static_shape, row_read, row_write
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
-
-
-class RowSlice(NamedTuple):
-    """Rows [start, stop) along dimension `dim`."""
-
-    dim: int
-    start: int
-    stop: int
-
-    def contains(self, other: RowSlice) -> bool:
-        """Return whether these rows contain other rows of the same dimension."""
-        return self.dim == other.dim and self.start <= other.start and other.stop <= self.stop
-
-    def is_disjoint(self, other: RowSlice) -> bool:
-        """Return whether these rows do not overlap other rows of the same dimension."""
-        return self.dim == other.dim and (self.stop <= other.start or other.stop <= self.start)
 
 
 class RowBlock(NamedTuple):
@@ -57,7 +41,7 @@ def slice_to_select_of_view(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
     Applies if a view of x has the same blocks.
     """
     source = node_argument(node)
-    block = _match_block(node, source)
+    block = _match_block(row_read(node))
     if block is None:
         return None
     dim, block_index, size = block
@@ -74,7 +58,7 @@ def slice_backward_to_select_backward(node: fx.Node, writer: GraphWriter) -> fx.
     Applies if the gradient is added to a view that flattens blocks of this size.
     """
     shape = shape_of_node(node)
-    block = _match_block(node, node)
+    block = _match_block(row_write(node))
     if block is None:
         return None
     dim, block_index, size = block
@@ -114,38 +98,13 @@ def slice_of_view_to_select(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
     Applies if x has the blocks in a separate dimension.
     """
     source = node_argument(node)
-    block = _match_block(node, source)
+    block = _match_block(row_read(node))
     if block is None or not is_kind(source, Kind.RESHAPE):
         return None
     dim, block_index, size = block
     x = node_argument(source)
     has_blocks = shape_of_node(x) == _shape_with_blocks(shape_of_node(source), dim, size)
     return writer.call(aten.select.int, x, dim, block_index) if has_blocks else None
-
-
-@rewrite_rule(aten.slice.Tensor)
-def slice_of_padded_sum_to_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
-    """(slice_backward(a, 0, 0, 3) + slice_backward(b, 0, 3, 5))[1:3] -> a[1:3] + 0
-
-    The addition matters because 0 + -0 is 0.
-    """
-    padded_sum = node_argument(node)
-    read_rows, addends = sliced_rows(node, padded_sum), padded_sum.all_input_nodes
-    if read_rows is None or padded_sum.target is not aten.add.Tensor or len(addends) != 2 or padded_sum.kwargs:
-        return None
-    if not _are_alike(padded_sum, addends):
-        return None
-    # the rows of each addend that are not padding
-    rows_by_addend = {item: sliced_rows(item, item) if item.target is aten.slice_backward.default else None for item in addends}
-    containing = [item for item, rows in rows_by_addend.items() if rows is not None and rows.contains(read_rows)]
-    disjoint = [item for item, rows in rows_by_addend.items() if rows is not None and rows.is_disjoint(read_rows)]
-    if len(containing) != 1 or len(disjoint) != 1 or not node.meta[VALUE].is_floating_point():
-        return None
-    (addend,) = containing
-    offset = rows_by_addend[addend].start  # type: ignore[union-attr]
-    bounds = read_rows.start - offset, read_rows.stop - offset
-    rows = writer.call(aten.slice.Tensor, addend.args[0], read_rows.dim, *bounds)
-    return writer.call(aten.add.Tensor, rows, 0.0)
 
 
 def _is_select_backward(node: fx.Node) -> bool:
@@ -163,36 +122,14 @@ def _are_alike(node: fx.Node, addends: Iterable[fx.Node]) -> bool:
     return all(shape_of_node(addend) == shape_of_node(node) and has_same_type(addend, node) for addend in addends)
 
 
-def sliced_rows(node: fx.Node, source: fx.Node) -> RowSlice | None:
-    """Return the rows that a `slice`, `slice_scatter` or `slice_backward` accesses, as nonnegative numbers.
-
-    `source` is the tensor that has these rows: the operand of a slice, the result of the other two. Return None if the
-    bounds are not static, if there is a step, or if there are no rows.
-    """
-    arguments, shape = bound_arguments(node), shape_of_node(source)
-    dim = arguments["dim"] % max(len(shape), 1)
-    start, end, length = arguments["start"], arguments["end"], shape[dim] if shape else None
-    is_static = all(bound is None or isinstance(bound, int) for bound in (start, end)) and isinstance(length, int)
-    if not is_static or arguments["step"] != 1:
-        return None
-    first_row, end_row, _ = slice(start, end).indices(length)  # type: ignore[arg-type]
-    return RowSlice(dim, first_row, end_row) if first_row < end_row else None
-
-
-def is_static_shape(shape: Iterable[Size]) -> bool:
-    """Return whether all sizes of a shape are static."""
-    return all(isinstance(size, int) for size in shape)
-
-
-def _match_block(node: fx.Node, source: fx.Node) -> RowBlock | None:
-    """Return the block of `source` that a slice, or the gradient of a slice, accesses.
+def _match_block(move: RowMove | None) -> RowBlock | None:
+    """Return the block of a tensor that an operator reads, or that is not padding in the gradient of such a read.
 
     Return None unless its rows are one of two or more equal blocks of at least two rows, and the shape is static.
     """
-    shape, rows = shape_of_node(source), sliced_rows(node, source)
-    if rows is None or not is_static_shape(shape):
+    if move is None or not move.rows.is_static or not is_static_shape(shape := shape_of_node(move.tensor)):
         return None
-    dim, start, end = rows
+    dim, start, end = move.rows
     size = end - start
     is_block = 1 < size < shape[dim] and start % size == 0 and shape[dim] % size == 0  # type: ignore[operator]
     return RowBlock(dim, start // size, size) if is_block else None
