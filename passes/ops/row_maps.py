@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from streamfx.ir.joint import bound_arguments, has_same_type, int_argument, is_tensor, node_argument, shape_of_node
 from streamfx.ir.operator_table import Kind, is_kind, of_kind
@@ -280,13 +282,51 @@ def is_same_type_addition(node: fx.Node) -> bool:
     return len(values) == 3 and len({(shape_of(value), value.dtype) for value in values}) == 1
 
 
-def nested_addends(total: fx.Node, is_sum: Callable[[fx.Node], bool] = is_same_type_addition) -> list[fx.Node]:
-    """Return the addends of a nested sum, the last one first: c, b and a for (a + b) + c. An addend may occur twice."""
+def nested_addends(total: fx.Node, is_partial: Callable[[fx.Node], bool] = lambda node: True) -> list[fx.Node]:
+    """Return the addends of a nested sum, the last one first: c, b and a for (a + b) + c. An addend may occur twice.
+
+    Addends that are sums are decomposed if `is_partial` is true for them.
+    """
     addends, todo = list[fx.Node](), [total]
     while todo:
         value = todo.pop()
-        if is_sum(value):
+        if is_same_type_addition(value) and (value is total or is_partial(value)):
             todo.extend(value.args)  # type: ignore[arg-type]
         else:
             addends.append(value)
     return addends
+
+
+class PaddedSum(NamedTuple):
+    """A sum with zero-padded addends: by their rows that are not padding, these addends in graph order; and the other addends."""
+
+    total: fx.Node
+    padded: dict[RowSlice, list[RowMove]]
+    others: list[fx.Node]
+
+
+def padded_sums(graph: fx.Graph, padding: OpOverload) -> list[PaddedSum]:
+    """Return the sums of results of `padding`, which pads rows with zeros. Partial sums that are used once are decomposed.
+
+    Autograd adds such gradients if a loop reads rows one by one, or block by block.
+    """
+    partial_sums: dict[fx.Node, None] = {}  # the padded gradients, and all sums with one of them
+    for node in graph.nodes:
+        if node.target is padding or (is_same_type_addition(node) and any(item in partial_sums for item in node.args)):
+            partial_sums[node] = None
+    sums, order = list[PaddedSum](), {node: i for i, node in enumerate(graph.nodes)} if partial_sums else {}
+    for total in partial_sums:
+        is_addend = len(total.users) == 1 and any(user in partial_sums and user.target is not padding for user in total.users)
+        if total.target is padding or is_addend:
+            continue
+        padded, others = defaultdict[RowSlice, list[RowMove]](list), list[fx.Node]()
+        for addend in nested_addends(total, lambda node: node in partial_sums and len(node.users) == 1):
+            move = row_write(addend) if addend.target is padding else None
+            if move is not None and move.rows.is_static:
+                padded[move.rows].append(move)
+            else:
+                others.append(addend)
+        for moves in padded.values():
+            moves.sort(key=lambda move: order[move.part])
+        sums.append(PaddedSum(total, padded, others))
+    return sums

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from streamfx.ir.joint import bound_arguments, erase_unused, node_argument, shap
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
-from streamfx.passes.ops.row_maps import is_same_type_addition
+from streamfx.passes.ops.row_maps import RowSlice, padded_sums
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.scan.trim import trim_rows, trim_stacks
 
@@ -222,58 +222,23 @@ def _stack_rows(values: Sequence[fx.Node | None], dim: int, like_node: fx.Node, 
 
 
 def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
-    """Replace each sum of zero-padded rows by a stack, in place: select_backward(a, 0) + select_backward(b, 1) -> stack([a, b]).
+    """Replace each sum of zero-padded rows by stacks of rows, plus the other addends, in place.
 
-    Autograd adds such gradients if a loop selects rows one by one.
+    select_backward(a, 0) + select_backward(b, 1) -> stack([a, b]). A sum with less than half of its rows is not replaced. Several
+    values of a row come from several loops, in the order of the graph: there is a stack for each loop.
     """
-    partial_sums: dict[fx.Node, None] = {}  # the zero-padded rows, and all sums with one of them
-    for node in graph.nodes:
-        if node.target is aten.select_backward.default or (
-            is_same_type_addition(node) and any(item in partial_sums for item in node.args)
-        ):
-            partial_sums[node] = None
-    order = {node: i for i, node in enumerate(graph.nodes)} if partial_sums else {}
-    for node in partial_sums:
-        if node.target is aten.add.Tensor and not is_summand(node, partial_sums):
-            _stack_sum(node, partial_sums, order, writer)
-
-
-def is_summand(node: fx.Node, partial_sums: Collection[fx.Node]) -> bool:
-    """Return whether the only user of a sum is an addition in `partial_sums`, so that it is not the final sum."""
-    return len(node.users) == 1 and (user := next(iter(node.users))) in partial_sums and user.target is aten.add.Tensor
-
-
-def _stack_sum(node: fx.Node, partial_sums: Collection[fx.Node], order: Mapping[fx.Node, int], writer: GraphWriter) -> None:
-    """Replace the sum `node` of zero-padded rows by stacks of rows, plus the other summands, in place.
-
-    Nothing changes if less than half of the rows are given. Several values of a row come from several loops, in the order of
-    the graph (`order`): there is a stack for each loop. `partial_sums` has the additions that lead to `node`.
-    """
-    todo = list(node.args)
-    other_summands: list[Any] = []
-    rows: dict[tuple[int, int], dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))  # [dim, length][step]
-    padded: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)  # the same rows, as zero-padded summands
-    while todo:
-        addend: Any = todo.pop()
-        row = _static_row(addend, *addend.args[2:4]) if addend.target is aten.select_backward.default else None
-        if row is not None:
-            rows[row.dim, row.length][row.step].append(node_argument(addend))
-            padded[row.dim, row.length].append(addend)
-        elif addend in partial_sums and addend.target is aten.add.Tensor and len(addend.users) == 1:
-            todo.extend(addend.args)
-        else:
-            other_summands.append(addend)
-    dim, length = max(rows, key=lambda key: len(rows[key]), default=(0, 0))
-    values_of_step = rows[dim, length]
-    if length < MIN_ROWS or 2 * len(values_of_step) < length:
-        return
-    other_summands += [addend for key, summands in padded.items() if key != (dim, length) for addend in summands]
-    num_stacks = max(len(values) for values in values_of_step.values())
-    in_order = [sorted(values_of_step.get(step, ()), key=lambda value: order.get(value, 0)) for step in range(length)]
-    for loop_index in range(num_stacks):
-        stack_values = [values[loop_index] if loop_index < len(values) else None for values in in_order]
-        other_summands.append(_stack_rows(stack_values, dim, node, writer))
-    total = other_summands[0]
-    for summand in other_summands[1:]:
-        total = writer.move_before(node).call(aten.add.Tensor, total, summand)
-    node.replace_all_uses_with(total, propagate_meta=False)
+    for total, padded, others in padded_sums(graph, aten.select_backward.default):
+        num_rows = Counter(rows.dim for rows in padded)
+        dim = max(num_rows, key=num_rows.__getitem__, default=0)
+        length = shape_of_node(total)[dim]
+        if not isinstance(length, int) or length < MIN_ROWS or 2 * num_rows[dim] < length:
+            continue
+        others += [move.tensor for rows, moves in padded.items() if rows.dim != dim for move in moves]
+        gradients = [[move.part for move in padded.get(RowSlice(dim, step, step + 1), ())] for step in range(length)]
+        for loop_index in range(max(map(len, gradients))):
+            values = [rows[loop_index] if loop_index < len(rows) else None for rows in gradients]
+            others.append(_stack_rows(values, dim, total, writer))
+        replacement = others[0]
+        for addend in others[1:]:
+            replacement = writer.move_before(total).call(aten.add.Tensor, replacement, addend)
+        total.replace_all_uses_with(replacement, propagate_meta=False)

@@ -25,8 +25,8 @@ from streamfx.ir.joint import JointGraph, bound_arguments, int_argument, node_ar
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.axes import widths
-from streamfx.passes.ops.row_maps import RowSlice, is_same_type_addition, is_static_shape, row_read, row_write
-from streamfx.passes.scan.row_access import MIN_ROWS, is_summand
+from streamfx.passes.ops.row_maps import PaddedSum, RowSlice, is_static_shape, padded_sums, row_read
+from streamfx.passes.scan.row_access import MIN_ROWS
 
 aten = torch.ops.aten
 
@@ -244,78 +244,37 @@ def _rewrite_gradient_sums(
 
     Return the views, each with its blocks.
     """
-    partial_sums: dict[fx.Node, None] = {}  # the zero-padded gradients, and all sums with one of them
-    for node in graph.nodes:
-        is_padded = node.target is aten.slice_backward.default and is_static_shape(shape_of_node(node))
-        if is_padded or (is_same_type_addition(node) and any(item in partial_sums for item in node.args)):
-            partial_sums[node] = None
-    order = {node: index for index, node in enumerate(graph.nodes)} if partial_sums else {}
     concatenated: list[tuple[fx.Node, Blocks]] = []
-    for node in partial_sums:
-        if node.target is aten.add.Tensor and not is_summand(node, partial_sums):
-            padded, other_summands = _summands_of(node, partial_sums)
-            blocks = _matching_blocks(padded, shape_of_node(node), block_shapes)
-            if blocks is not None:
-                concatenated += _stack_gradients(node, blocks, padded, other_summands, order, writer)
+    for padded_sum in padded_sums(graph, aten.slice_backward.default):
+        shape = shape_of_node(padded_sum.total)
+        blocks = _matching_blocks(padded_sum.padded, shape, block_shapes) if is_static_shape(shape) else None
+        if blocks is not None:
+            concatenated += _stack_gradients(padded_sum, blocks, writer)
     return concatenated
 
 
-def _summands_of(total: fx.Node, partial_sums: Collection[fx.Node]) -> tuple[dict[RowSlice, list[fx.Node]], list[fx.Node]]:
-    """Return the summands of a sum: its `slice_backward` nodes, by the row slice that is not padding, and the others.
+def _stack_gradients(padded_sum: PaddedSum, blocks: Blocks, writer: GraphWriter) -> list[tuple[fx.Node, Blocks]]:
+    """Replace a sum of zero-padded gradients of blocks by stacks of the gradients, plus the other addends, in place.
 
-    Partial sums that are used once are decomposed. For x + x, return no summands.
+    If each block has n gradients, these come from n loops, in the order of the graph: one stack for each. Return the views of
+    the stacks; none, and no change, if blocks differ in their number of gradients.
     """
-    padded: dict[RowSlice, list[fx.Node]] = defaultdict(list)
-    todo = list(total.all_input_nodes) if total.args[0] is not total.args[1] else []
-    other_summands: list[fx.Node] = []
-    while todo:
-        addend = todo.pop()
-        move = row_write(addend) if addend.target is aten.slice_backward.default else None
-        if move is not None:
-            padded[move.rows].append(addend)
-        elif (
-            addend in partial_sums
-            and is_same_type_addition(addend)
-            and len(addend.users) == 1
-            and addend.args[0] is not addend.args[1]
-        ):
-            todo.extend(addend.all_input_nodes)
-        else:
-            other_summands.append(addend)
-    return padded, other_summands
-
-
-def _stack_gradients(
-    node: fx.Node,
-    blocks: Blocks,
-    padded: Mapping[RowSlice, list[fx.Node]],
-    others: list[fx.Node],
-    order: Mapping[fx.Node, int],
-    writer: GraphWriter,
-) -> list[tuple[fx.Node, Blocks]]:
-    """Replace the sum `node` of zero-padded gradients of blocks by stacks of the gradients, plus the other summands, in place.
-
-    `padded` has the gradients by row slice. If each block has n gradients, these come from n loops, in the order of the graph:
-    one stack for each. Return the views of the stacks; none, and no change, if blocks differ in their number of gradients.
-    """
+    node, padded, others = padded_sum
     block_ranges = [RowSlice(blocks.dim, index * blocks.size, index * blocks.size + blocks.size) for index in range(blocks.count)]
-    gradients_by_block = [sorted(padded.get(row_range, ()), key=order.__getitem__) for row_range in block_ranges]
+    gradients_by_block = [padded.get(row_range, []) for row_range in block_ranges]
     counts = {len(gradients) for gradients in gradients_by_block if gradients}
     if len(counts) != 1:
         return []
     shape = list(node.meta[VALUE].shape)
     writer.move_before(node)
-    rows = [
-        [node_argument(gradients[index]) if gradients else None for gradients in gradients_by_block]
-        for index in range(counts.pop())
-    ]
+    rows = [[gradients[index].part if gradients else None for gradients in gradients_by_block] for index in range(counts.pop())]
     views = [_stack_blocks(values, blocks, writer) for values in rows]
     pad = (blocks.dim, 0, blocks.rows, 1)  # dimension, start, end, step
     summands = [
         view if shape[blocks.dim] == blocks.rows else writer.call(aten.slice_backward.default, view, shape, *pad)
         for view in views
     ]
-    summands += [part for row_range, gradients in padded.items() if row_range not in block_ranges for part in gradients]
+    summands += [move.tensor for row_range, moves in padded.items() if row_range not in block_ranges for move in moves]
     summands += others
     total = summands[0]
     for summand in summands[1:]:
