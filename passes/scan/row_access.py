@@ -11,12 +11,10 @@ which returns a new value; several of them in a row are a *chain of writes*. `se
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -25,20 +23,12 @@ from streamfx.ir.joint import bound_arguments, erase_unused, node_argument, shap
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
-from streamfx.passes.ops.row_maps import RowSlice, padded_sums
+from streamfx.passes.ops.row_maps import RowMove, RowSlice, padded_sums, row_read, row_write
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.scan.trim import trim_rows, trim_stacks
 
 aten = torch.ops.aten
 MIN_ROWS = 3  # rows of a loop: two are more likely to be two halves of a value
-
-
-class RowIndex(NamedTuple):
-    """Row `step` of the `length` rows along dimension `dim`."""
-
-    dim: int
-    step: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -129,65 +119,51 @@ def _single_rows(graph: fx.Graph) -> tuple[RowAccesses, dict[fx.Node, tuple[_Cha
     writes: dict[fx.Node, tuple[_Chain, int]] = {}
     for node in list(graph.nodes):
         if node.target is aten.select_scatter.default:
-            _record_write(node, writes)
-        elif node.target is aten.select.int:
-            _record_read(node, writes, accesses)
-        elif node.target is operator.getitem and (unbind := node_argument(node)).target is aten.unbind.int:
-            source = node_argument(unbind)
-            row = _static_row(source, bound_arguments(unbind)["dim"], node.args[1])
-            if row is not None and row.length >= MIN_ROWS:
-                accesses.reads[node] = RowAccess(source, *row)
+            _record_write(row_write(node), writes)
+        elif (read := row_read(node)) is not None:
+            _record_read(read, writes, accesses)
     return accesses, writes
 
 
-def _static_row(source: fx.Node, dim: Any, step: Any) -> RowIndex | None:
-    """Return row `step` along `dim` of `source`, both counted from the start; None if `dim`, `step` or the size is not static.
-
-    For a value of shape (2, 8): dim -1, step -3 -> RowIndex(dim=1, step=5, length=8).
-    """
-    shape = shape_of_node(source)
-    if not isinstance(dim, int) or not isinstance(step, int) or not isinstance(length := shape[dim % len(shape)], int):
-        return None
-    return RowIndex(dim % len(shape), step % length, length)
+def _num_rows(move: RowMove) -> int:
+    """Return the number of rows of the tensor of which a single row is read or written; 0 if it is not static, or a range."""
+    length = shape_of_node(move.tensor)[move.rows.dim]
+    return length if move.is_single and move.rows.is_static and isinstance(length, int) else 0
 
 
-def _record_write(node: fx.Node, writes: dict[fx.Node, tuple[_Chain, int]]) -> None:
+def _record_write(write: RowMove | None, writes: dict[fx.Node, tuple[_Chain, int]]) -> None:
     """Record a `select_scatter` of one row in `writes`, which has the chain of each write and its index in it.
 
-    It extends the chain whose last link it writes into, otherwise it starts a chain. Do nothing if the row is not static, if
-    the value has fewer than `MIN_ROWS` rows, or if the write converts the dtype.
+    It extends the chain whose last link it writes into, otherwise it starts a chain. Do nothing if the row is not static, or if
+    the value has fewer than `MIN_ROWS` rows.
     """
-    row = _static_row(node, *node.args[2:4])
-    same_type = node_argument(node, 1).meta[VALUE].dtype == node.meta[VALUE].dtype
-    if row is None or row.length < MIN_ROWS or not same_type:
+    if write is None or _num_rows(write) < MIN_ROWS:
         return
-    base = node_argument(node)
+    base = node_argument(write.tensor)
     chain, base_index = writes.get(base, (None, -1))
-    if chain is None or chain.dim != row.dim or base_index != len(chain.links) - 1:
-        chain = _Chain(base, row.dim)
-    writes[node] = chain, len(chain.links)
-    chain.add(node, row.step)
+    if chain is None or chain.dim != write.rows.dim or base_index != len(chain.links) - 1:
+        chain = _Chain(base, write.rows.dim)
+    writes[write.tensor] = chain, len(chain.links)
+    chain.add(write.tensor, write.rows.start)
 
 
-def _record_read(node: fx.Node, writes: dict[fx.Node, tuple[_Chain, int]], accesses: RowAccesses) -> None:
-    """Record `x.select(dim, step)` in `accesses.reads`, or replace it by the row's value if a chain of writes has written it.
+def _record_read(read: RowMove, writes: dict[fx.Node, tuple[_Chain, int]], accesses: RowAccesses) -> None:
+    """Record a read of one row in `accesses.reads`, or replace it by the row's value if a chain of writes has written it.
 
-    If x is the result of a chain that has not written this row, the row is read from the value before the chain, in place.
+    If a `select` reads the result of a chain that has not written this row, it reads the value before the chain, in place.
     `writes` has the chain of each write, and its index in it.
     """
-    source = node_argument(node)
-    row = _static_row(source, *node.args[1:3])
-    if row is None or row.length < MIN_ROWS:
+    node, source, (dim, step, _), length = read.part, read.tensor, read.rows, _num_rows(read)
+    if length < MIN_ROWS:
         return
-    dim, step, length = row
-    while source in writes and writes[source][0].dim == dim:
+    while node.target is aten.select.int and source in writes and writes[source][0].dim == dim:
         chain, link_index = writes[source]
         written_value = chain.row_after(link_index, step)
         if written_value is not None:
             node.replace_all_uses_with(written_value, delete_user_cb=lambda user: user.op != "output", propagate_meta=False)
             return
         source = chain.root
-    node.update_arg(0, source)
+        node.update_arg(0, source)
     accesses.reads[node] = RowAccess(source, dim, step, length)
 
 
