@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from streamfx.ir.joint import bound_arguments, has_same_type, int_argument, is_tensor, node_argument, shape_of_node
 from streamfx.ir.operator_table import Kind, is_kind, of_kind
@@ -305,7 +304,7 @@ class PaddedSum(NamedTuple):
     others: list[fx.Node]
 
 
-def padded_sums(graph: fx.Graph, padding: OpOverload) -> list[PaddedSum]:
+def padded_sums(graph: fx.Graph, padding: Any) -> list[PaddedSum]:
     """Return the sums of results of `padding`, which pads rows with zeros. Partial sums that are used once are decomposed.
 
     Autograd adds such gradients if a loop reads rows one by one, or block by block.

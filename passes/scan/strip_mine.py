@@ -118,9 +118,7 @@ def restore_unused_blocks(blocks: StackedBlocks, graph: fx.Graph, writer: GraphW
         for node in list(view.users) if view in remaining else ():
             if node.target is aten.select.int and node.args[1] == own_blocks.dim:
                 start = int_argument(node, 2) * own_blocks.size
-                rows = writer.move_before(node).call(
-                    aten.slice.Tensor, node_argument(view), own_blocks.dim, start, start + own_blocks.size
-                )
+                rows = writer.move_before(node).rows(node_argument(view), own_blocks.dim, start, start + own_blocks.size)
                 node.replace_all_uses_with(rows, propagate_meta=False)
     for view, own_blocks in blocks.concatenated:
         if (
@@ -173,7 +171,7 @@ def _select_blocks_from_view(
     """
     writer.move_before(source.next)
     shape = [int(size) for size in shape_of_node(source)]
-    rows = source if shape[blocks.dim] == blocks.rows else writer.call(aten.slice.Tensor, source, blocks.dim, 0, blocks.rows)
+    rows = source if shape[blocks.dim] == blocks.rows else writer.rows(source, blocks.dim, 0, blocks.rows)
     in_blocks = [*shape[: blocks.dim], blocks.count, blocks.size, *shape[blocks.dim + 1 :]]
     view = writer.call(aten.view.default, rows, in_blocks)
     for index in range(blocks.count):
@@ -184,9 +182,7 @@ def _select_blocks_from_view(
     for row_range, nodes in slices_by_range.items():  # outputs of a split after the blocks
         for node in nodes:
             if node.target is operator.getitem and node.users:
-                node.replace_all_uses_with(
-                    writer.move_before(node).call(aten.slice.Tensor, source, *row_range), propagate_meta=False
-                )
+                node.replace_all_uses_with(writer.move_before(node).rows(source, *row_range), propagate_meta=False)
     return view
 
 

@@ -36,6 +36,10 @@ class GraphWriter:
         fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta[VALUE])
         return self.insert_call(self.run_on_fakes(target, *fake_args, **fake_kwargs), target, *args, **kwargs)
 
+    def rows(self, value: fx.Node, dim: int, start: Any, stop: Any) -> fx.Node:
+        """Insert a slice of rows [start, stop) of a value along dimension `dim`, and return its node."""
+        return self.call(aten.slice.Tensor, value, dim, start, stop)
+
     def insert_call(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert an operator whose fake value is `value`, and return its node.
 

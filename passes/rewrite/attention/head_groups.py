@@ -345,7 +345,7 @@ def _emit_group(path: ExchangePath, group: int, num_groups: int, writer: GraphWr
         return path.last
     heads_dim = path.dims[0]
     num_heads = int(shape_of_node(path.source)[heads_dim]) // num_groups
-    heads = writer.call(aten.slice.Tensor, path.source, heads_dim, group * num_heads, (group + 1) * num_heads)
+    heads = writer.rows(path.source, heads_dim, group * num_heads, (group + 1) * num_heads)
     return _emit_path(path, heads, num_groups, writer)
 
 

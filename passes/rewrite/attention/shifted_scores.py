@@ -22,13 +22,15 @@ from streamfx.ir.sizes import Size, is_at_least, product, size_of
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import is_zero
+from streamfx.passes.ops.row_maps import RowMove, row_read, row_write
 from streamfx.passes.ops.traits import before_copies
 from streamfx.passes.rewrite.pattern import REST, Through, op, rewrite_rule
 from streamfx.passes.rewrite.views.iota_index import INDEX_DTYPES, is_arange
 
 aten = torch.ops.aten
 RESHAPES = of_kind(Kind.RESHAPE)
-SLICED = op(aten.slice.Tensor, Through(COPIES, op(RESHAPES, "x", REST, name="reshaped")), "dim", "start", ...)
+SLICES = of_kind(Kind.SLICE)
+SLICED = op(SLICES, Through(COPIES, op(RESHAPES, "x", REST, name="reshaped")), "dim", "start", ...)
 PADDED = ("unpadded", ..., "dim", "start", ..., 1)  # arguments of a `slice_backward` with step 1
 
 
@@ -48,7 +50,7 @@ def index_by_arange_to_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | No
     if not is_at_least(shape[dim], num_indices):
         return None
     if node.target is aten.index_select.default:
-        return writer.call(aten.slice.Tensor, base, dim, *start_and_end)
+        return writer.rows(base, dim, *start_and_end)
     added, dtype = arguments["source"], node.meta[VALUE].dtype
     is_pad = is_zero(base) and arguments["alpha"] == 1 and added.meta[VALUE].dtype == dtype and dtype.is_floating_point
     if not is_pad or shape_of_node(added) != (*shape[:dim], num_indices, *shape[dim + 1 :]):
@@ -111,11 +113,11 @@ def _is_shift(dim: int, start: Any, x: tuple[Size, ...], reshaped: tuple[Size, .
     )
 
 
-@rewrite_rule(aten.slice.Tensor)
+@rewrite_rule(*SLICES)
 def merge_slice_into_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """relative_shift(x, first, w)[:, :n] -> relative_shift(x, first, n)"""
-    arguments, shift = bound_arguments(node), node_argument(node)
-    if shift.target is not RELATIVE_SHIFT or (num_columns := _num_first_columns(arguments, shift, shape_of_node(node))) is None:
+    shift = node_argument(node)
+    if shift.target is not RELATIVE_SHIFT or (num_columns := _num_first_columns(row_read(node), node, shift)) is None:
         return None
     x, dim, first, _ = shift.args
     return writer.call(RELATIVE_SHIFT, x, dim, first, num_columns)
@@ -125,24 +127,19 @@ def merge_slice_into_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.No
 def merge_slice_backward_into_relative_shift(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """relative_shift_backward(slice_backward(dy, :n), first, w) -> relative_shift_backward(dy, first, w)"""
     padded = before_copies(node_argument(node))
-    if padded.target is not aten.slice_backward.default:
+    if padded.target is not aten.slice_backward.default or _num_first_columns(row_write(padded), padded, node) is None:
         return None
-    gradient = node_argument(padded)
-    if _num_first_columns(bound_arguments(padded), node, shape_of_node(gradient)) is None:
-        return None
-    return writer.call(RELATIVE_SHIFT_BACKWARD, gradient, *node.args[1:])
+    return writer.call(RELATIVE_SHIFT_BACKWARD, node_argument(padded), *node.args[1:])
 
 
-def _num_first_columns(slice_arguments: dict[str, Any], shift: fx.Node, shape: tuple[Size, ...]) -> Any:
-    """Return the number n of columns if a slice keeps the first n columns of a relative shift; None for any other slice.
+def _num_first_columns(move: RowMove | None, node: fx.Node, shift: fx.Node) -> Any:
+    """Return the number n of columns if a slice, or its backward `node`, keeps the first n columns of a relative shift.
 
-    The number is an integer, or the node of a dynamic size. `shape` is the shape of the slice.
+    It is an integer, or the node of a dynamic size. Return None for any other slice.
     """
-    column_dim, end = int_argument(shift, 1) + 1, slice_arguments["end"]
-    is_along_columns = slice_arguments["dim"] % len(shape) == column_dim
-    if not is_along_columns or slice_arguments["start"] not in (None, 0) or slice_arguments["step"] != 1:
+    if move is None or move.rows[:2] != (int_argument(shift, 1) + 1, 0):
         return None
-    num_columns = shape[column_dim]
+    num_columns, end = move.rows.stop, bound_arguments(node)["end"]
     if isinstance(num_columns, int):
         return num_columns
     return end if is_size(end) and size_of(end.meta[VALUE]) == num_columns else None

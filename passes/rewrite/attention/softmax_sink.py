@@ -21,7 +21,8 @@ from torch import fx
 from streamfx.ir.joint import node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
-from streamfx.passes.rewrite.pattern import arguments_of, op, rewrite_rule
+from streamfx.passes.ops.row_maps import RowMove, row_read, row_write
+from streamfx.passes.rewrite.pattern import op, rewrite_rule
 
 aten = torch.ops.aten
 
@@ -93,21 +94,12 @@ def has_only_matched_uses(column: SinkColumn) -> bool:
 
 def is_slice_of(node: fx.Node, column: SinkColumn, columns: tuple[int, int]) -> bool:
     """Return whether a node slices the columns [start, end) = `columns` from the softmax, or from its gradient."""
-    return node.target is aten.slice.Tensor and _slice_bounds(node, column) == columns
+    return _sliced_columns(row_read(node), column) == columns
 
 
-def _slice_bounds(node: fx.Node, column: SinkColumn) -> tuple[int, int] | None:
-    """Return the start and end of a `slice` or `slice_backward` of the softmax's columns, as nonnegative numbers.
-
-    Return None if it slices another dimension, has a step, or has dynamic bounds.
-    """
-    arguments = arguments_of(node)
-    length = column.column_range[1] if column.scores_start == 0 else column.scores_range[1]
-    start, end = arguments["start"] or 0, length if arguments["end"] is None else arguments["end"]
-    if arguments["dim"] != column.dim or arguments["step"] != 1 or not isinstance(start, int) or not isinstance(end, int):
-        return None
-    start, end, _ = slice(start, end).indices(length)
-    return start, end
+def _sliced_columns(move: RowMove | None, column: SinkColumn) -> tuple[int, int] | None:
+    """Return the start and end of the columns of the softmax that an operator slices or pads; None for other dimensions."""
+    return None if move is None or move.is_single or move.rows.dim != column.dim else (move.rows.start, move.rows.stop)
 
 
 def _is_backward(node: fx.Node, column: SinkColumn) -> bool:
@@ -120,7 +112,10 @@ def _is_backward(node: fx.Node, column: SinkColumn) -> bool:
     if match is None or node.meta[VALUE].dtype != softmax.dtype:
         return False
     padded: fx.Node = match["padded"]
-    matches = shape_of_node(padded) == shape_of_node(column.softmax) and _slice_bounds(padded, column) == column.scores_range
+    matches = (
+        shape_of_node(padded) == shape_of_node(column.softmax)
+        and _sliced_columns(row_write(padded), column) == column.scores_range
+    )
     return matches and all(any(is_slice_of(user, column, columns) for columns in ranges) for user in node.users)
 
 
@@ -143,7 +138,7 @@ def _emit_without_column(match: SinkColumn, writer: GraphWriter) -> dict[fx.Node
     probabilities = writer.call(aten.mul.Tensor, writer.call(aten._softmax.default, scores, dim, False), share)
     probabilities = writer.call(aten.masked_fill.Scalar, probabilities, writer.call(aten.eq.Scalar, share, 0), 0)
     result = emit_cast(writer, probabilities, dtype)
-    replacements = {user: result for user in softmax.users if user.target is aten.slice.Tensor}
+    replacements = {user: result for user in softmax.users if is_slice_of(user, match, match.scores_range)}
     for user in softmax.users:
         if user not in replacements:
             replacements |= _emit_gradients(match, user, writer.move_before(user), probabilities, column_share)
@@ -162,7 +157,7 @@ def _emit_shares(writer: GraphWriter, scores: fx.Node, column: fx.Node, dim: int
     scores_lse = writer.call(aten.logsumexp.default, writer.call(aten.sub.Tensor, scores, offset), [dim], True)
     both = writer.call(aten.cat.default, [scores_lse, writer.call(aten.sub.Tensor, column, offset)], dim)
     shares = writer.call(aten._softmax.default, both, dim, False)
-    return [writer.call(aten.slice.Tensor, shares, dim, i, i + 1) for i in range(2)]
+    return [writer.rows(shares, dim, i, i + 1) for i in range(2)]
 
 
 def _emit_gradients(
@@ -181,7 +176,7 @@ def _emit_gradients(
         match.scores_range: emit_cast(writer, scores_gradient, dtype),
         match.column_range: emit_cast(writer, column_gradient, dtype),
     }
-    return {user: gradient_by_range[_slice_bounds(user, match)] for user in backward.users}  # type: ignore[index]
+    return {user: gradient_by_range[_sliced_columns(row_read(user), match)] for user in backward.users}  # type: ignore[index]
 
 
 def emit_cast(writer: GraphWriter, value: fx.Node, dtype: torch.dtype) -> fx.Node:

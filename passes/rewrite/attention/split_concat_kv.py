@@ -35,6 +35,7 @@ from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.ops.ranges import ValueRanges
+from streamfx.passes.ops.row_maps import row_read
 from streamfx.passes.ops.rules.attention import M, N
 from streamfx.passes.rewrite.attention.softmax_sink import emit_cast
 from streamfx.passes.rewrite.views.concat_propagation import ConcatSlices
@@ -271,23 +272,22 @@ def _replace_slices_of_gradient(gradient: fx.Node, slices: ConcatSlices) -> None
         node = todo.pop()
         if node not in slices.axes.shapes:
             continue
-        if node.target is aten.slice.Tensor and (i := _slice_index(node, starts, slices)) is not None:
+        if (i := _slice_index(node, starts, slices)) is not None:
             node.replace_all_uses_with(slices.slices_of(node.args[0])[i], propagate_meta=False)  # type: ignore[arg-type]
         elif slices.dim(node) is not None:
             todo.extend(node.users)
 
 
 def _slice_index(node: fx.Node, starts: Sequence[int], slices: ConcatSlices) -> int | None:
-    """Return the index of the concatenated slice that an `aten.slice` node selects; None if it selects other rows.
+    """Return the index of the concatenated slice that a node reads; None if it reads other rows.
 
     `starts` has the first row of each slice.
     """
-    arguments, operand = bound_arguments(node), tensor_operands(node)[0]
-    dim = arguments["dim"] % operand.meta[VALUE].dim()
-    num_rows, start = node.meta[VALUE].shape[dim], arguments["start"] or 0
-    if dim != slices.dim(operand) or arguments["step"] != 1 or (start, num_rows) not in zip(starts, slices.lengths, strict=True):
+    read = row_read(node)
+    if read is None or read.is_single or read.rows.dim != slices.dim(read.tensor):
         return None
-    return list(starts).index(start) if slices.can_slice(operand) else None
+    bounds = [(start, start + length) for start, length in zip(starts, slices.lengths, strict=True)]
+    return bounds.index(read.rows[1:]) if read.rows[1:] in bounds and slices.can_slice(read.tensor) else None
 
 
 def _operands_by_slice(node: fx.Node, slices: ConcatSlices) -> list[tuple[fx.Node, fx.Node, dict[str, object]]]:

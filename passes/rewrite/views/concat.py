@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, has_same_type, shape_of_node
+from streamfx.ir.joint import bound_arguments, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind
+from streamfx.ir.sizes import simplified
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
-from streamfx.passes.rewrite.pattern import op, rewrite_rule
+from streamfx.passes.ops.row_maps import row_write
+from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
 
@@ -87,7 +90,7 @@ def token_shift_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
         return None
     row_operand = lengths.index(1)  # 0: the row comes before the others, 1: after them
     row, other_rows = concat.operands[row_operand], concat.operands[1 - row_operand]
-    if op(aten.slice.Tensor, ..., "dim", ..., ..., ...).match(other_rows, {"dim": concat.dim}) is None:
+    if not is_kind(other_rows, Kind.SLICE) or bound_arguments(other_rows)["dim"] % concat.rank != concat.dim:
         return None
     shape = list(node.meta[VALUE].shape)
     row_index = 0 if row_operand == 0 else lengths[0]
@@ -99,19 +102,16 @@ def token_shift_to_where(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return writer.call(aten.where.self, writer.call(aten.eq.Scalar, column_of_indices, row_index), row, other_rows)
 
 
-@rewrite_rule(op(aten.slice_scatter.default, "base", "rows", "dim", "start", ...))
-def slice_scatter_to_pad(
-    node: fx.Node, writer: GraphWriter, base: fx.Node, rows: fx.Node, dim: int, start: Any
-) -> fx.Node | None:
+@rewrite_rule(aten.slice_scatter.default)
+def slice_scatter_to_pad(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """slice_scatter(zeros, x, 0, 1, 3) -> pad(x, before and after)"""
-    fill = find_fill(base)  # the constant of all rows that are not written
-    length, num_rows = (value.meta[VALUE].shape[dim] for value in (node, rows))
-    start = start or 0
-    after = length - num_rows - start if isinstance(start, int) and start >= 0 else None
-    if fill is None or not isinstance(after, int) or after < 0:
+    write = row_write(node)
+    fill = None if write is None else find_fill(write.rest)  # the constant of all rows that are not written
+    if write is None or fill is None or not node.meta[VALUE].is_floating_point():
         return None
-    other_sizes, other_row_sizes = ([*shape[:dim], *shape[dim + 1 :]] for shape in (shape_of_node(node), shape_of_node(rows)))
-    if other_sizes != other_row_sizes or not has_same_type(rows, node) or not node.meta[VALUE].is_floating_point():
+    dim, start, stop = write.rows
+    after = simplified(shape_of_node(node)[dim] - stop)
+    if not isinstance(start, int) or not isinstance(after, int) or after < 0:
         return None
     pad = [0, 0] * (len(shape_of_node(node)) - 1 - dim) + [start, after]
-    return writer.call(aten.constant_pad_nd.default, rows, pad, fill)
+    return writer.call(aten.constant_pad_nd.default, write.part, pad, fill)

@@ -186,7 +186,7 @@ def _emit_roll(node: fx.Node, writer: GraphWriter) -> fx.Node:
     length = operand.meta[VALUE].shape[dim]
     new_first_row = -arguments["shifts"][0] % max(length, 1)  # the index of the row that becomes row 0
     bounds = (new_first_row, length), (0, new_first_row)
-    parts = [writer.call(aten.slice.Tensor, operand, dim, start, end) for start, end in bounds]
+    parts = [writer.rows(operand, dim, start, end) for start, end in bounds]
     return writer.call(aten.cat.default, parts, dim) if new_first_row else operand
 
 

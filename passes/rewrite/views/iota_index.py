@@ -114,7 +114,7 @@ def index_by_list_to_slices(node: fx.Node, writer: GraphWriter) -> fx.Node | Non
     if match is None:
         return None
     dim, runs = match
-    parts = [writer.call(aten.slice.Tensor, node_argument(node), dim, run.start, run.end) for run in runs]
+    parts = [writer.rows(node_argument(node), dim, run.start, run.end) for run in runs]
     return writer.call(aten.cat.default, parts, dim) if len(parts) > 1 else writer.call(aten.clone.default, parts[0])
 
 
@@ -135,7 +135,7 @@ def index_put_by_list_to_slice_backward(node: fx.Node, writer: GraphWriter) -> f
     result: fx.Node | None = None
     offset = 0  # the number of rows in the runs before
     for run in runs:
-        part = writer.call(aten.slice.Tensor, rows, dim, offset, offset + run.num_rows) if len(runs) > 1 else rows
+        part = writer.rows(rows, dim, offset, offset + run.num_rows) if len(runs) > 1 else rows
         padded = writer.call(aten.slice_backward.default, part, size_arguments(base, writer), dim, run.start, run.end, 1)
         result = padded if result is None else writer.call(aten.add.Tensor, result, padded)
         offset += run.num_rows

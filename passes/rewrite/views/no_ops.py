@@ -19,6 +19,7 @@ from streamfx.node_meta import VALUE
 from streamfx.passes.rewrite.pattern import either, op, rewrite_rule, tensor
 
 aten = torch.ops.aten
+SLICES = of_kind(Kind.SLICE)
 
 
 @rewrite_rule(*of_kind(Kind.ALIAS), aten.lift_fresh_copy.default)
@@ -33,13 +34,13 @@ def remove_view(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return _operand_of_same_shape(node)
 
 
-@rewrite_rule(aten.slice.Tensor, aten.slice_backward.default)
+@rewrite_rule(*SLICES, aten.slice_backward.default)
 def remove_full_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[:] -> x"""
     return _operand_of_same_shape(node) if bound_arguments(node)["step"] == 1 else None
 
 
-@rewrite_rule(op(aten.slice.Tensor, op(aten.constant_pad_nd.default, "x", "pads", ...), "dim", either(None, 0), ...))
+@rewrite_rule(op(SLICES, op(aten.constant_pad_nd.default, "x", "pads", ...), "dim", either(None, 0), ...))
 def remove_sliced_pad(node: fx.Node, writer: GraphWriter, x: fx.Node, pads: Sequence[Any], dim: int) -> fx.Node | None:
     """pad(x, after)[: length of x] -> x
 

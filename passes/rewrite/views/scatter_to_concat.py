@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, has_same_type, node_argument, shape_of_node
-from streamfx.ir.operator_table import Kind, of_kind
+from streamfx.ir.operator_table import Kind, is_kind, of_kind
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.row_maps import OVERWRITES, Piece, RowMove, RowSlice, find_pieces, is_static_shape, row_read
@@ -28,7 +28,7 @@ SLICED = OVERWRITES | {aten.slice_backward.default, aten.add.Tensor}
 MIN_PIECES = 3  # fewer pieces cannot be rerolled into a loop (`passes/scan/row_access.py`)
 
 
-@rewrite_rule(aten.slice.Tensor)
+@rewrite_rule(*of_kind(Kind.SLICE))
 def slice_of_writes_to_cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """y[0:9] -> cat([a, b, c]), if a, b and c were written into y at 0, 3 and 6
 
@@ -50,7 +50,7 @@ def writes_to_cat(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     Applies if y has a user that is neither a write into y nor a slice.
     """
     shape, dim = shape_of_node(node), bound_arguments(node)["dim"]
-    if all(_writes_into(node, user) or user.target is aten.slice.Tensor for user in node.users) or not is_static_shape(shape):
+    if all(_writes_into(node, user) or is_kind(user, Kind.SLICE) for user in node.users) or not is_static_shape(shape):
         return None
     rows = RowSlice(dim % len(shape), 0, shape[dim])
     return _emit_concat(find_pieces(node, rows), RowMove(node, rows, node, is_single=False, rest=None), writer)
@@ -87,7 +87,7 @@ def emit_piece(piece: Piece, read: RowMove, writer: GraphWriter) -> fx.Node | No
     elif read.is_single and not piece.is_row:
         rows = writer.call(aten.select.int, rows, dim, piece.start)
     elif not piece.has_all_rows(dim):
-        rows = writer.call(aten.slice.Tensor, rows, dim, piece.start, piece.start + piece.num_rows)
+        rows = writer.rows(rows, dim, piece.start, piece.start + piece.num_rows)
     return writer.call(aten.add.Tensor, rows, 0.0) if piece.is_added and like.is_floating_point() else rows
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import has_same_type, node_argument, shape_of_node
-from streamfx.ir.operator_table import Kind, is_kind
+from streamfx.ir.operator_table import Kind, is_kind, of_kind
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.ops.row_maps import RowMove, is_static_shape, row_read, row_write
@@ -34,7 +34,7 @@ class RowBlock(NamedTuple):
     size: int
 
 
-@rewrite_rule(aten.slice.Tensor)
+@rewrite_rule(*of_kind(Kind.SLICE))
 def slice_to_select_of_view(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x[2 * k : 3 * k] -> x.view(n, k)[2]
 
@@ -91,7 +91,7 @@ def add_of_views_to_view_of_add(node: fx.Node, writer: GraphWriter) -> fx.Node |
     return writer.call(aten.view.default, writer.call(aten.add.Tensor, left, right), list(shape_of_node(node)))
 
 
-@rewrite_rule(aten.slice.Tensor)
+@rewrite_rule(*of_kind(Kind.SLICE))
 def slice_of_view_to_select(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     """x.view(n * k)[2 * k : 3 * k] -> x[2]
 

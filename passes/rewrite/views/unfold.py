@@ -26,7 +26,7 @@ def unfold_to_stack(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     if arguments["step"] != 1 or not isinstance(length, int) or not 1 < size <= min(WIDEST, length):
         return None
     num_windows = length - size + 1
-    rows = [writer.call(aten.slice.Tensor, node_argument(node), dim, i, i + num_windows) for i in range(size)]
+    rows = [writer.rows(node_argument(node), dim, i, i + num_windows) for i in range(size)]
     return writer.call(aten.stack.default, rows, value.dim())
 
 
