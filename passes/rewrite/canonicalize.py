@@ -84,6 +84,7 @@ RULES: tuple[RewriteRule, ...] = (
     shifted_scores.merge_slice_backward_into_relative_shift,
     index_as_onehot.index_per_row_to_masked_sum,
     index_as_onehot.index_put_per_row_to_where,
+    index_as_onehot.diagonal_to_masked_sum,
     embedding_bag.embedding_bag_to_embedding,
     embedding_bag.embedding_bag_backward_to_embedding_backward,
     embedding_bag.embedding_bag_weights_backward_to_product,

@@ -16,7 +16,7 @@ from streamfx.ir.joint import is_tensor
 from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.ranges import INFINITY, Number, Range, cast_range, constant, full_range, hull, widen_range
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.ranges.patterns import is_largest_of, is_share_of
+from streamfx.passes.ops.ranges.patterns import is_largest_of, is_share_of, normalized_count
 from streamfx.passes.ops.ranges.transfer import RangeCall, elementwise
 
 aten = torch.ops.aten
@@ -95,7 +95,7 @@ def _sub(call: RangeCall, self: Range, other: Range, alpha: Range = ONE) -> Rang
     """Return the range of `self - alpha * other`. If `other` is provably the maximum of `self`, it is at most zero."""
     difference = _plus_scaled(self, negated(other), alpha, call.dtype)
     if alpha == ONE and is_largest_of(call.arguments["other"], call.arguments["self"]):
-        return Range(min(difference.low, 0), 0, difference.nan)
+        return Range(min(difference.low, 0), min(difference.high, 0), difference.nan)
     return difference
 
 
@@ -113,8 +113,14 @@ def _plus_scaled(a: Range, b: Range, alpha: Range, dtype: torch.dtype) -> Range:
 
 
 @elementwise(*of_kind(Kind.MULTIPLY))
-def _mul(self: Range, other: Range) -> Range:
-    return times(self, other)
+def _mul(call: RangeCall, self: Range, other: Range) -> Range:
+    """Return the range of `self * other`; an RMS norm, x * rsqrt(mean(x^2) + eps), is at most the root of its size."""
+    product, x, y = times(self, other), call.arguments["self"], call.arguments["other"]
+    for count, scale in ((normalized_count(x, y), other), (normalized_count(y, x), self)):
+        if count is not None and call.dtype.is_floating_point:  # a square below the least normal number may be rounded to zero
+            bound = 1.02 * math.sqrt(count) + math.sqrt(count * torch.finfo(call.dtype).tiny) * scale.high
+            return Range(max(product.low, -bound), min(product.high, bound), nan=True)
+    return product
 
 
 @elementwise(*of_kind(Kind.DIVIDE))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_tensor, shape_of_node
+from streamfx.ir.joint import bound_arguments, is_tensor, node_argument, shape_of_node
 from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.node_meta import VALUE
+from streamfx.passes.ops.ranges.transfer import max_size
 
 aten = torch.ops.aten
 
@@ -30,6 +32,27 @@ def is_largest_of(largest: Any, operand: Any) -> bool:
     return _skip_copies(largest.args[0]) is _skip_copies(operand)
 
 
+def normalized_count(operand: Any, scale: Any) -> int | None:
+    """Return n if `scale` is computed as `rsqrt(mean(operand^2) + eps)` over n elements, up to copies; else None.
+
+    Then `operand * scale` is at most sqrt(n), up to rounding, unless the square of the operand is too small for its dtype.
+    """
+    mean = _skip_copies(scale)
+    if not isinstance(mean, fx.Node) or mean.target is not aten.rsqrt.default:
+        return None
+    mean = _skip_growth(mean.args[0])
+    if not isinstance(mean, fx.Node) or mean.target is not aten.mean.dim:
+        return None
+    arguments = bound_arguments(mean)
+    square, shape = _skip_copies(arguments["self"]), shape_of_node(node_argument(mean))
+    factors = square.args[:2] if square.target is aten.mul.Tensor else square.args[:1]
+    is_square = square.target is aten.mul.Tensor or (square.target is aten.pow.Tensor_Scalar and square.args[1] == 2)
+    if not is_square or any(_skip_copies(factor) is not _skip_copies(operand) for factor in factors):
+        return None
+    is_per_row = arguments["keepdim"] and arguments["dim"] and arguments["dtype"] is None
+    return math.prod(max_size(shape[dim]) for dim in arguments["dim"]) if is_per_row else None
+
+
 def is_share_of(part: Any, total: Any) -> bool:
     """Return whether `total` is computed as `part.sum(dims, keepdim=True)`, up to copies, additions of constants and clamps.
 
@@ -37,9 +60,7 @@ def is_share_of(part: Any, total: Any) -> bool:
     """
     if not isinstance(part, fx.Node) or not isinstance(total, fx.Node):
         return False
-    total = _skip_copies(total)
-    while total.target in _NEVER_DECREASES and _NEVER_DECREASES[total.target](total):
-        total = _skip_copies(total.args[0])
+    total = _skip_growth(total)
     if total.target is not aten.sum.dim_IntList:
         return False
     arguments = bound_arguments(total)
@@ -50,6 +71,14 @@ def _skip_copies(node: Any) -> Any:
     """Return the value that a chain of copies (of equal dtype) and expansions starts from; other arguments unchanged."""
     while isinstance(node, fx.Node) and (_is_copy(node) or _is_expansion(node)):
         node = node.args[0]
+    return node
+
+
+def _skip_growth(node: Any) -> Any:
+    """Return the value that a chain of additions of constants and clamps from below starts from, up to copies."""
+    node = _skip_copies(node)
+    while isinstance(node, fx.Node) and node.target in _NEVER_DECREASES and _NEVER_DECREASES[node.target](node):
+        node = _skip_copies(node.args[0])
     return node
 
 

@@ -80,6 +80,25 @@ def index_per_row_to_masked_sum(node: fx.Node, writer: GraphWriter) -> fx.Node |
     return writer.call(aten.copysign.Tensor, magnitude, sign)
 
 
+@rewrite_rule(aten.diagonal.default)
+def diagonal_to_masked_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """diagonal(x [n n]) -> where(arange(n)[:, None] == arange(n), x, 0).sum(1)
+
+    A diagonal has rows and columns in one dimension; a sum keeps the rows. Applies to square matrices. -0 becomes 0.
+    """
+    arguments, source = bound_arguments(node), node_argument(node)
+    rank = len(shape_of_node(source))
+    row_dim, column_dim = (arguments[name] % rank for name in ("dim1", "dim2"))
+    sizes, value = size_arguments(source, writer), source.meta[VALUE]
+    if arguments["offset"] or value.shape[row_dim] != value.shape[column_dim] or not value.is_floating_point():
+        return None
+    places = [writer.call(aten.arange.default, sizes[dim], device=value.device) for dim in (row_dim, column_dim)]
+    rows, columns = (_emit_appended_dims(place, 1, rank - dim, writer) for place, dim in zip(places, (row_dim, column_dim)))
+    diagonal = _emit_masked_sum(writer.call(aten.eq.Tensor, rows, columns), source, column_dim, writer)
+    order = [dim for dim in range(rank - 1) if dim != row_dim - (row_dim > column_dim)]
+    return writer.call(aten.permute.default, diagonal, [*order, row_dim - (row_dim > column_dim)])
+
+
 def _emit_masked_sum(mask: fx.Node, values: fx.Node, dim: int, writer: GraphWriter) -> fx.Node:
     """Emit where(mask, values, 0).sum(dim)."""
     masked = writer.call(aten.where.self, mask, values, _emit_scalar(0.0, values, writer))
