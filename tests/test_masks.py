@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,21 @@ OF_DATA: dict[str, tuple[str, Seen, Tensor, str]] = named_cases("masks of data",
 def test_masks_of_data(name: str) -> None:
     way, seen, data, verdict = OF_DATA[name]
     compare_function(under(way, seen), [*qkv(), data], SIZES, streams=True, attention={verdict})
+
+
+INTERLEAVED: dict[str, tuple[Seen, str]] = named_cases("two indices per row", globals())
+
+
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_masks_of_two_indices_per_row(name: str) -> None:
+    """Queries and keys of two heads are interleaved: row t has the indices 2 t and 2 t + 1."""
+    seen, verdict = INTERLEAVED[name]
+
+    def function(inputs: Tensor) -> Tensor:
+        q, k, v = inputs.unflatten(-1, (2, -1)).flatten(3, 4).unbind()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen(rows(2 * T), columns(2 * T))).pow(2).sum()
+
+    compare_function(function, qkv(), SIZES, streams=True, attention={verdict})
 
 
 def _shifted(x: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -294,6 +310,22 @@ def test_compare_slope(relation: str, slope: Slope, bound: float) -> None:
     found = compare_slope(relation, slope, bound)
     for delta in DELTAS:
         assert found.at(delta) == constant(RELATIONS[relation](slope.factor * delta + slope.offset, bound)), delta
+
+
+@given(st.sampled_from(sorted(RELATIONS)), drawn_slopes, st.integers(0, 3), st.integers(-20, 20), st.integers(-2, 2))
+def test_slopes_that_spread(relation: str, slope: Slope, spread: int, bound: int, number: int) -> None:
+    """A comparison is known only where all values agree; a multiple has exactly the multiples of the ends."""
+    wide = replace(slope, spread=spread)
+    found, multiple = compare_slope(relation, wide, bound), wide.times(number).plus(Slope(0, bound))
+    for delta in DELTAS:
+        values = [slope.factor * delta + slope.offset + change for change in range(spread + 1)]
+        verdicts = {RELATIONS[relation](value, bound) for value in values}
+        assert found.at(delta) in (Range(0, 1), *map(constant, verdicts)) and (
+            len(verdicts) == 1 or found.at(delta) == Range(0, 1)
+        )
+        assert found.at(delta) != Range(0, 1) or len(verdicts) == 2 or relation in ("eq", "ne")
+        ends = multiple.factor * delta + multiple.offset, multiple.factor * delta + multiple.offset + multiple.spread
+        assert ends == (min(number * value for value in values) + bound, max(number * value for value in values) + bound)
 
 
 @given(drawn_slopes)

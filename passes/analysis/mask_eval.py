@@ -87,11 +87,11 @@ class Intervals:
         if is_kind(node, Kind.CAST, Kind.COPY, Kind.ALIAS) and isinstance(operand_fact, Slope):
             return self.if_exact(operand_fact, node)
         if node.target is aten.neg.default and isinstance(operand_fact, Slope):
-            return self.if_exact(Slope(-operand_fact.factor, -operand_fact.offset), node)
+            return self.if_exact(operand_fact.times(-1), node)
         if node.target is aten.abs.default and isinstance(operand_fact, Slope):
             return (
                 absolute_value(operand_fact)
-                if self.is_exact(Slope(-operand_fact.factor, -operand_fact.offset), node.meta[VALUE].dtype)
+                if not operand_fact.spread and self.is_exact(operand_fact.times(-1), node.meta[VALUE].dtype)
                 else None
             )
         return self._linear_combination(node, facts)
@@ -110,14 +110,14 @@ class Intervals:
         terms, dtype = linear_combination(node), node.meta[VALUE].dtype
         if terms is None:
             return None
-        factor = offset = 0
+        result = Slope(0, 0)
         for coefficient, item in terms:
             fact = self._fact(item, facts)
             slope = fact if isinstance(fact, Slope) else _constant_slope(fact)
             if slope is None or not self.is_exact(slope, dtype) or not is_exact_in(dtype, coefficient, coefficient):
                 return None
-            factor, offset = factor + coefficient * slope.factor, offset + coefficient * slope.offset
-        return self.if_exact(Slope(factor, offset), node)
+            result = result.plus(slope.times(coefficient))
+        return self.if_exact(result, node)
 
     def _fact(self, item: object, facts: Mapping[fx.Node, Fact]) -> Fact:
         """Return the fact about an argument: from `facts`, or its range over all positions."""

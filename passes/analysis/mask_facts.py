@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -359,31 +360,32 @@ class Masks:
 
         None unless their factors are opposite, so that the sum depends on key - row alone, and `dtype` is exact.
         """
-        terms: dict[Role, tuple[int, int]] = {}  # (factor, offset)
+        terms: dict[Role, Slope] = {}  # of the position of a row, or of a key
         for coefficient, operand in weighted_operands:
             affine = self._affine_along_role(operand, node, dtype)
             if affine is None or affine[0] in terms:
                 return None
-            role, factor, offset = affine
-            terms[role] = (coefficient * factor, coefficient * offset)
+            terms[affine[0]] = affine[1].times(coefficient)
         if set(terms) != {Role.ROWS, Role.KEYS}:
             return None
-        (row_factor, row_offset), (key_factor, key_offset) = terms[Role.ROWS], terms[Role.KEYS]
-        return Slope(key_factor, key_offset + row_offset) if key_factor == -row_factor != 0 else None
+        rows, keys = terms[Role.ROWS], terms[Role.KEYS]
+        return replace(rows.plus(keys), factor=keys.factor) if keys.factor == -rows.factor != 0 else None
 
-    def _affine_along_role(self, operand: Any, user: fx.Node, dtype: torch.dtype) -> tuple[Role, int, int] | None:
-        """Return (rows or keys, factor, offset) of an operand of `user` that is factor * position + offset along that dimension.
+    def _affine_along_role(self, operand: Any, user: fx.Node, dtype: torch.dtype) -> tuple[Role, Slope] | None:
+        """Return rows or keys, and an operand of `user`, which is affine along that dimension, as a slope of the position there.
 
-        `position` counts rows of the sequence; the known affine form counts from index 0 of the operand. Else None.
+        The position counts rows of the sequence; the affine form counts from index 0 of the operand. None for other operands.
         """
         affine = self._positions.of(operand)
         if affine is None or affine.dim is None or not self._positions.is_exact(affine, operand, dtype):
             return None
         dim = affine.dim + len(shape_of_node(user)) - len(shape_of_node(operand))
-        role, start = self._roles_by_dim(user).get(dim), self._offset(operand, affine.dim)
-        if role is None or not isinstance(start, int):
+        shape, sizes = self._axes.shapes[operand], shape_of_node(operand)
+        role, rows = self._roles_by_dim(user).get(dim), self._axes.indices_per_row(shape[affine.dim], sizes[affine.dim])
+        if role is None or rows is None:
             return None
-        return role, affine.factor, affine.offset - affine.factor * start
+        index = Slope(rows[1], -rows[1] * rows[0], rows[1] - 1)  # as a slope of the position
+        return role, index.times(affine.factor).plus(Slope(0, affine.offset))
 
 
 _RULES: dict[Any, Callable[[Masks, fx.Node], Pieces]] = {

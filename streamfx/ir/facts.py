@@ -115,6 +115,18 @@ class AxisFacts:
             return None
         return factors[0]
 
+    def indices_per_row(self, dim: Dim, size: Size) -> tuple[int, int] | None:
+        """Return which row of the sequence index 0 of a dimension belongs to, and how many indices each row has: n for `(t n)`.
+
+        None if the dimension does not begin with rows of the sequence, or if a number is dynamic.
+        """
+        factors = self.table.resolve(dim)
+        axis = self.row_axis(factors[:1])
+        start, length = (None, None) if self.sequence is None or axis is None else self.sequence.members[axis]
+        if not isinstance(start, int) or len(factors) == 1:
+            return (start, 1) if isinstance(start, int) else None
+        return (start, size // length) if isinstance(size, int) and isinstance(length, int) else None
+
     def sequence_dims(self, shape: DimAxes) -> tuple[int, ...]:
         """Return the indices of the dimensions that hold the sequence."""
         if self.sequence is None:

@@ -19,15 +19,24 @@ from streamfx.ir.ranges import Range, constant, hull
 
 @dataclass(frozen=True)
 class Slope:
-    """The value is factor * delta + offset, an integer that its dtype represents exactly."""
+    """The value is factor * delta + offset + (0 .. spread), an integer that its dtype represents exactly."""
 
     factor: int
     offset: int
+    spread: int = 0
 
     def range_within(self, reach: int) -> Range:
         """Return the range of the values for delta in [-reach, reach]."""
         max_change = abs(self.factor) * reach
-        return Range(self.offset - max_change, self.offset + max_change)
+        return Range(self.offset - max_change, self.offset + max_change + self.spread)
+
+    def plus(self, other: Slope) -> Slope:
+        """Return the slope of the sum of two values."""
+        return Slope(self.factor + other.factor, self.offset + other.offset, self.spread + other.spread)
+
+    def times(self, number: int) -> Slope:
+        """Return the slope of `number` times the value."""
+        return Slope(self.factor * number, (self.offset + (self.spread if number < 0 else 0)) * number, self.spread * abs(number))
 
 
 Fact: TypeAlias = "Range | Slope"
@@ -114,8 +123,13 @@ def combine_pieces(function: Callable[..., Pieces], *operands: Pieces) -> Pieces
 def compare_slope(relation: str, slope: Slope, value: float) -> Pieces:
     """Return for which deltas `factor * delta + offset <relation> value` holds, as piecewise truth values.
 
-    `relation` is named as in ATen: "lt", "le", "gt", "ge", "eq", "ne".
+    `relation` is named as in ATen: "lt", "le", "gt", "ge", "eq", "ne". Unknown where the spread of the slope decides.
     """
+    if slope.spread:
+        if relation in ("eq", "ne"):
+            return constant_pieces(Range(0, 1))
+        ends = (compare_slope(relation, Slope(slope.factor, slope.offset + change), value) for change in (0, slope.spread))
+        return combine_pieces(lambda low, high: constant_pieces(hull(low, high)), *ends)
     if slope.factor == 0 or not math.isfinite(value):
         return constant_pieces(constant(_relation(relation, slope.offset, value)))
     edge = (Fraction(value) - slope.offset) / slope.factor  # the delta at which both sides are equal

@@ -45,12 +45,11 @@ def normalized_count(operand: Any, scale: Any) -> int | None:
         return None
     arguments = bound_arguments(mean)
     square, shape = _skip_copies(arguments["self"]), shape_of_node(node_argument(mean))
-    factors = square.args[:2] if square.target is aten.mul.Tensor else square.args[:1]
-    is_square = square.target is aten.mul.Tensor or (square.target is aten.pow.Tensor_Scalar and square.args[1] == 2)
-    if not is_square or any(_skip_copies(factor) is not _skip_copies(operand) for factor in factors):
+    if square.target is not aten.pow.Tensor_Scalar or square.args[1] != 2:
         return None
+    is_own_scale = _skip_copies(square.args[0]) is _skip_copies(operand)
     is_per_row = arguments["keepdim"] and arguments["dim"] and arguments["dtype"] is None
-    return math.prod(max_size(shape[dim]) for dim in arguments["dim"]) if is_per_row else None
+    return math.prod(max_size(shape[dim]) for dim in arguments["dim"]) if is_own_scale and is_per_row else None
 
 
 def is_share_of(part: Any, total: Any) -> bool:

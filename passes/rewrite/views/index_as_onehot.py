@@ -89,11 +89,11 @@ def diagonal_to_masked_sum(node: fx.Node, writer: GraphWriter) -> fx.Node | None
     arguments, source = bound_arguments(node), node_argument(node)
     rank = len(shape_of_node(source))
     row_dim, column_dim = (arguments[name] % rank for name in ("dim1", "dim2"))
-    sizes, value = size_arguments(source, writer), source.meta[VALUE]
+    value = source.meta[VALUE]
     if arguments["offset"] or value.shape[row_dim] != value.shape[column_dim] or not value.is_floating_point():
         return None
-    places = [writer.call(aten.arange.default, sizes[dim], device=value.device) for dim in (row_dim, column_dim)]
-    rows, columns = (_emit_appended_dims(place, 1, rank - dim, writer) for place, dim in zip(places, (row_dim, column_dim)))
+    place = writer.call(aten.arange.default, size_arguments(source, writer)[row_dim], device=value.device)
+    rows, columns = (_emit_appended_dims(place, 1, rank - dim, writer) for dim in (row_dim, column_dim))
     diagonal = _emit_masked_sum(writer.call(aten.eq.Tensor, rows, columns), source, column_dim, writer)
     order = [dim for dim in range(rank - 1) if dim != row_dim - (row_dim > column_dim)]
     return writer.call(aten.permute.default, diagonal, [*order, row_dim - (row_dim > column_dim)])
