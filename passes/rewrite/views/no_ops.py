@@ -40,6 +40,13 @@ def remove_full_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     return _operand_of_same_shape(node) if bound_arguments(node)["step"] == 1 else None
 
 
+@rewrite_rule(op(aten.select.int, op(aten.stack.default, "parts", ...), "dim", "index"))
+def remove_select_of_stack(node: fx.Node, writer: GraphWriter, parts: Sequence[fx.Node], dim: int, index: int) -> fx.Node | None:
+    """stack([x, y], dim).select(dim, 1) -> y"""
+    rank = len(shape_of_node(node_argument(node)))
+    return parts[index] if dim % rank == bound_arguments(node_argument(node))["dim"] % rank else None
+
+
 @rewrite_rule(op(SLICES, op(aten.constant_pad_nd.default, "x", "pads", ...), "dim", either(None, 0), ...))
 def remove_sliced_pad(node: fx.Node, writer: GraphWriter, x: fx.Node, pads: Sequence[Any], dim: int) -> fx.Node | None:
     """pad(x, after)[: length of x] -> x

@@ -16,11 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from streamfx.ir.joint import has_same_type, node_argument, shape_of_node
+from streamfx.ir.joint import has_same_type, node_argument, shape_of_node, tensor_operands
 from streamfx.ir.operator_table import Kind, is_kind, of_kind
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.ops.row_maps import RowMove, is_static_shape, row_read, row_write
+from streamfx.passes.ops.rules.registry import broadcast, rule_for
+from streamfx.passes.ops.traits import is_random
 from streamfx.passes.rewrite.pattern import rewrite_rule
 
 aten = torch.ops.aten
@@ -159,3 +161,32 @@ def _nested_addends(total: fx.Node) -> Iterator[fx.Node]:
             todo.extend(value.all_input_nodes)
         else:
             yield value
+
+
+@rewrite_rule(*of_kind(Kind.RESHAPE))
+def view_of_flat_arithmetic_to_arithmetic(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """f(x.view(m * n), y.view(m * n)).view(m, n) -> f(x, y), if x and y have m rows and n columns
+
+    Applies to any number of elementwise operators. Queries and keys in one dimension have no rows.
+    """
+    shape, flat_shape = shape_of_node(node), shape_of_node(node_argument(node))
+    unflattened, operators, todo = {}, set(), [node_argument(node)]
+    while todo and len(flat_shape) == 1 < len(shape):
+        value = todo.pop()
+        is_flattened = is_kind(value, Kind.RESHAPE) and shape_of_node(node_argument(value)) == shape
+        if is_flattened or not shape_of_node(value):
+            unflattened[value] = node_argument(value) if is_flattened else value
+        elif (
+            value.op == "call_function"
+            and shape_of_node(value) == flat_shape
+            and rule_for(value) is broadcast
+            and not is_random(value)
+        ):
+            todo.extend(operand for operand in tensor_operands(value) if operand not in operators)
+            operators.add(value)
+        else:
+            return None
+    for value in sorted(operators):
+        args, kwargs = fx.node.map_arg((value.args, value.kwargs), lambda operand: unflattened.get(operand, operand))
+        unflattened[value] = writer.call(value.target, *args, **kwargs)
+    return unflattened[node_argument(node)] if operators else None
