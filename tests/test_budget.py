@@ -34,7 +34,7 @@ from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.program import Program
 from streamfx.options import SAVE_LEVELS, resolve_options
-from streamfx.passes.partition.budget_search import held_bytes
+from streamfx.passes.partition.plan_simulator import held_bytes
 from streamfx.runtime.outer import HostProgramRunner
 from streamfx.tools.report.fallback_reasons import FITS
 from tests.random_decoders.checking import executed

@@ -21,7 +21,7 @@ from streamfx.ir.facts import Facts, known
 from streamfx.ir.joint import is_size
 from streamfx.passes.lowering.accumulating_lowerings import ACCUMULATING_LOWERINGS
 from streamfx.passes.lowering.lowering_table import LOWERINGS
-from streamfx.passes.partition.budget_search import held_bytes
+from streamfx.passes.partition.plan_simulator import held_bytes
 from tests.support import decoders
 from tests.support.exactness import check_streamed, recorder
 from tests.support.small import Causal, tokens

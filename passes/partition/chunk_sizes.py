@@ -62,6 +62,7 @@ def chunk_sizes(facts: Facts, options: Options) -> tuple[ChunkSize, ...]:
             num_boundaries=len(facts.stages),
             busy_rows=busy,
             chunk_alignment=chunk_alignment,
+            is_loss=is_loss_stage(stage, facts),
         )
 
     def requested_rows(stage: Stage) -> int | str:

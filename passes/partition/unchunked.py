@@ -28,8 +28,8 @@ from streamfx.options import Options
 from streamfx.passes.ops.aliasing import computed_memories, memories
 from streamfx.passes.ops.collectives import has_collectives
 from streamfx.passes.ops.traits import is_expensive
-from streamfx.passes.partition.budget_search import held_bytes
 from streamfx.passes.partition.chunk_sizes import gradient_bytes
+from streamfx.passes.partition.plan_simulator import held_bytes
 
 GraphPair: TypeAlias = "tuple[fx.GraphModule, fx.GraphModule | None]"
 TOLERANCE = 1.02  # factor on the peak of the unchunked graph up to which the loops run anyway

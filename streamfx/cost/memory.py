@@ -31,12 +31,17 @@ from streamfx.torch_private.symbolic_sizes import size_hint
 
 @dataclass(frozen=True)
 class LoopCost:
-    """The work of all chunks of a loop, the rows per chunk, the number of chunks, and the traffic to other ranks."""
+    """The work of all chunks of a loop, the rows per chunk, the number of chunks, and the traffic to other ranks.
+
+    `peak`: live bytes at the peak of the loop; `chunk_bytes`: those of them that the work on one chunk takes.
+    """
 
     work: Work
     rows: int
     sent: Traffic = field(default_factory=Traffic)
     chunks: int = 0
+    peak: int = 0
+    chunk_bytes: int = 0
 
     @property
     def flops(self) -> int:
@@ -109,15 +114,16 @@ def cost_of(
     loss: frozenset[str] = frozenset(),
     released: ReleasedGradients | None = None,
     recorded: bool = False,
+    known_runs: dict[Any, LoopRun] | None = None,
 ) -> Cost:
     """Run the forward and backward graph on fake tensors; the caller keeps the forward results during the backward.
 
     `loss` has the names of the values of the loss stage (see `loss_values`). `released` is set if gradients are released
-    during the backward. Curves are empty unless `recorded`.
+    during the backward. Curves are empty unless `recorded`. `known_runs` caches the costs of loops between calls.
     """
     meter = Meter()
     meter.recorder = Recorder() if recorded else None
-    known_runs: dict[Any, LoopRun] = {}
+    known_runs = {} if known_runs is None else known_runs
     forward = with_sampled_loops(forward, meter, known_runs, is_backward=False, loss=loss)
     backward = None if backward is None else with_sampled_loops(backward, meter, known_runs, is_backward=True, loss=loss)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -225,4 +231,7 @@ def _loop_costs(module: fx.GraphModule | None) -> dict[str, LoopCost]:
         return {}
     loops = {name: child for name, child in module.named_children() if isinstance(child, SampledLoop)}
     sent = {name: total_traffic(loop.work.traffic_by_kind.values()) for name, loop in loops.items()}
-    return {name: LoopCost(loop.work, min(loop.rows, loop.length), sent[name], loop.num_chunks) for name, loop in loops.items()}
+    return {
+        name: LoopCost(loop.work, min(loop.rows, loop.length), sent[name], loop.num_chunks, loop.peak, loop.chunk_bytes)
+        for name, loop in loops.items()
+    }

@@ -50,7 +50,8 @@ class LoopRun:
 class SampledLoop(Loop):
     """A loop that runs only a few of its chunks, and reports the cost of all of them to the meter.
 
-    A loop runs no chunk if it equals one in `known`, in its loop body and in the shapes of its arguments.
+    A loop runs no chunk if it equals one in `known`, in its loop body, its rows per chunk, and the shapes of its arguments.
+    After a call, `peak` has the live bytes at the peak of the loop, and `chunk_bytes` those of them that one chunk computes.
     """
 
     def __init__(self, spec: LoopSpec, meter: Meter, terms: LoopTerms, known: dict[Any, LoopRun]) -> None:
@@ -59,6 +60,7 @@ class SampledLoop(Loop):
         self.meter, self.terms, self.known = meter, terms, known
         self.work = Work()
         self.rows = self.num_chunks = self.length = 0
+        self.peak = self.chunk_bytes = 0
         self._segments: list[range] = []
         self._costs: dict[int, Work] = {}
         self._sampled_indices: Iterator[int] = iter(())
@@ -83,8 +85,11 @@ class SampledLoop(Loop):
 
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
         """Run the sampled chunks, or none if the cost is cached; add the work and the curve of all chunks to the meter."""
-        key = (signature_of(self.spec), self.terms, tuple(map(layout_of, arguments)))
+        env: Env = {symbol.name: int(value) for symbol, value in zip(self.spec.symbols, arguments, strict=False)}
+        rows = self.rows_per_chunk(self.size(self.spec.length, env), env)
+        key = (signature_of(self.spec), rows, self.terms, tuple(map(layout_of, arguments)))
         self._is_cached, self._costs, self._chunk_starts = key in self.known, {}, []
+        live_before = self.meter.live
         work_before, terms_before = self.meter.work, dict(self.meter.live_terms)
         with self.meter.separate_recorder() as recorder:
             if self._is_cached:
@@ -96,6 +101,8 @@ class SampledLoop(Loop):
                 curve = Curve() if recorder is None else self._curve_of_all(recorder.points, work_before, terms_before)
                 self.known[key] = LoopRun(rise, self._work_of(range(self.num_chunks)), curve)
         run = self.known[key]
+        if live_before + run.rise.peak > self.peak:
+            self.peak, self.chunk_bytes = live_before + run.rise.peak, max(0, run.rise.terms.get(self.terms.chunk, 0))
         self.meter.work, self.work = work_before.plus(run.work), self.work.plus(run.work)
         if self.meter.recorder is not None:
             interval = LoopInterval(
@@ -240,9 +247,9 @@ def _parabola(points: Sequence[tuple[int, int]]) -> tuple[Fraction, Fraction, Fr
 
 
 def signature_of(spec: LoopSpec) -> tuple[Any, ...]:
-    """Return the properties of a loop that determine its cost: equal layers have equal signatures."""
+    """Return the properties of a loop that determine its cost, besides its rows per chunk: equal layers have equal signatures."""
     buffers = tuple(replace(buffer, name="") for buffer in spec.buffers)
-    sizes = (spec.length, spec.reverse, spec.chunk_size, spec.symbols)
+    sizes = (spec.length, spec.reverse, spec.symbols)
     return structure(spec.body.graph), spec.feeds, spec.sources, buffers, spec.yields, sizes
 
 

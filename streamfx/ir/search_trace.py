@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 KEPT_TEXT = {
     "inputs": "only stage inputs kept",
@@ -15,27 +15,46 @@ KEPT_TEXT = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice of the forward values that a plan keeps for backward: option `save`, applied to one stage in `keep_every`."""
+    """A choice of the forward values that a plan keeps for backward: option `save`, applied to one stage in `keep_every`.
+
+    The last `num_richer` of the stages in which `richer` keeps more than this choice are planned like `richer`.
+    """
 
     save: str
     keep_every: int
+    num_richer: int = 0
+    richer: Candidate | None = None
 
     def __str__(self) -> str:
         kept_values = KEPT_TEXT[self.save]
-        return kept_values if self.keep_every == 1 else f"{kept_values}, of one stage in {self.keep_every}"
+        text = kept_values if self.keep_every == 1 else f"{kept_values}, of one stage in {self.keep_every}"
+        return text if self.richer is None else f"{text}; in the last {self.num_richer} stages that differ: {self.richer}"
+
+
+class ChunkLimits(NamedTuple):
+    """Limits on the bytes of work per chunk: in the stage of the head and the loss, and in all others."""
+
+    layers: int
+    loss: int
 
 
 @dataclass(frozen=True)
 class SimulatedCandidate:
-    """A simulated candidate and its peak, in bytes. `working_set` limits the bytes of work per chunk; None: the default limit."""
+    """A simulated candidate and its peak, in bytes. `limits`: those of its chunks; None if all chunk sizes are fixed."""
 
     candidate: Candidate
-    working_set: int | None
+    limits: ChunkLimits | None
     peak: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the candidate as a dictionary for JSON reports: its text, its limit in bytes or None, its peak in bytes."""
-        return {"choice": str(self.candidate), "chunk_work_bytes": self.working_set, "peak_bytes": self.peak}
+        """Return the candidate as a dictionary for JSON reports: its text, limits in bytes or None, its peak in bytes."""
+        layers, loss = (None, None) if self.limits is None else self.limits
+        return {
+            "choice": str(self.candidate),
+            "chunk_work_bytes": layers,
+            "loss_chunk_work_bytes": loss,
+            "peak_bytes": self.peak,
+        }
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class AutoChunk:
     `working_set`: if set, the limit on the bytes of work per chunk; it replaces the rules above.
     `chunk_alignment`: chunks have a multiple of this number of rows.
     `max_rows`: the rows per chunk in the simulation, so that no shorter sequence takes more memory.
+    `is_loss`: the stage computes the head and the loss, whose chunks have a working set of their own.
     """
 
     row_bytes: Size
@@ -56,6 +57,7 @@ class AutoChunk:
     working_set: int | None = None
     chunk_alignment: int = 1
     max_rows: int | None = None
+    is_loss: bool = False
 
     def rows(self, length: int, row_bytes: int, stream_bytes: int) -> int:
         """Return the rows per chunk for a sequence of `length` rows.

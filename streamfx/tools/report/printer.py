@@ -233,7 +233,12 @@ def _budget_search_lines(facts: Facts) -> Lines:
         return
     yield f"at most {facts.search_trace.budget} bytes"
     for tried in facts.search_trace.candidates:
-        yield f"{tried.peak} bytes with {tried.candidate}, {tried.working_set or 'given'} bytes of work per chunk"
+        limits = (
+            "given chunks"
+            if tried.limits is None
+            else f"{tried.limits.layers} bytes of work per chunk, {tried.limits.loss} in the head"
+        )
+        yield f"{tried.peak} bytes with {tried.candidate}, {limits}"
     if facts.lengths:
         yield f"holds for {facts.lengths}"
 
