@@ -33,8 +33,10 @@ from streamfx.frontend.quick_bound import find_fitting_lengths, max_activation_b
 from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.facts import Facts, known
 from streamfx.ir.program import Program
+from streamfx.ir.search_trace import Candidate
 from streamfx.options import SAVE_LEVELS, resolve_options
-from streamfx.passes.partition.plan_simulator import held_bytes
+from streamfx.passes.partition.budget_search import LadderSearch
+from streamfx.passes.partition.plan_simulator import PlanSimulator, held_bytes
 from streamfx.runtime.outer import HostProgramRunner
 from streamfx.tools.report.fallback_reasons import FITS
 from tests.random_decoders.checking import executed
@@ -43,6 +45,7 @@ from tests.support import hf
 from tests.support.calls import noted
 from tests.support.exactness import compare, gradient_errors, outcome, recorder, scalar_of
 from tests.support.hf import ROTARY, LossOf, deep
+from tests.support.ladders import simulator_of
 from tests.support.peaks import however_small
 from tests.support.small import Causal, tokens
 from tests.support.translators import Translator, batch
@@ -117,6 +120,47 @@ def test_models_within_four_budgets(make: Any) -> None:
     for amount in (least + 4096, (least + free) // 2, int(1.2 * free), 2 * free):
         program = recorded.facts_for(resolve_options({"memory_budget": amount})).program
         assert step.held() + peak_as_predicted(recorded, program) <= amount
+
+
+@pytest.fixture(scope="module")
+def recorded_step() -> Step:
+    """A step whose joint graph was recorded once."""
+    step = Step(outputs="dense", bodies="eager")
+    step.compiled(step.ids).backward()
+    return step
+
+
+def smallest_budget(simulator: PlanSimulator) -> int:
+    with pytest.raises(OverBudgetError) as caught:
+        LadderSearch(simulator, 1).find_plan()
+    return caught.value.smallest
+
+
+def test_some_stages_keep_more_than_others(recorded_step: Step) -> None:
+    """Just above the smallest budget, the last stages keep results of attention; the measured peak is within the budget."""
+    (recorded,) = recorded_step.backend.compilations
+    facts = recorded.facts_for(resolve_options({"save": "inputs"}))
+    simulator = simulator_of(facts, resolve_options({}))
+    mixed = Candidate("inputs", 1, 2, Candidate("attention", 1))
+    amount = simulator.held + simulator.simulate(mixed, 256, 256).peak
+    facts = recorded.facts_for(resolve_options({"memory_budget": amount}))
+    *kept, _ = (len(nodes) for nodes in facts.plan.kept)  # the head keeps nothing
+    assert kept == sorted(kept) and len(set(kept)) == 2
+    assert recorded_step.held() + peak_as_predicted(recorded, facts.program) <= amount
+
+
+@pytest.mark.long
+def test_more_memory_makes_no_step_slower(recorded_step: Step) -> None:
+    """Over 40 budgets from the smallest one to that of the fastest plan, there are many plans."""
+    (recorded,) = recorded_step.backend.compilations
+    simulator = simulator_of(recorded.facts_for(resolve_options({})), resolve_options({}))
+    least, fastest = smallest_budget(simulator), LadderSearch(simulator, 1 << 40).find_fastest()
+    most = simulator.held + simulator.simulate(fastest.candidate, *fastest.rows).peak
+    plans = {amount: LadderSearch(simulator, amount).find_fastest() for amount in range(least, most, (most - least) // 40)}
+    assert all(later.seconds <= 1.01 * plan.seconds for plan, later in pairwise(plans.values()))
+    assert len(set(plans.values())) >= 10 and any(plan.candidate.richer for plan in plans.values())
+    for amount, plan in plans.items():
+        assert simulator.held + simulator.simulate(plan.candidate, *plan.rows).peak <= amount
 
 
 def test_free_memory_respects_the_container_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

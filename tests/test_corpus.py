@@ -1,13 +1,17 @@
 """Captured graphs, without tracing: what the passes make of each has the results of the graph."""
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from streamfx.options import Options
+from streamfx.passes.partition.plan_simulator import by_stage
 from tests.corpus.entries import Entry, Found, kept_in
 from tests.corpus.written import written
 from tests.support.goldens import BASE, torch_version
+from tests.support.ladders import ladder_of
 from tests.support.spread import only, spread
 
 NAMES = Entry.all()
@@ -68,3 +72,18 @@ def test_the_results_do_not_depend_on_what_is_chosen(name: str, request: pytest.
     for choice in choices:
         one = Entry.load(name)
         one.check(one.analysed(**choice))
+
+
+@pytest.mark.parametrize("name", only([name for name in NAMES[5::40] if name not in LARGE], NAMES))
+def test_the_results_do_not_depend_on_how_many_stages_are_planned_richer(name: str) -> None:
+    """Neighbors on the ladder of plans are mixed at two stages: one keeps more values, or more boundaries, than the other."""
+    one, options = Entry.load(name), Options(keep_every="auto")
+    facts = one.analysed(check_passes=False)
+    if facts.program is None:
+        pytest.skip("nothing streams")
+    ladder = ladder_of(facts, options)
+    for richer, poorer in pairwise(ladder.ladder):
+        for mixture in ladder.mixtures(poorer, richer):
+            plan, *others = (by_stage(ladder.simulator.facts_with_plan(each).plan) for each in (mixture, richer, poorer))
+            assert plan not in others
+            one.check(ladder.simulator.facts_with_program(mixture))

@@ -191,7 +191,6 @@ def most(facts: Facts | None) -> int:
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of few rows, as those of long sequences are, and few simulations."""
     monkeypatch.setattr("streamfx.passes.partition.budget_search.MIN_ROWS", 16)
-    monkeypatch.setattr("streamfx.passes.partition.budget_search.EFFICIENT_TOKENS", 128)
     monkeypatch.setattr("streamfx.ir.dynamic_lengths.MAX_DOUBLINGS", 2)
 
 

@@ -39,11 +39,11 @@ from streamfx.passes.partition.plan_simulator import (
     with_limits,
 )
 
-NUM_CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)  # that are tried
+MAX_HALVINGS = 24  # of the rows of a chunk
 FEWEST_ROWS = 16  # of a chunk, if `MIN_ROWS` take more than `SMALL_SHARE` more memory
 SMALL_SHARE = 0.02
 KEEP_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-MAX_MIXTURES = 2  # mixed candidates of two neighbors on the ladder
+MAX_MIXTURES = 4  # mixed candidates of two neighbors on the ladder
 ESTIMATE_TOLERANCE = 1.03  # an estimate up to this factor above the budget is worth a simulation
 
 
@@ -97,31 +97,35 @@ class LadderSearch:
     refused: list[Cost] = field(default_factory=list)
 
     def find_plan(self) -> Facts:
-        """Return the facts with the plan that is estimated to be the fastest. Raise `OverBudgetError` if none fits.
+        """Return the facts with the plan that is estimated to be the fastest. Raise `OverBudgetError` if none fits."""
+        return self.with_chosen_plan(self.find_fastest())
+
+    def find_fastest(self) -> FittingPlan:
+        """Return the plan that is estimated to be the fastest. Raise `OverBudgetError` if none fits.
 
         Each candidate keeps less than the previous one, which leaves memory for larger chunks. So the search continues
         after the first one that fits, while candidates are faster than the previous one.
         """
         fastest: FittingPlan | None = None
-        previous = richer = poorer = None  # the previous candidate, and the neighbors of the fastest one
+        previous, pairs = None, list[tuple[Candidate, Candidate | None]]()  # neighbors on the ladder, the poorer one first
         for candidate in self.ladder:
-            if fastest is not None and self.fewest_seconds(candidate) >= fastest.seconds:
-                poorer = candidate
-                break
+            if fastest is not None:
+                pairs.append((candidate, previous))
+                if self.fewest_seconds(candidate) >= fastest.seconds:
+                    break
             plan = self.fit(candidate) if self.may_fit(candidate) else None
+            if plan is not None and fastest is None:
+                pairs.append((candidate, previous))
             if plan is not None and fastest is not None and plan.seconds >= fastest.seconds:
-                poorer = candidate
                 break
-            if plan is not None:
-                fastest, richer = plan, previous
-            previous = candidate
+            fastest, previous = plan or fastest, candidate
         if fastest is None:
             raise over_budget_error(self.budget, self.simulator.held, min(self.refused, key=lambda cost: cost.peak))
-        for pair in ((fastest.candidate, richer), (poorer, fastest.candidate)):
+        for pair in pairs:
             for mixture in self.mixtures(*pair):
                 if self.fewest_seconds(mixture) < fastest.seconds and (plan := self.fit(mixture)) is not None:
                     fastest = min(fastest, plan, key=lambda plan: plan.seconds)
-        return self.with_chosen_plan(fastest)
+        return fastest
 
     def fewest_seconds(self, candidate: Candidate) -> float:
         """Return a lower bound on the estimated seconds: those of the FLOPs, which are the fewest with the smallest chunks."""
@@ -180,9 +184,9 @@ class LadderSearch:
         held_share = min(1, 1 / ratio + (ratio - 1) / max(len(simulator.facts.stages), 1))
         return int(cost.peak + max(kept, 0) - cost.peak_terms.get(STAGE_INPUTS, 0) * (1 - held_share))
 
-    def mixtures(self, candidate: Candidate | None, richer: Candidate | None) -> Iterator[Candidate]:
-        """Yield candidates between two neighbors on the ladder that may fit: some with as many richer stages as possible."""
-        if candidate is None or richer is None or InterloopValues(self.simulator.facts).has_exchanges:
+    def mixtures(self, candidate: Candidate, richer: Candidate | None) -> Iterator[Candidate]:
+        """Yield candidates between two neighbors on the ladder that may fit: with as many richer stages as possible, half, ..."""
+        if richer is None or InterloopValues(self.simulator.facts).has_exchanges:
             return
         simulator = self.simulator
         plans = [simulator.facts_with_plan(one).plan for one in (candidate, richer)]
@@ -190,8 +194,8 @@ class LadderSearch:
         low, high = (self._estimated_peak(one) for one in (candidate, richer))
         share = 1.0 if high <= low else (self.available_bytes - low) / (high - low)
         most = min(num_stages - 1, int(share * num_stages) + 1)
-        counts = {most - i * max(1, most // MAX_MIXTURES) for i in range(MAX_MIXTURES)}
-        yield from (replace(candidate, num_richer=count, richer=richer) for count in sorted(counts, reverse=True) if count > 0)
+        counts = [count for i in range(MAX_MIXTURES) if (count := most >> i)]
+        yield from (replace(candidate, num_richer=count, richer=richer) for count in counts)
 
     # -- chunks
 
@@ -202,11 +206,10 @@ class LadderSearch:
 
     @cached_property
     def row_counts(self) -> list[int]:
-        """The rows per chunk that are tried, in ascending order: from `MIN_ROWS` to all rows."""
+        """The rows per chunk that are tried, in ascending order: `MIN_ROWS`, and all rows, half of them, a quarter, ..."""
         length = self.simulator.length
-        return sorted(
-            {-(-length // num_chunks) for num_chunks in NUM_CHUNKS if length >= num_chunks * MIN_ROWS} | {min(length, MIN_ROWS)}
-        )
+        halves = [-(-length // (1 << i)) for i in range(MAX_HALVINGS)]
+        return sorted({min(length, MIN_ROWS), *(rows for rows in halves if rows >= MIN_ROWS)})
 
     def smallest_rows(self, candidate: Candidate) -> int:
         """Return the rows of the smallest chunks: `MIN_ROWS`, or `FEWEST_ROWS` if that takes 2 % less memory.
