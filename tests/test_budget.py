@@ -32,135 +32,22 @@ from streamfx.errors import OverBudgetError
 from streamfx.frontend.quick_bound import find_fitting_lengths, max_activation_bytes
 from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.facts import Facts, known
-from streamfx.ir.program import Program
-from streamfx.ir.search_trace import Candidate
 from streamfx.options import SAVE_LEVELS, resolve_options
-from streamfx.passes.partition.budget_search import LadderSearch
-from streamfx.passes.partition.plan_simulator import PlanSimulator, held_bytes
-from streamfx.runtime.outer import HostProgramRunner
 from streamfx.tools.report.fallback_reasons import FITS
 from tests.random_decoders.checking import executed
 from tests.random_decoders.kinds import numbered
 from tests.support import hf
+from tests.support.budgets import Step
 from tests.support.calls import noted
-from tests.support.exactness import compare, gradient_errors, outcome, recorder, scalar_of
-from tests.support.hf import ROTARY, LossOf, deep
-from tests.support.ladders import simulator_of
+from tests.support.exactness import compare, gradient_errors, outcome, scalar_of
+from tests.support.hf import LossOf, deep
 from tests.support.peaks import however_small
 from tests.support.small import Causal, tokens
 from tests.support.translators import Translator, batch
 
 pytestmark = pytest.mark.compiled
 
-LENGTH, LAYERS = 1024, 3
-WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": LENGTH}
-CHUNKS = {"chunk_size": 128, "loss_chunk_size": 128}
 CPU = torch.device("cpu")
-
-
-class Step:
-    """A training step of a wider model that is compiled with some options, measured as it runs."""
-
-    def __init__(self, make: Any = hf.llama, layers: int = LAYERS, **options: Any) -> None:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in {**WIDE, "num_hidden_layers": layers}.items():
-                patch.setitem(ROTARY, name, value)
-            self.model = make()
-        self.ids, self.backend = torch.randint(1, hf.VOCABULARY, (1, LENGTH)), recorder(**{"outputs": "lazy", **options})
-        self.compiled = torch.compile(lambda ids: self.model(input_ids=ids, labels=ids).loss, backend=self.backend)
-
-    def peak(self) -> int:
-        """The most live bytes in a run after the first, beyond those live before it."""
-        for _ in range(2):  # the first one compiles
-            self.model.zero_grad(set_to_none=True)
-            with Meter() as meter:
-                self.compiled(self.ids).backward()
-        return meter.peak
-
-    @property
-    def program(self) -> Program:
-        (facts,) = self.backend.facts
-        assert facts.program is not None
-        return facts.program
-
-    def predicted(self) -> int:
-        return cost_of(self.program.forward, self.program.backward, 1).peak
-
-    def held(self) -> int:
-        return held_bytes(self.program.forward.graph)
-
-
-def peak_as_predicted(recorded: Any, program: Program | None) -> int:
-    """Runs both halves on real tensors, holding nothing that the backward half frees: bytes that were alive at the peak."""
-    assert program is not None and program.backward is not None
-    with Meter() as meter:
-        results = list(HostProgramRunner(program.forward)(list(recorded.primals)))
-        saved = results[1:]
-        arguments = [*saved[len(program.saved) :], *saved[: len(program.saved)], *recorded.tangents]
-        del results, saved
-        HostProgramRunner(program.backward)(arguments)
-    assert meter.peak == pytest.approx(cost_of(program.forward, program.backward, 1).peak, rel=0.05)
-    return meter.peak
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("make", [hf.qwen3_tied, hf.gemma3], ids=lambda make: make.__name__)
-def test_models_within_four_budgets(make: Any) -> None:
-    """The joint graph is recorded once; programs for each save level and budget run on real tensors."""
-    step = Step(make, outputs="dense", **CHUNKS)
-    step.compiled(step.ids).backward()
-    (recorded,) = step.backend.compilations
-    for save in SAVE_LEVELS:
-        peak_as_predicted(recorded, recorded.facts_for(resolve_options({**CHUNKS, "save": save})).program)
-    with pytest.raises(OverBudgetError) as caught:
-        recorded.facts_for(resolve_options({"memory_budget": 1}))
-    least, free = caught.value.smallest, step.held() + step.predicted()
-    for amount in (least + 4096, (least + free) // 2, int(1.2 * free), 2 * free):
-        program = recorded.facts_for(resolve_options({"memory_budget": amount})).program
-        assert step.held() + peak_as_predicted(recorded, program) <= amount
-
-
-@pytest.fixture(scope="module")
-def recorded_step() -> Step:
-    """A step whose joint graph was recorded once."""
-    step = Step(outputs="dense", bodies="eager")
-    step.compiled(step.ids).backward()
-    return step
-
-
-def smallest_budget(simulator: PlanSimulator) -> int:
-    with pytest.raises(OverBudgetError) as caught:
-        LadderSearch(simulator, 1).find_plan()
-    return caught.value.smallest
-
-
-def test_some_stages_keep_more_than_others(recorded_step: Step) -> None:
-    """Just above the smallest budget, the last stages keep results of attention; the measured peak is within the budget."""
-    (recorded,) = recorded_step.backend.compilations
-    facts = recorded.facts_for(resolve_options({"save": "inputs"}))
-    simulator = simulator_of(facts, resolve_options({}))
-    mixed = Candidate("inputs", 1, 2, Candidate("attention", 1))
-    amount = simulator.held + simulator.simulate(mixed, 256, 256).peak
-    facts = recorded.facts_for(resolve_options({"memory_budget": amount}))
-    *kept, _ = (len(nodes) for nodes in facts.plan.kept)  # the head keeps nothing
-    assert kept == sorted(kept) and len(set(kept)) == 2
-    assert recorded_step.held() + peak_as_predicted(recorded, facts.program) <= amount
-
-
-@pytest.mark.long
-def test_more_memory_makes_no_step_slower(recorded_step: Step) -> None:
-    """Over 40 budgets from the smallest one to that of the fastest plan, there are many plans."""
-    (recorded,) = recorded_step.backend.compilations
-    simulator = simulator_of(recorded.facts_for(resolve_options({})), resolve_options({}))
-    least, fastest = smallest_budget(simulator), LadderSearch(simulator, 1 << 40).find_fastest()
-    most = simulator.held + simulator.simulate(fastest.candidate, *fastest.rows).peak
-    plans = {amount: LadderSearch(simulator, amount).find_fastest() for amount in range(least, most, (most - least) // 40)}
-    assert all(later.seconds <= 1.01 * plan.seconds for plan, later in pairwise(plans.values()))
-    assert len(set(plans.values())) >= 10 and any(plan.candidate.richer for plan in plans.values())
-    for amount, plan in plans.items():
-        assert simulator.held + simulator.simulate(plan.candidate, *plan.rows).peak <= amount
 
 
 def test_free_memory_respects_the_container_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

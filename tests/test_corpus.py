@@ -10,8 +10,8 @@ from streamfx.options import Options
 from streamfx.passes.partition.plan_simulator import by_stage
 from tests.corpus.entries import Entry, Found, kept_in
 from tests.corpus.written import written
+from tests.support.budgets import ladder_of
 from tests.support.goldens import BASE, torch_version
-from tests.support.ladders import ladder_of
 from tests.support.spread import only, spread
 
 NAMES = Entry.all()
