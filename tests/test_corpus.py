@@ -19,7 +19,9 @@ LARGE = {
     f"zoo-{name}"
     for name in ("bailing_hybrid", "deepseek_v4", "gemma3n_text", "hrm_text", "hy_v4", "kimi_linear", "rwkv", "xlstm")
 }
-GRAPHS = [pytest.param(name, marks=pytest.mark.compiled) if name in LARGE else name for name in NAMES]  # not in the quick run
+LARGEST = {"zoo-bailing_hybrid", "zoo-hy_v4", "zoo-hrm_text"}  # run only with `--long`
+MARKS = [*((name, pytest.mark.long) for name in LARGEST), *((name, pytest.mark.compiled) for name in LARGE - LARGEST)]
+GRAPHS = [pytest.param(name, marks=dict(MARKS).get(name, ())) for name in NAMES]  # `compiled`: not in the quick run
 kept = cache(kept_in)
 
 

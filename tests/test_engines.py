@@ -263,7 +263,7 @@ def both(rank: int, name: str, size: str) -> tuple[Taken, Taken]:
     return taken(rank, name, size, streamed=True), taken(rank, name, size, streamed=False)
 
 
-DEFAULT = [("DDP", FIRST), ("SimpleFSDP", FIRST), ("FSDP2", LAST)]
+DEFAULT = [("DDP", FIRST), ("FSDP2", LAST)]
 
 
 @pytest.mark.parametrize(("name", "size"), only(DEFAULT, [(name, size) for name in ENGINES for size in SIZES]))

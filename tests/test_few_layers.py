@@ -219,9 +219,9 @@ def found_of(facts: Facts) -> list[Any]:
     return [*map(of, nodes), results]
 
 
-PLANS: list[tuple[Callable[[], Stack], dict[str, Any]]] = [
+PLANS: list[Any] = [
     (in_turn, {"save": "inputs", "keep_every": 3}),
-    (lambda: frozen(stack(*[""] * 8)), {"memory_budget": "1MiB", "chunk_size": "auto"}),
+    pytest.param(lambda: frozen(stack(*[""] * 8)), {"memory_budget": "1MiB", "chunk_size": "auto"}, marks=pytest.mark.long),
 ]
 
 

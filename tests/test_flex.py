@@ -102,6 +102,7 @@ def test_a_block_mask_may_be_an_input() -> None:
     compare(Decoder().double(), inputs() | {"block_mask": block_mask}, attention=CAUSAL)
 
 
+@pytest.mark.long
 def test_lengths_may_be_dynamic() -> None:
     model = Decoder(causal).double()
     own, backend = copy.deepcopy(model), recorder(chunk_size=7)

@@ -95,10 +95,12 @@ print(len(names) > 20, [name for name in names if not has_kernel(name, "Composit
 """
 
 
+@pytest.mark.long  # CI runs the long tests of this file
 def test_importing_the_passes_implements_the_operators_that_they_write() -> None:
     assert run(OPERATORS)[0].split(maxsplit=1) == ["True", "[]\n"]
 
 
+@pytest.mark.long
 def test_the_first_use_imports_torch_and_registers_the_backend() -> None:
     """Neither import, help nor the refusal of a name does. The backend has two names, without installed entry points."""
     code = (
@@ -117,7 +119,8 @@ def test_the_first_use_imports_torch_and_registers_the_backend() -> None:
 PROGRAM = (ROOT / "tests" / "support" / "warnings.txt").read_text()
 
 
-@pytest.mark.parametrize("asked", [(), pytest.param(({"memory_budget": "1GiB"},), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("asked", [(), ({"memory_budget": "1GiB"},)])
 def test_no_step_warns(asked: tuple[dict[str, str], ...]) -> None:
     """Neither with eager bodies nor with those of Inductor."""
     assert run(f"asked = {asked}\n{PROGRAM}", "-W", "error")[1] == ""

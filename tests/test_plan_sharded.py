@@ -47,7 +47,7 @@ def numbers(model: nn.Module, within: str = "") -> int:
 SHARDS = [("ddp", 1, 1), ("zero1", 1, 8), ("zero2", 8, 8), ("zero3", 8, 8)]
 
 
-@pytest.mark.parametrize(("shard", "parameters", "state"), only([SHARDS[1], SHARDS[3]], SHARDS))
+@pytest.mark.parametrize(("shard", "parameters", "state"), only([SHARDS[3]], SHARDS))
 def test_parameters_and_optimizer_states_are_sharded(shard: str, parameters: int, state: int, model: nn.Module) -> None:
     """Each gradient is reduced once. Each weight is gathered once, and in zero3 again, except for the last stage's.
 
