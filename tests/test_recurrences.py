@@ -73,10 +73,37 @@ def residual_streams(m: Mixed, x: Tensor) -> Tensor:
 
 
 # name: function, loops that are found, whether everything streams (None: either)
+def after_a_first_row(m: Mixed, x: Tensor) -> Tensor:
+    """Each step reads its row and the row before it, of a value that has one row more than there are steps."""
+    rows, state, made = torch.cat([m.out.weight[:1].expand(len(x), 1, -1), x], 1), zeros(x), []
+    for t in range(x.shape[1]):
+        state = (m.gate(rows[:, t]) + state * 0.5 + rows[:, t + 1]).tanh()
+        made.append(state)
+    return m.out(torch.stack(made, 1))
+
+
+def after_padding(m: Mixed, x: Tensor) -> Tensor:
+    rows, state, made = torch.nn.functional.pad(x, (0, 0, 1, 0)), zeros(x), []
+    for t in range(x.shape[1]):
+        state = (m.gate(rows[:, t]) + state * 0.5 + rows[:, t + 1]).tanh()
+        made.append(state)
+    return m.out(torch.stack(made, 1))
+
+
+def of_two_halves(m: Mixed, x: Tensor) -> Tensor:
+    """Rows are split and joined again before the loop, and stacked in two parts after it."""
+    half, state, made = x.shape[1] // 2, zeros(x), []
+    rows = torch.cat([x[:, :half], x[:, half:]], 1)
+    for t in range(x.shape[1]):
+        state = (m.gate(rows[:, t]) + state * 0.5).tanh()
+        made.append(state)
+    return m.out(torch.cat([torch.stack(made[:half], 1), torch.stack(made[half:], 1)], 1))
+
+
 ROWS: dict[str, tuple[Mixer, int, bool | None]] = named_cases("rows", globals())
 
 
-@pytest.mark.parametrize("name", only(["written row by row", "the last state"], ROWS))
+@pytest.mark.parametrize("name", only(["written row by row", "the last state", "after a first row", "of two halves"], ROWS))
 def test_loops_over_rows(name: str) -> None:
     mixer, count, streams = ROWS[name]
     report = compared(mixer, chunk_size=4, also=(1, LENGTH), streams=streams)

@@ -1,6 +1,7 @@
 """Which rows of which nodes is this? The rows that an operator reads or writes, and the rows of which a value consists.
 
     x[:, 2:5]    x.split(3, 1)[1]    x[:, 4]    x.unbind(1)[4]           read rows of x
+    constant_pad_nd(x, [0, 0, -2, -1])                                   the same
     slice_scatter(y, v, 1, 2, 5)     select_scatter(y, v, 1, 4)          write v into rows of y
     slice_backward(v, ...)           select_backward(v, ...)             write v into rows of zeros
     constant_pad_nd(v, [0, 0, 2, 1], 7.0)                                write v into rows of sevens
@@ -80,7 +81,7 @@ def is_static_shape(shape: Iterable[Size]) -> bool:
 
 def row_read(node: fx.Node) -> RowMove | None:
     """Return the rows that a node reads; None if it is not known to read rows with step 1."""
-    if node.target in READS:
+    if node.target in READS or is_kind(node, Kind.PAD):
         return _move(node, node, node_argument(node), node, None)
     if node.target is not operator.getitem or not is_kind(node_argument(node), Kind.SPLIT, Kind.UNBIND):
         return None
@@ -126,8 +127,9 @@ def _first_row(node: fx.Node, by: fx.Node, tensor: fx.Node) -> tuple[int, Size |
     if is_kind(by, Kind.PAD):  # the numbers of rows before and after for each dimension, the last one first
         pads = arguments["pad"]
         padded = [index for index in range(0, len(pads), 2) if any(pads[index : index + 2])]
-        is_known = len(padded) == 1 and all(isinstance(pad, int) and pad >= 0 for pad in pads)  # negative: removes rows
-        return (rank - 1 - padded[0] // 2, pads[padded[0]]) if is_known else (0, None)
+        sign = 1 if tensor is by else -1  # negative numbers remove rows
+        is_known = len(padded) == 1 and all(isinstance(pad, int) and pad * sign >= 0 for pad in pads)
+        return (rank - 1 - padded[0] // 2, pads[padded[0]] * sign) if is_known else (0, None)
     dim = arguments["dim"] % rank
     if node is not by:
         index = int_argument(node, 1)
@@ -163,6 +165,15 @@ class Piece:
         """Return the part of the piece in rows [low, high); if it is empty, `num_rows` is zero or negative."""
         begin, end = max(self.row, low), min(self.stop, high)
         return replace(self, row=begin, num_rows=end - begin, start=self.start + begin - self.row)
+
+    def after_addition(self) -> Piece:
+        """Return the piece after zeros are added."""
+        return replace(self, is_added=True) if isinstance(self.value, fx.Node) else replace(self, value=self.value + 0.0)
+
+    def is_continued_by(self, other: Piece) -> bool:
+        """Return whether the next piece has the next rows of the same value."""
+        is_alike = self.value is other.value and self.is_added == other.is_added and not self.is_row and not other.is_row
+        return is_alike and isinstance(self.value, fx.Node) and self.start + self.num_rows == other.start
 
     def has_all_rows(self, dim: int) -> bool:
         """Return whether the piece holds all rows of its value, whose dimension of rows is `dim`; False for a constant."""
@@ -253,7 +264,7 @@ def _added(value: fx.Node, dim: int) -> tuple[list[Piece], float] | None:
             is_padded = True
         else:
             pieces.append(Piece(0, length, addend, 0, is_added=True))  # type: ignore[arg-type]
-    if not is_padded:
+    if not is_padded or not isinstance(length, int):
         return None
     bounds = sorted({bound for piece in pieces for bound in (piece.row, piece.stop)})
     pieces_at: dict[int, list[Piece]] = {bound: [] for bound in bounds[:-1]}  # by first row of an interval between bounds
@@ -268,6 +279,38 @@ def _added(value: fx.Node, dim: int) -> tuple[list[Piece], float] | None:
             begin = found.pop().row if found and found[-1].value is value else low
             found.append(Piece(begin, high - begin, value, begin))
     return found, 0.0
+
+
+def find_sources(value: fx.Node, rows: RowSlice, opaque: fx.Node | None = None) -> list[Piece]:
+    """Return the pieces that make up rows of a value, traced back through slices and through the values of `find_pieces`.
+
+    Adjacent rows of one value are one piece: cat([x[:2], x[2:]]) consists of all rows of x. Rows of `opaque` are not traced.
+    """
+    sources, todo = list[Piece](), [Piece(rows.start, rows.stop - rows.start, value, rows.start)]
+    while todo:
+        piece = todo.pop()
+        origins = None if piece.value is opaque else _origins(piece, rows.dim)
+        if origins is not None:
+            todo += reversed(origins)
+        elif sources and sources[-1].is_continued_by(piece):
+            sources[-1] = replace(sources[-1], num_rows=sources[-1].num_rows + piece.num_rows)
+        else:
+            sources.append(piece)
+    return sources
+
+
+def _origins(piece: Piece, dim: int) -> list[Piece] | None:
+    """Return the pieces that make up a piece; None if it is a constant, a single row, or rows of an opaque value."""
+    if not isinstance(piece.value, fx.Node) or piece.is_row:
+        return None
+    read = row_read(piece.value)
+    if read is not None and not read.is_single and read.rows.dim == dim and read.rows.is_static:
+        return [replace(piece, value=read.tensor, start=piece.start + read.rows.start)]
+    found = find_pieces(piece.value, RowSlice(dim, piece.start, piece.start + piece.num_rows))
+    if [source.value for source in found] == [piece.value]:
+        return None
+    found = [replace(source, row=source.row - piece.start + piece.row) for source in found]
+    return [source.after_addition() for source in found] if piece.is_added else found
 
 
 # -- sums

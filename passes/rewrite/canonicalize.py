@@ -69,6 +69,8 @@ RULES: tuple[RewriteRule, ...] = (
     constant_fill.full_like_of_row_to_full,
     constant_fill.fill_to_full_like,
     concat.remove_cat_with_empty,
+    concat.cat_of_slices_to_value,
+    concat.sum_of_padded_slices_to_value,
     concat.cat_with_constant_to_pad,
     concat.token_shift_to_where,
     concat.slice_scatter_to_pad,

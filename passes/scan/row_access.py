@@ -23,7 +23,7 @@ from streamfx.ir.joint import bound_arguments, erase_unused, node_argument, shap
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
-from streamfx.passes.ops.row_maps import RowMove, RowSlice, padded_sums, row_read, row_write
+from streamfx.passes.ops.row_maps import RowMove, RowSlice, find_sources, padded_sums, row_read, row_write
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.scan.trim import trim_rows, trim_stacks
 
@@ -97,7 +97,10 @@ def find_row_accesses(graph: fx.Graph) -> RowAccesses:
         accesses.reads.pop(node, None)
     for chain in dict.fromkeys(chain for chain, _ in writes.values()):
         _stack_chain([link for link in chain.links if link in writes], chain, writer)
+    _stack_concats(graph, writer)
     _stack_sums(graph, writer)
+    trim_rows(accesses.reads, writer)
+    accesses, _ = _single_rows(graph)
     trim_stacks(graph, {node: (row.source, row.length) for node, row in accesses.reads.items()}, writer)
     trim_rows(accesses.reads, writer)
     erase_unused(graph, is_random)
@@ -182,6 +185,17 @@ def _stack_chain(links: list[fx.Node], chain: _Chain, writer: GraphWriter) -> No
     values = [chain.row_after(len(links) - 1, step) for step in range(length)]
     if None not in values or find_fill(chain.root) == 0:
         end.replace_all_uses_with(_stack_rows(values, chain.dim, end, writer), propagate_meta=False)
+
+
+def _stack_concats(graph: fx.Graph, writer: GraphWriter) -> None:
+    """Replace each concatenation of stacks and rows by one stack, in place: cat([stack([a, b]), c[None]]) -> stack([a, b, c])."""
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        dim, shape = bound_arguments(node)["dim"] % len(shape_of_node(node)), shape_of_node(node)
+        if isinstance(length := shape[dim], int) and any(operand.target is aten.stack.default for operand in node.args[0]):
+            pieces = find_sources(node, RowSlice(dim, 0, length))
+            if all(piece.is_row and not piece.is_added for piece in pieces):
+                values = [piece.value for piece in pieces]
+                node.replace_all_uses_with(_stack_rows(values, dim, node, writer), propagate_meta=False)  # type: ignore[arg-type]
 
 
 def _stack_rows(values: Sequence[fx.Node | None], dim: int, like_node: fx.Node, writer: GraphWriter) -> fx.Node:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial, reduce
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,7 +22,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, node_argument, shape_of_node, walk
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.ops.row_maps import RowSlice, find_pieces, row_read
+from streamfx.passes.ops.row_maps import RowMove, RowSlice, find_sources, is_same_type_addition, nested_addends, row_read
 from streamfx.passes.rewrite.views.scatter_to_concat import emit_piece
 
 aten = torch.ops.aten
@@ -37,43 +39,48 @@ def trim_stacks(graph: fx.Graph, reads: Mapping[fx.Node, tuple[fx.Node, int]], w
     lengths = {node: length for node, (source, length) in reads.items() if reads_per_source[source] > 1}
     for node in list(graph.nodes):
         read = row_read(node)
-        if read is None or read.tensor.target is not aten.stack.default or read.is_single:
+        stacks = nested_addends(read.tensor) if read is not None and not read.is_single and read.rows.is_static else []
+        if read is None or not stacks or not all(_is_stack_along(stack, read.rows.dim) for stack in stacks):
             continue
-        if read.rows.dim != _row_dim(read.tensor):
-            continue
-        values: list[fx.Node] = read.tensor.args[0]  # type: ignore[assignment]
-        kept = values[read.rows.start : read.rows.stop]
+        rows = [list(stack.args[0])[read.rows.start : read.rows.stop] for stack in stacks]  # type: ignore[arg-type]
+        length, num_kept = shape_of_node(read.tensor)[read.rows.dim], len(rows[0])
         counts = _first_matching_counts(
-            kept, lambda value: value.all_input_nodes, lambda value: lengths.get(value, 0), {len(kept), len(values)}
+            [value for kept in rows for value in kept],
+            lambda value: value.all_input_nodes,
+            lambda value: lengths.get(value, 0),
+            {num_kept, length},
         )
-        if len(kept) in counts and len(values) not in counts:
-            node.replace_all_uses_with(
-                writer.move_before(node).call(aten.stack.default, kept, read.rows.dim), propagate_meta=False
-            )
+        if num_kept in counts and length not in counts:
+            writer.move_before(node)
+            trimmed = [writer.call(aten.stack.default, kept, read.rows.dim) for kept in rows]
+            node.replace_all_uses_with(reduce(partial(writer.call, aten.add.Tensor), trimmed), propagate_meta=False)
+
+
+def _is_stack_along(node: fx.Node, dim: int) -> bool:
+    """Return whether a node stacks rows along dimension `dim`."""
+    return node.target is aten.stack.default and _row_dim(node) == dim
 
 
 def trim_rows(reads: Iterable[fx.Node], writer: GraphWriter) -> None:
     """slice_backward(g, 0, 3)[1] -> g[1], and [3] -> 0, in place, if results computed from these rows are stacked to 3 rows.
 
-    `reads`: the nodes that select a row of a value. The value is a zero-padded gradient, or a sum of several without overlap;
-    each is padded by the extra row of the loop.
+    `reads`: the nodes that select a row of a value. The value may be a zero-padded gradient, a sum of several, or any other value
+    that consists of rows of values with another number of rows, such as cat([first, x]).
     """
-    padded: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for read in reads:
-        if read.target is aten.select.int and node_argument(read).target in (aten.slice_backward.default, aten.add.Tensor):
-            padded[node_argument(read)].append(read)
-    for source, selects in padded.items():
-        moves = [move for read in selects if (move := row_read(read)) is not None and move.rows.dim == _row_dim(selects[0])]
-        length = shape_of_node(source)[_row_dim(selects[0])]
-        if not isinstance(length, int) or len(moves) < len(selects):
+    moves_of: dict[tuple[fx.Node, int], list[RowMove]] = defaultdict(list)
+    for move in filter(None, map(row_read, reads)):
+        moves_of[move.tensor, move.rows.dim].append(move)
+    for (source, dim), moves in moves_of.items():
+        length: Any = shape_of_node(source)[dim]
+        pieces = find_sources(source, RowSlice(dim, 0, length))
+        values = [piece.value for piece in pieces if isinstance(piece.value, fx.Node) and not piece.is_row]
+        lengths = {shape_of_node(value)[dim] for value in values if value is not source}
+        if not lengths:
             continue
-        dim = moves[0].rows.dim
-        pieces = find_pieces(source, RowSlice(dim, 0, length))
-        unpadded_lengths = {piece.num_rows for piece in pieces if piece.has_all_rows(dim)}
-        stacked_lengths = _first_matching_counts(
-            selects, lambda value: list(value.users), _stacked_rows, {length, *unpadded_lengths}
+        counts = _first_matching_counts(
+            [move.part for move in moves], lambda value: list(value.users), _stacked_rows, {length, *lengths}
         )
-        if length not in stacked_lengths and unpadded_lengths & stacked_lengths:
+        if length not in counts and lengths & counts:
             for move in moves:
                 (piece,) = (part for piece in pieces if (part := piece.clip(*move.rows[1:])).num_rows > 0)
                 row = emit_piece(piece, move, writer.move_before(move.part))
@@ -96,8 +103,13 @@ def _first_matching_counts(
 
 
 def _stacked_rows(node: fx.Node) -> int:
-    """Return the number of values that a stack joins; 0 for other operators."""
-    return len(node.args[0]) if node.target is aten.stack.default else 0  # type: ignore[arg-type]
+    """Return the number of rows of a stack, or of a slice if only slices use it, also after additions; 0 for other operators."""
+    if node.target is not aten.stack.default:
+        return 0
+    sums = list(walk([node], lambda value: filter(is_same_type_addition, value.users)))
+    reads = [row_read(user) for value in sums for user in value.users if user not in sums]
+    lengths = [read.rows.stop - read.rows.start for read in reads if read is not None and read.rows.dim == _row_dim(node)]
+    return max(lengths) if 0 < len(lengths) == len(reads) else len(node.args[0])  # type: ignore[arg-type]
 
 
 def _row_dim(node: fx.Node) -> int:

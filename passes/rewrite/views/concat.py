@@ -6,6 +6,7 @@ A concatenation along the sequence needs all of its operands. A pad or a `where`
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,8 @@ from streamfx.ir.sizes import simplified
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
-from streamfx.passes.ops.row_maps import row_write
-from streamfx.passes.rewrite.pattern import rewrite_rule
+from streamfx.passes.ops.row_maps import Piece, RowSlice, find_sources, row_read, row_write
+from streamfx.passes.rewrite.pattern import REST, op, rewrite_rule
 
 aten = torch.ops.aten
 
@@ -58,6 +59,38 @@ def remove_cat_with_empty(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
     operands = _match_concat(node).operands
     is_copy = len(operands) == 1 and operands[0].meta[VALUE].dtype == node.meta[VALUE].dtype
     return writer.call(aten.clone.default, operands[0]) if is_copy else None
+
+
+@rewrite_rule(aten.cat.default)
+def cat_of_slices_to_value(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
+    """cat([x[:2], x[2:]]) -> x
+
+    Also if the slices are cut from a concatenation, or from a buffer into which rows of x were written.
+    """
+    concat = _match_concat(node)
+    is_sliced = [is_kind(operand, Kind.SLICE, Kind.CONCAT) or operand.target is operator.getitem for operand in concat.operands]
+    piece = _only_piece(node, concat.dim, concat.operands[0]) if len(is_sliced) > 1 and all(is_sliced) else None
+    return None if piece is None or piece.is_added else piece.value  # type: ignore[return-value]
+
+
+@rewrite_rule(op(aten.add.Tensor, op(aten.slice_backward.default, REST, name="first"), op(aten.slice_backward.default, REST)))
+def sum_of_padded_slices_to_value(node: fx.Node, writer: GraphWriter, first: fx.Node) -> fx.Node | None:
+    """slice_backward(x[:2], 0, 2) + slice_backward(x[2:], 2, 4) -> x + 0.0"""
+    write = row_write(first)
+    piece = None if write is None else _only_piece(node, write.rows.dim, write.part)
+    return None if piece is None else writer.call(aten.add.Tensor, piece.value, 0.0)
+
+
+def _only_piece(node: fx.Node, dim: int, part: fx.Node) -> Piece | None:
+    """Return the piece of a value that consists of all rows of one other value; None if it consists of anything else.
+
+    If `part`, which is part of the value, is a slice, the other value is its operand.
+    """
+    length, read = shape_of_node(node)[dim], row_read(part)
+    sliced = None if read is None else read.tensor
+    pieces = find_sources(node, RowSlice(dim, 0, length), sliced) if isinstance(length, int) else []
+    is_value = len(pieces) == 1 and pieces[0].has_all_rows(dim) and not pieces[0].is_row
+    return pieces[0] if is_value and pieces[0].value is not node else None
 
 
 @rewrite_rule(aten.cat.default)

@@ -18,7 +18,7 @@ from torch import fx
 
 from streamfx.ir.joint import bound_arguments, has_same_type, node_argument, shape_of_node
 from streamfx.ir.operator_table import Kind, is_kind, of_kind
-from streamfx.ir.writer import GraphWriter
+from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.row_maps import OVERWRITES, Piece, RowMove, RowSlice, find_pieces, is_static_shape, row_read
 from streamfx.passes.rewrite.pattern import rewrite_rule
@@ -110,9 +110,10 @@ def _emit_constant(piece: Piece, read: RowMove, writer: GraphWriter) -> fx.Node 
 
     None if they are not floating point.
     """
-    value, shape = read.part.meta[VALUE], list(shape_of_node(read.part))
+    value = read.part.meta[VALUE]
     if not value.is_floating_point():
         return None
+    shape = size_arguments(read.part, writer)
     if not read.is_single:
         shape[read.rows.dim] = piece.num_rows
     return writer.call(aten.full.default, shape, piece.value, dtype=value.dtype, device=value.device)
