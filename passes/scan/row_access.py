@@ -11,10 +11,10 @@ which returns a new value; several of them in a row are a *chain of writes*. `se
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,8 +22,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, erase_unused, node_argument, shape_of_node
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.constants import find_fill
-from streamfx.passes.ops.row_maps import RowMove, RowSlice, find_sources, padded_sums, row_read, row_write
+from streamfx.passes.ops.row_maps import RowMove, RowSlice, find_sources, is_plus_zero, padded_sums, row_read, row_write
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.scan.trim import trim_rows, trim_stacks
 
@@ -58,32 +57,6 @@ class RowAccesses:
     concats: list[ConcatAccess] = field(default_factory=list)
 
 
-@dataclass(eq=False)
-class _Chain:
-    """A chain of writes: each operator in `links` writes one row into the result of the link before; the first one into `root`.
-
-    `written` has, for each row index along `dim`, the indices (in `links`) of the links that write it, and the written values.
-    """
-
-    root: fx.Node
-    dim: int
-    links: list[fx.Node] = field(default_factory=list)
-    written: dict[int, tuple[list[int], list[fx.Node]]] = field(default_factory=lambda: defaultdict(lambda: ([], [])))
-
-    def add(self, link: fx.Node, step: int) -> None:
-        """Append a link that writes row `step`."""
-        link_indices, values = self.written[step]
-        link_indices.append(len(self.links))
-        values.append(node_argument(link, 1))
-        self.links.append(link)
-
-    def row_after(self, link_index: int, step: int) -> fx.Node | None:
-        """Return the value of row `step` in the result of `links[link_index]`; None if it is still the row of `root`."""
-        link_indices, values = self.written.get(step, ([], []))
-        num_writes = bisect_right(link_indices, link_index)
-        return values[num_writes - 1] if num_writes else None
-
-
 def find_row_accesses(graph: fx.Graph) -> RowAccesses:
     """Return all nodes that select one row of a value, and all stacks of rows (values of at least `MIN_ROWS` rows only).
 
@@ -91,20 +64,16 @@ def find_row_accesses(graph: fx.Graph) -> RowAccesses:
     that are written into zeros, or padded with zeros and summed, become stacks.
     """
     writer = GraphWriter(graph)
-    accesses, writes = _single_rows(graph)
-    for node in erase_unused(graph, is_random):  # random draws have distinct seeds, so unused ones can be dropped
-        writes.pop(node, None)
-        accesses.reads.pop(node, None)
-    for chain in dict.fromkeys(chain for chain, _ in writes.values()):
-        _stack_chain([link for link in chain.links if link in writes], chain, writer)
-    _stack_concats(graph, writer)
+    _single_rows(graph)
+    erase_unused(graph, is_random)  # random draws have distinct seeds, so unused ones can be dropped
+    _stack_assembled(graph, writer)
     _stack_sums(graph, writer)
-    trim_rows(accesses.reads, writer)
-    accesses, _ = _single_rows(graph)
+    trim_rows(_single_rows(graph).reads, writer)
+    accesses = _single_rows(graph)
     trim_stacks(graph, {node: (row.source, row.length) for node, row in accesses.reads.items()}, writer)
     trim_rows(accesses.reads, writer)
     erase_unused(graph, is_random)
-    accesses, _ = _single_rows(graph)  # the sources may have changed
+    accesses = _single_rows(graph)  # the sources may have changed
     for node in graph.nodes:
         if node.target is aten.stack.default and len(node.args[0]) >= MIN_ROWS:
             dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
@@ -113,89 +82,79 @@ def find_row_accesses(graph: fx.Graph) -> RowAccesses:
     return accesses
 
 
-def _single_rows(graph: fx.Graph) -> tuple[RowAccesses, dict[fx.Node, tuple[_Chain, int]]]:
-    """Return the rows selected from values (by `select` or `unbind`), and for each write of a row: its chain, and index in it.
+def _single_rows(graph: fx.Graph) -> RowAccesses:
+    """Return the rows selected from values (by `select` or `unbind`), at least `MIN_ROWS` of them.
 
-    A read of a written row is replaced by the written value, in place.
+    A read of a row that a `select_scatter` has written is replaced by the written value, in place. If the row was not written,
+    the value before all writes is read.
     """
     accesses = RowAccesses()
-    writes: dict[fx.Node, tuple[_Chain, int]] = {}
     for node in list(graph.nodes):
-        if node.target is aten.select_scatter.default:
-            _record_write(row_write(node), writes)
-        elif (read := row_read(node)) is not None:
-            _record_read(read, writes, accesses)
-    return accesses, writes
-
-
-def _num_rows(move: RowMove) -> int:
-    """Return the number of rows of the tensor of which a single row is read or written; 0 if it is not static, or a range."""
-    length = shape_of_node(move.tensor)[move.rows.dim]
-    return length if move.is_single and move.rows.is_static and isinstance(length, int) else 0
-
-
-def _record_write(write: RowMove | None, writes: dict[fx.Node, tuple[_Chain, int]]) -> None:
-    """Record a `select_scatter` of one row in `writes`, which has the chain of each write and its index in it.
-
-    It extends the chain whose last link it writes into, otherwise it starts a chain. Do nothing if the row is not static, or if
-    the value has fewer than `MIN_ROWS` rows.
-    """
-    if write is None or _num_rows(write) < MIN_ROWS:
-        return
-    base = node_argument(write.tensor)
-    chain, base_index = writes.get(base, (None, -1))
-    if chain is None or chain.dim != write.rows.dim or base_index != len(chain.links) - 1:
-        chain = _Chain(base, write.rows.dim)
-    writes[write.tensor] = chain, len(chain.links)
-    chain.add(write.tensor, write.rows.start)
-
-
-def _record_read(read: RowMove, writes: dict[fx.Node, tuple[_Chain, int]], accesses: RowAccesses) -> None:
-    """Record a read of one row in `accesses.reads`, or replace it by the row's value if a chain of writes has written it.
-
-    If a `select` reads the result of a chain that has not written this row, it reads the value before the chain, in place.
-    `writes` has the chain of each write, and its index in it.
-    """
-    node, source, (dim, step, _), length = read.part, read.tensor, read.rows, _num_rows(read)
-    if length < MIN_ROWS:
-        return
-    while node.target is aten.select.int and source in writes and writes[source][0].dim == dim:
-        chain, link_index = writes[source]
-        written_value = chain.row_after(link_index, step)
+        read = row_read(node)
+        length: Any = 0 if read is None else shape_of_node(read.tensor)[read.rows.dim]
+        if read is None or not read.is_single or not read.rows.is_static or not isinstance(length, int) or length < MIN_ROWS:
+            continue
+        source, written_value = _before_writes(read) if node.target is aten.select.int else (read.tensor, None)
         if written_value is not None:
             node.replace_all_uses_with(written_value, delete_user_cb=lambda user: user.op != "output", propagate_meta=False)
-            return
-        source = chain.root
-        node.update_arg(0, source)
-    accesses.reads[node] = RowAccess(source, dim, step, length)
+            continue
+        if source is not read.tensor:
+            node.update_arg(0, source)
+        accesses.reads[node] = RowAccess(source, read.rows.dim, read.rows.start, length)
+    return accesses
 
 
-def _stack_chain(links: list[fx.Node], chain: _Chain, writer: GraphWriter) -> None:
-    """Replace the result of a chain of writes by a stack of the written rows, in place.
+def _before_writes(read: RowMove) -> tuple[fx.Node, fx.Node | None]:
+    """Return the value before all writes that do not write the row that is read; and the value that is written there, if any."""
+    source = read.tensor
+    while source.target is aten.select_scatter.default and (write := row_write(source)) is not None:
+        if write.rows.dim != read.rows.dim or not write.rows.is_static:
+            break
+        if write.rows == read.rows:
+            return source, write.part
+        source = node_argument(source)
+    return source, None
 
-    `links`: the links that are still in the graph. Do nothing if a value between two links has other users, or if rows that
-    are not written are not zeros.
+
+def _stack_assembled(graph: fx.Graph, writer: GraphWriter) -> None:
+    """Replace each value that is assembled from single rows, and zeros, by a stack of them, in place.
+
+    y[:, 0] = a; y[:, 1] = b -> stack([a, b], 1);  cat([stack([a, b]), c[None]]) -> stack([a, b, c])
     """
-    if not links or links != chain.links[: len(links)]:
-        return
-    *inner, end = links
-    if any(user not in links for link in inner for user in link.users):
-        return
-    length = end.meta[VALUE].shape[chain.dim]
-    values = [chain.row_after(len(links) - 1, step) for step in range(length)]
-    if None not in values or find_fill(chain.root) == 0:
-        end.replace_all_uses_with(_stack_rows(values, chain.dim, end, writer), propagate_meta=False)
+    for node in list(graph.nodes):
+        dim = _assembled_dim(node)
+        length = 0 if dim is None else shape_of_node(node)[dim]
+        pieces = find_sources(node, RowSlice(dim, 0, length)) if dim is not None and isinstance(length, int) else []
+        if pieces and all(is_plus_zero(piece.value) or (piece.is_row and not piece.is_added) for piece in pieces):
+            rows = [piece.value if piece.is_row else None for piece in pieces for _ in range(piece.num_rows)]
+            node.replace_all_uses_with(_stack_rows(rows, dim, node, writer), propagate_meta=False)  # type: ignore[arg-type]
 
 
-def _stack_concats(graph: fx.Graph, writer: GraphWriter) -> None:
-    """Replace each concatenation of stacks and rows by one stack, in place: cat([stack([a, b]), c[None]]) -> stack([a, b, c])."""
-    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        dim, shape = bound_arguments(node)["dim"] % len(shape_of_node(node)), shape_of_node(node)
-        if isinstance(length := shape[dim], int) and any(operand.target is aten.stack.default for operand in node.args[0]):
-            pieces = find_sources(node, RowSlice(dim, 0, length))
-            if all(piece.is_row and not piece.is_added for piece in pieces):
-                values = [piece.value for piece in pieces]
-                node.replace_all_uses_with(_stack_rows(values, dim, node, writer), propagate_meta=False)  # type: ignore[arg-type]
+def _assembled_dim(node: fx.Node) -> int | None:
+    """Return the dimension of rows if a node concatenates stacks, or is the last of a chain of writes of single rows.
+
+    Return None for other nodes, or if another operator uses a value within the chain.
+    """
+    if node.target is aten.cat.default:
+        has_stack = any(operand.target is aten.stack.default for operand in node.all_input_nodes)
+        return bound_arguments(node)["dim"] % len(shape_of_node(node)) if has_stack else None
+    dim = _written_dim(node)
+    if dim is None or any(_written_dim(user) == dim and node_argument(user) is node for user in node.users):
+        return None
+    links, link = {node}, node_argument(node)
+    while _written_dim(link) == dim:
+        if not links.issuperset(link.users):
+            return None
+        links.add(link)
+        link = node_argument(link)
+    return dim
+
+
+def _written_dim(node: fx.Node) -> int | None:
+    """Return the dimension along which a `select_scatter` writes one of `MIN_ROWS` rows or more; None for other operators."""
+    write = row_write(node) if node.target is aten.select_scatter.default else None
+    length = 0 if write is None else shape_of_node(node)[write.rows.dim]
+    return write.rows.dim if write is not None and isinstance(length, int) and length >= MIN_ROWS else None
 
 
 def _stack_rows(values: Sequence[fx.Node | None], dim: int, like_node: fx.Node, writer: GraphWriter) -> fx.Node:
