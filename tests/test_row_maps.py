@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.joint import is_tensor, shape_of_node
-from streamfx.passes.ops.row_maps import Piece, RowMove, RowSlice, find_pieces, row_read, row_write
+from streamfx.passes.ops.row_maps import Piece, RowMove, RowSlice, find_pieces, find_sources, row_read, row_write
 from tests.support.canonical import same, special
 
 aten = torch.ops.aten
@@ -127,14 +127,11 @@ def test_a_value_consists_of_its_pieces(seed: int) -> None:
         for dim, length in enumerate(shape_of_node(node)):
             low = r.randint(0, length)  # type: ignore[arg-type]
             rows = RowSlice(dim, low, r.randint(low, length))  # type: ignore[arg-type]
-            pieces = find_pieces(node, rows)
-            assert [piece.row for piece in pieces] == [rows.start, *(piece.stop for piece in pieces)][: len(pieces)]
             read = numbers[node].narrow(dim, rows.start, rows.stop - rows.start)
-            same(
-                torch.cat([read.narrow(dim, 0, 0), *(rows_of(piece, dim, read, numbers) for piece in pieces)], dim),
-                read,
-                bits=True,
-            )
+            for pieces in (find_pieces(node, rows), find_sources(node, rows)):
+                assert [piece.row for piece in pieces] == [rows.start, *(piece.stop for piece in pieces)][: len(pieces)]
+                parts = [read.narrow(dim, 0, 0), *(rows_of(piece, dim, read, numbers) for piece in pieces)]
+                same(torch.cat(parts, dim), read, bits=True)
 
 
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])

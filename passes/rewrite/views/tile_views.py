@@ -10,17 +10,16 @@ sequence. Blocks that such a loop writes, and their gradients, are rewritten in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from streamfx.ir.joint import has_same_type, node_argument, shape_of_node, tensor_operands
+from streamfx.ir.joint import node_argument, shape_of_node, tensor_operands
 from streamfx.ir.operator_table import Kind, is_kind, of_kind
 from streamfx.ir.sizes import Size
 from streamfx.ir.writer import GraphWriter
-from streamfx.passes.ops.row_maps import RowMove, is_static_shape, row_read, row_write
+from streamfx.passes.ops.row_maps import RowMove, is_same_type_addition, is_static_shape, nested_addends, row_read, row_write
 from streamfx.passes.ops.rules.registry import broadcast, rule_for
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.rewrite.pattern import rewrite_rule
@@ -65,7 +64,7 @@ def slice_backward_to_select_backward(node: fx.Node, writer: GraphWriter) -> fx.
         return None
     dim, block_index, size = block
     blocks = _shape_with_blocks(shape, dim, size)
-    flattened = (addend for addend in _nested_addends(_largest_sum_with(node)) if is_kind(addend, Kind.RESHAPE))
+    flattened = (addend for addend in nested_addends(_largest_sum_with(node)) if is_kind(addend, Kind.RESHAPE))
     if not any(shape_of_node(node_argument(addend)) == blocks for addend in flattened):
         return None
     padded = writer.call(aten.select_backward.default, node.args[0], list(blocks), dim, block_index)
@@ -79,16 +78,11 @@ def add_of_views_to_view_of_add(node: fx.Node, writer: GraphWriter) -> fx.Node |
     Also if x, or the gradient, is itself such a sum.
     """
     views = node.all_input_nodes
-    if len(views) != 2 or len(node.args) != 2 or node.kwargs or not all(is_kind(view, Kind.RESHAPE) for view in views):
+    if len(views) != 2 or not is_same_type_addition(node) or not all(is_kind(view, Kind.RESHAPE) for view in views):
         return None
     left, right = (node_argument(view) for view in views)  # with a dimension of blocks
     has_select_backward = any(_is_select_backward(value) for operand in (left, right) for value in (operand, *_addends(operand)))
-    if (
-        not has_select_backward
-        or shape_of_node(left) != shape_of_node(right)
-        or not _are_alike(node, views)
-        or not is_static_shape(shape_of_node(node))
-    ):
+    if not has_select_backward or shape_of_node(left) != shape_of_node(right) or not is_static_shape(shape_of_node(node)):
         return None
     return writer.call(aten.view.default, writer.call(aten.add.Tensor, left, right), list(shape_of_node(node)))
 
@@ -119,11 +113,6 @@ def _addends(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes if node.target is aten.add.Tensor else []
 
 
-def _are_alike(node: fx.Node, addends: Iterable[fx.Node]) -> bool:
-    """Return whether the addends of a sum `node` have its shape and dtype, so that none is broadcast or converted."""
-    return all(shape_of_node(addend) == shape_of_node(node) and has_same_type(addend, node) for addend in addends)
-
-
 def _match_block(move: RowMove | None) -> RowBlock | None:
     """Return the block of a tensor that an operator reads, or that is not padding in the gradient of such a read.
 
@@ -150,17 +139,6 @@ def _largest_sum_with(node: fx.Node) -> fx.Node:
     while len(node.users) == 1 and (user := next(iter(node.users))).target is aten.add.Tensor:
         node = user
     return node
-
-
-def _nested_addends(total: fx.Node) -> Iterator[fx.Node]:
-    """Yield the addends of a nested sum: a, b and c for (a + b) + c, in any order."""
-    todo = [total]
-    while todo:
-        value = todo.pop()
-        if value.target is aten.add.Tensor:
-            todo.extend(value.all_input_nodes)
-        else:
-            yield value
 
 
 @rewrite_rule(*of_kind(Kind.RESHAPE))
