@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from streamfx.errors import OverBudgetError
+from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.facts import Facts
 from streamfx.options import Options
 from streamfx.passes.analysis.access_roles import AccessRoles
@@ -32,6 +33,7 @@ from streamfx.passes.ops.fallback import FallbackError
 from streamfx.passes.partition.budget_search import BudgetSearch
 from streamfx.passes.partition.chunk_plan import ChunkPlan
 from streamfx.passes.partition.loss_gradient import LossGradient
+from streamfx.passes.partition.plan_simulator import PlanSimulator
 from streamfx.passes.partition.stages import FindStages
 from streamfx.passes.rewrite.attention.compressed_kv import CompressedKV
 from streamfx.passes.rewrite.attention.split_concat_kv import SplitConcatKV
@@ -118,6 +120,16 @@ def pipeline(options: Options) -> tuple[Pass, ...]:
         HoistMasks(),  # hoist masks that can be computed once per step
         CompileBodies(options),  # choose how each loop body is executed
     )
+
+
+def plan_simulator(facts: Facts, options: Options) -> PlanSimulator:
+    """Return a simulator of other plans for a graph, from the facts of a finished pipeline."""
+    reinsert_collectives = ReinsertCollectives(options)
+
+    def rewrite(planned: Facts) -> Facts:
+        return reinsert_collectives.apply(BuildProgram().apply(planned))
+
+    return PlanSimulator(facts, options, rewrite, Lengths.of_current_call(facts.joint.graph))
 
 
 def run_pipeline(

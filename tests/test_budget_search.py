@@ -8,10 +8,11 @@ import pytest
 from streamfx.errors import OverBudgetError
 from streamfx.ir.search_trace import Candidate
 from streamfx.options import SAVE_LEVELS, resolve_options
+from streamfx.passes import plan_simulator
 from streamfx.passes.partition.budget_search import LadderSearch
 from streamfx.passes.partition.plan_simulator import PlanSimulator
 from tests.support import hf
-from tests.support.budgets import CHUNKS, Step, peak_as_predicted, simulator_of
+from tests.support.budgets import CHUNKS, Step, peak_as_predicted
 
 pytestmark = pytest.mark.compiled
 
@@ -51,7 +52,7 @@ def test_some_stages_keep_more_than_others(recorded_step: Step) -> None:
     """Just above the smallest budget, the last stages keep results of attention; the measured peak is within the budget."""
     (recorded,) = recorded_step.backend.compilations
     facts = recorded.facts_for(resolve_options({"save": "inputs"}))
-    simulator = simulator_of(facts, resolve_options({}))
+    simulator = plan_simulator(facts, resolve_options({}))
     mixed = Candidate("inputs", 1, 2, Candidate("attention", 1))
     amount = simulator.held + simulator.simulate(mixed, 256, 256).peak
     facts = recorded.facts_for(resolve_options({"memory_budget": amount}))
@@ -64,7 +65,7 @@ def test_some_stages_keep_more_than_others(recorded_step: Step) -> None:
 def test_more_memory_makes_no_step_slower(recorded_step: Step) -> None:
     """Over 40 budgets from the smallest one to that of the fastest plan, there are many plans."""
     (recorded,) = recorded_step.backend.compilations
-    simulator = simulator_of(recorded.facts_for(resolve_options({})), resolve_options({}))
+    simulator = plan_simulator(recorded.facts_for(resolve_options({})), resolve_options({}))
     least, fastest = smallest_budget(simulator), LadderSearch(simulator, 1 << 40).find_fastest()
     most = simulator.held + simulator.simulate(fastest.candidate, *fastest.rows).peak
     plans = {amount: LadderSearch(simulator, amount).find_fastest() for amount in range(least, most, (most - least) // 40)}

@@ -7,33 +7,21 @@ import torch
 
 from streamfx.cost.memory import cost_of
 from streamfx.cost.meter import Meter
-from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.facts import Facts
 from streamfx.ir.program import Program
 from streamfx.options import Options
-from streamfx.passes.lowering.build_program import BuildProgram
-from streamfx.passes.lowering.reinsert_collectives import ReinsertCollectives
+from streamfx.passes import plan_simulator
 from streamfx.passes.partition.budget_search import LadderSearch
-from streamfx.passes.partition.plan_simulator import PlanSimulator, held_bytes
+from streamfx.passes.partition.plan_simulator import held_bytes
 from streamfx.runtime.outer import HostProgramRunner
 from tests.support import hf
 from tests.support.exactness import recorder
 from tests.support.hf import ROTARY
 
 
-def simulator_of(facts: Facts, options: Options) -> PlanSimulator:
-    """The simulator of plans for the lengths of the call."""
-    return PlanSimulator(
-        facts,
-        options,
-        lambda planned: ReinsertCollectives(options).apply(BuildProgram().apply(planned)),
-        Lengths.of_current_call(facts.joint.graph),
-    )
-
-
 def ladder_of(facts: Facts, options: Options, budget: int = 1 << 60) -> LadderSearch:
     """The search for a budget, in bytes."""
-    return LadderSearch(simulator_of(facts, options), budget)
+    return LadderSearch(plan_simulator(facts, options), budget)
 
 
 LENGTH, LAYERS = 1024, 3

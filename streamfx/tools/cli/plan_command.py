@@ -27,7 +27,7 @@ from streamfx.tools.planner.model_names import (
 BACKEND_OPTIONS = ("chunk_size", "loss_chunk_size", "save", "keep_every", "offload")
 PLAN_ARGUMENTS = (
     *("seq", "batch", "memory", "host_memory", "dtype", "lora_rank", "quantize", "optimizer", "optimizer_in_backward"),
-    *("world", "shard", "tensor", "context", "max_length", "max_batch", "objective", "group", "device"),
+    *("world", "shard", "tensor", "context", "max_length", "max_batch", "frontier", "objective", "group", "device"),
 )
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def _add_search_and_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--max-length", action="store_true", help="find the longest sequence that fits into --memory")
     add("--max-batch", action="store_true", help="find the largest batch of --seq that fits into --memory")
+    add("--frontier", action="store_true", help="also list plans from the smallest peak to the fastest step")
     add("--chunk-size", type=int, metavar="ROWS", help="set the option chunk_size instead of planning it")
     add("--loss-chunk-size", type=int, metavar="ROWS", help="set the option loss_chunk_size instead of planning it")
     add("--save", choices=SAVE_LEVELS, help="set the option save instead of planning it")

@@ -37,7 +37,7 @@ CHOICES = {  # argument: its values, and the error for another name
     "shard": (SHARDS, "there is no sharding {!r}"),
     "objective": (OBJECTIVES, "there is no objective {!r} to plan for"),
 }
-SWITCHES = ("optimizer_in_backward", "max_length", "max_batch", "baselines")
+SWITCHES = ("optimizer_in_backward", "max_length", "max_batch", "frontier", "baselines")
 MINIMA = {"seq": 2, "batch": 1, "group": 1, "lora_rank": 1, "world": 1, "tensor": 1, "context": 1}
 FUNCTIONS = {
     "inputs": "give inputs=, a function of (batch, length) that returns the model's arguments by name",
@@ -65,6 +65,7 @@ def plan(
     context: int = 1,
     max_length: bool = False,
     max_batch: bool = False,
+    frontier: bool = False,
     device: str = "H100",
     baselines: bool = True,
     objective: str = "sft",
@@ -81,6 +82,7 @@ def plan(
             a built-in name), or a model on the meta device that returns a loss or logits.
         inputs: a function of (batch, length) that returns the arguments of a custom model, tensors of these sizes by name.
         seq, batch, max_length, max_batch: tokens and sequences per device; whether to find the largest that fit.
+        frontier: whether to also list plans from the smallest peak to the fastest step.
         memory, host_memory: of a device ("80G"), and of a host with up to 8 devices for offloaded stage inputs.
         dtype, lora_rank, quantize: dtype of parameters; rank of adapters; "nf4", "int8" or "fp8" for frozen weights of layers.
         optimizer, optimizer_in_backward: "adamw", "adamw8bit", "sgd", "none"; whether it frees gradients in the backward pass.
@@ -135,7 +137,7 @@ def _run_request(request: SimpleNamespace) -> PlanReport:
     arguments = limits, request.options, request.batch, request.seq, request.baselines
     if request.max_length or request.max_batch:
         return step.searched(*arguments, request.max_batch, allow_few_layers=not isinstance(request.model, nn.Module))
-    return step.planned(*arguments)
+    return step.planned(*arguments, request.frontier)
 
 
 def _backend_options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,6 +188,9 @@ def _checks_of_combinations(request: SimpleNamespace) -> Iterator[Check]:
     yield request.max_length and request.max_batch, asked, "", "give one of them"
     is_searched, asked = request.max_length or request.max_batch, "max_length" if request.max_length else "max_batch"
     yield is_searched and memory is None, f"{asked} needs a limit of memory", "", "give memory, as in memory='80GiB'"
+    is_limited = is_searched or memory is not None or budget is not None
+    asked, found = "a frontier has plans for all budgets", "a memory limit, or a search for the largest step"
+    yield request.frontier and is_limited, asked, found, "omit frontier, or the limit"
     asked = "group has no effect: it is the number of answers per prompt in grpo"
     objective = f"the objective {request.objective!r}"
     found, do = f"group={request.group}, and {objective}", "plan the objective 'grpo', or omit group"

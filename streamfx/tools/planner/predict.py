@@ -14,9 +14,11 @@ from streamfx.cost.categories import INPUTS, OPTIMIZER, OTHER, PARAMETERS
 from streamfx.cost.curve import Curve
 from streamfx.cost.memory import Cost
 from streamfx.cost.work import NO_WORK, Work, total_work
+from streamfx.errors import PlanError
 from streamfx.tools.inspect.eager import LayerWrapper, eager_cost
 from streamfx.tools.inspect.explain import OURS, Explanation
 from streamfx.tools.inspect.tracing import traced
+from streamfx.tools.planner.frontier import FrontierPlan, frontier_of
 from streamfx.tools.planner.models import loss_of
 from streamfx.tools.planner.overlap import OverlapInterval, bytes_on_host, generate_segments
 from streamfx.tools.planner.shards import rank_bytes
@@ -44,7 +46,7 @@ class Prediction:
     `explained` is the summary of `streamfx.explain` for this step: its stages, options, communication. `layers_twice` are
     the FLOPs, and the FLOPs of attention alone, of gradient checkpointing that recomputes each layer completely; None without
     layers. `flows` are the values passed between loops. `curves` are, for the backend and then each baseline, the bytes alive
-    along the step and the FLOPs.
+    along the step and the FLOPs. `frontier` has plans from the smallest peak to the fastest, if they were requested.
     """
 
     length: int
@@ -60,6 +62,7 @@ class Prediction:
     host_bytes: int = 0
     flows: tuple[list[LoopTraffic], ...] = ()
     curves: Mapping[str, tuple[Curve, int]] = field(default_factory=dict, compare=False, repr=False)
+    frontier: tuple[FrontierPlan, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -79,11 +82,12 @@ def predict(
     optimizer_bytes: int = 0,
     optimizer_in_backward: bool = False,
     extra_baselines: Mapping[str, tuple[nn.Module, LayerWrapper]] = MappingProxyType({}),
+    with_frontier: bool = False,
 ) -> Prediction:
     """Trace a step of a model on the meta device, as compiled with `options`.
 
     The optimizer has a state of `optimizer_bytes`; with `optimizer_in_backward` it runs in the backward pass. The baselines are
-    eager mode, gradient checkpointing, and those in `extra_baselines`.
+    eager mode, gradient checkpointing, and those in `extra_baselines`. `with_frontier` adds the frontier of memory and time.
     """
     may_trace_subset = not has_ranks()  # collectives have one order across all layers
     explanation = Explanation(
@@ -106,6 +110,8 @@ def predict(
     curves = {OURS: explanation.curves(with_baseline=baselines)[OURS]}
     for name, cost in sorted(baseline_costs.items(), key=lambda item: item[0] == EAGER):
         curves[name] = curve_of_call(cost), cost.flops
+    if with_frontier and len(facts) != 1:
+        raise PlanError("a frontier has the plans of one graph", found=f"{len(facts)} graphs", do="omit frontier")
     return Prediction(
         length=length,
         batch=next(iter(inputs.values())).shape[0],
@@ -121,6 +127,7 @@ def predict(
         ),
         host_bytes=sum(map(bytes_on_host, facts_by_call)),
         flows=tuple(map(flow_of, facts)),
+        frontier=frontier_of(facts[0], explanation.call.options, constant_bytes) if with_frontier else (),
         curves={way: (curve.shifted(NO_WORK, constant_terms), flops) for way, (curve, flops) in curves.items()},
     )
 

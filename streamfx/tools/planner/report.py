@@ -23,7 +23,16 @@ from streamfx.tools.report.page import Page, candidate_cells, plan_page
 from streamfx.tools.report.stage_titles import stage_rows
 from streamfx.tools.report.text import in_flops, in_seconds, reason_lines, streams_of, suffix_of, table_lines
 from streamfx.tools.report.timeline import Timeline, memory_timeline
-from streamfx.tools.report.verdict import EAGER, StepCost, length_verdict, times, verdict, verdict_within, why_nothing_streams
+from streamfx.tools.report.verdict import (
+    CHECKPOINTING,
+    EAGER,
+    StepCost,
+    length_verdict,
+    times,
+    verdict,
+    verdict_within,
+    why_nothing_streams,
+)
 
 RESERVE = 0.02  # fraction of a device's memory to leave free for allocations outside the plan
 NOT_COUNTED = "the driver's context, buffers of collectives and libraries, and gaps between allocations are not counted"
@@ -142,6 +151,15 @@ class PlanReport(Exports):
             "device": self.device.name,
             "ways": {name: self._baseline_summary(way) for name, way in prediction.baselines.items()},
             "choices": prediction.choices,
+            "frontier": [
+                {
+                    "peak_bytes": plan.peak_bytes,
+                    "seconds": self._seconds(plan.work),
+                    "choice": plan.choice,
+                    "rows": plan.rows,
+                }
+                for plan in prediction.frontier
+            ],
             **{key: prediction.explained[key] for key in ("stages", "sequence", "options", "stopped", "not_checkpointed")},
         }
 
@@ -291,9 +309,29 @@ class PlanReport(Exports):
             yield ""
             titles = ("candidates in order", "work of a chunk", "peak")
             yield from table_lines([titles, *map(candidate_cells, step.choices)], left=1)
+        if summary["frontier"]:
+            yield ""
+            yield from self._frontier_lines(summary)
         if summary["stopped"]:
             yield ""
             yield f"the call could not be traced to its end: {summary['stopped']}"
+
+    def _frontier_lines(self, summary: dict[str, Any]) -> Iterator[str]:
+        """Yield the plans of the frontier, with their peak and time as a share of checkpointing's if that was traced."""
+        other = summary["ways"].get(CHECKPOINTING)
+        titles = ("plans for other budgets (--memory)", "layers' chunk", "head's", "peak", "of checkpointing", "time", "of its")
+        rows = [
+            (
+                plan["choice"],
+                *map(str, plan["rows"]),
+                format_bytes(plan["peak_bytes"]),
+                f"{plan['peak_bytes'] / other['peak_bytes']:.2f}" if other else "",
+                in_seconds(plan["seconds"]),
+                f"{plan['seconds'] / other['compiled_seconds']:.2f}" if other else "",
+            )
+            for plan in summary["frontier"]
+        ]
+        yield from table_lines([titles, *rows], left=1)
 
     def _reserve_lines(self) -> Iterator[str]:
         """Yield the free memory if the step fits, compared with the reserve."""

@@ -62,7 +62,13 @@ class TrainingStep:
     updates: bool = False
 
     def at(
-        self, batch: int, length: int, options: Mapping[str, Any], baselines: bool = False, chunked: bool = True
+        self,
+        batch: int,
+        length: int,
+        options: Mapping[str, Any],
+        baselines: bool = False,
+        chunked: bool = True,
+        with_frontier: bool = False,
     ) -> Prediction:
         """Predict a step. `chunked` adds the baseline of checkpointing with a chunked loss, which is slow to trace."""
         inputs = self._inputs(batch, length)
@@ -70,7 +76,15 @@ class TrainingStep:
             in_chunks = baselines_of(model).get(IN_CHUNKS) if self._has_baselines and chunked else None
             extra_baselines = {} if in_chunks is None else {CHUNKED: in_chunks}
             prediction = predict(
-                model, inputs, length, {**self.ranks.options, **options}, baselines, self.state, self.updates, extra_baselines
+                model,
+                inputs,
+                length,
+                {**self.ranks.options, **options},
+                baselines,
+                self.state,
+                self.updates,
+                extra_baselines,
+                with_frontier,
             )
         if self.inputs is not None:  # the first custom input may lack a batch dimension
             prediction = replace(prediction, batch=batch)
@@ -91,11 +105,13 @@ class TrainingStep:
             return checked_inputs(self.inputs, batch, length)
         return self.objective.inputs(self.objective.sequences * batch, length)
 
-    def planned(self, limits: Limits, options: Mapping[str, Any], batch: int, seq: int, baselines: bool) -> PlanReport:
-        """Predict a step within the limits, with a length that saves memory if this one does not."""
+    def planned(
+        self, limits: Limits, options: Mapping[str, Any], batch: int, seq: int, baselines: bool, with_frontier: bool
+    ) -> PlanReport:
+        """Predict a step within the limits, with a length that saves memory if this one does not, and its frontier if asked."""
         budget = {} if limits.device is None else {"memory_budget": max(limits.device - self.state, 1)}
         try:
-            prediction = self.at(batch, seq, {**options, **budget}, baselines)
+            prediction = self.at(batch, seq, {**options, **budget}, baselines, with_frontier=with_frontier)
         except OverBudgetError as error:
             raise self._advise_offload(error, limits, {**options, **budget}, batch, seq) from None
         report = PlanReport(self.name, prediction, self.device, limits, ranks=self.ranks, updates=self.updates)
