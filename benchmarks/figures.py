@@ -55,6 +55,7 @@ COMMANDS = {
     "a step of 8,192": "Qwen3-8B --seq 8192",
     "a step of 32,768": "Qwen3-8B --seq 32768",
     "a step of 131,072": "Qwen3-8B --seq 131072",
+    "a frontier": "Qwen3-8B --seq 32768 --frontier",
 }
 
 
@@ -85,6 +86,8 @@ def made(command: str, commit: str) -> dict[str, Any]:
             raise RuntimeError(f"streamfx plan {command} failed")
     found = json.loads(printed.getvalue())
     figures = {name: found[name] for name in KEPT}
+    if found["frontier"]:
+        figures["frontier"] = found["frontier"]
     figures["rows"] = [stage["chunk_size"] for stage in found["stages"]]
     if found["wire"] is not None:
         figures["peak_by_term"] = found["peak_by_term"]
@@ -257,6 +260,20 @@ def in_a_picture(figures: Figures) -> str:
     )
 
 
+def on_the_frontier(figures: Figures) -> str:
+    found = figures["a frontier"]
+    other = found["checkpointing"]
+    lines = [
+        "| peak | of checkpointing | time of a step | of checkpointing | values saved besides stage inputs |",
+        "|" + "---|" * 5,
+    ]
+    for plan in found["frontier"]:
+        peak, share = plan["peak_bytes"] / GIB, plan["peak_bytes"] / other["peak_bytes"]
+        time, of_time = plan["seconds"], plan["seconds"] / other["compiled_seconds"]
+        lines.append(f"| {peak:.1f} GiB | {share:.2f} | {time:.1f} s | {of_time:.2f} | {plan['choice']} |")
+    return "\n".join(lines)
+
+
 BESIDE = {  # what is trained, where, and what others report to have run
     "Qwen3-8B, every boundary": ("Qwen3-8B, all parameters, `keep_every=1`, one 80 GB GPU", "StreamBP 72K"),
     "Llama-3.1-8B, nf4": ("Llama-3.1-8B, QLoRA, one 80 GB GPU", "Unsloth 343K"),
@@ -281,6 +298,7 @@ BLOCKS: dict[str, Callable[[Figures], str]] = {
     "chunks": chunks,
     "divided": divided,
     "in context": in_context,
+    "on the frontier": on_the_frontier,
     "steps on an H100": measured.steps,
     "attention on an H100": measured.attention,
 }

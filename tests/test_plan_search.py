@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import streamfx
 from streamfx.cost.curve import Curve, Point
 from streamfx.cost.work import NO_WORK
+from streamfx.errors import OverBudgetError
 from streamfx.options import OFFLOADS
 from streamfx.tools.inspect.explain import OURS
 from streamfx.tools.planner.baselines import ON_HOST, find_longest
@@ -205,6 +207,21 @@ def test_within_a_budget_the_verdict_says_whether_it_fits() -> None:
     assert wide.verdict.startswith("fits into 1.0 GiB: nothing streams, because the unchunked graph fits")
     waiting = replace(wide, limits=Limits(1 << 30, host=1), prediction=replace(wide.prediction, host_bytes=2))
     assert not waiting.summary()["fits"] and "do not fit into 1 bytes of host memory" in waiting.verdict
+
+
+@pytest.mark.compiled
+def test_a_frontier_goes_from_the_smallest_peak_to_the_fastest_step() -> None:
+    """Its first plan takes the peak of the smallest budget."""
+    report = streamfx.plan(TINY, seq=512, frontier=True, baselines=False)
+    found = report.summary()["frontier"]
+    assert 3 <= len(found) <= 10 and "plans for other budgets" in str(report)
+    assert all(plan["peak_bytes"] < later["peak_bytes"] for plan, later in pairwise(found))
+    assert found[-1]["seconds"] < found[0]["seconds"]
+    with pytest.raises(OverBudgetError) as caught:
+        streamfx.plan(TINY, seq=512, memory=found[0]["peak_bytes"] // 2, baselines=False)
+    assert caught.value.smallest == pytest.approx(found[0]["peak_bytes"], rel=0.01)
+    with pytest.raises(streamfx.PlanError, match="a frontier has plans for all budgets"):
+        streamfx.plan(TINY, frontier=True, memory="1G")
 
 
 @pytest.mark.long

@@ -28,7 +28,7 @@ class Candidate:
     def __str__(self) -> str:
         kept_values = KEPT_TEXT[self.save]
         text = kept_values if self.keep_every == 1 else f"{kept_values}, of one stage in {self.keep_every}"
-        return text if self.richer is None else f"{text}; in the last {self.num_richer} stages that differ: {self.richer}"
+        return text if self.richer is None else f"{text}; in {self.num_richer} later stages, {self.richer}"
 
 
 class ChunkLimits(NamedTuple):
