@@ -264,7 +264,7 @@ def on_the_frontier(figures: Figures) -> str:
     found = figures["a frontier"]
     other = found["checkpointing"]
     lines = [
-        "| peak | of checkpointing | time of a step | of checkpointing | values saved besides stage inputs |",
+        "| peak | of checkpointing | time of a step | of checkpointing | values saved for backward |",
         "|" + "---|" * 5,
     ]
     for plan in found["frontier"]:
