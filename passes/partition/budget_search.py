@@ -120,12 +120,23 @@ class LadderSearch:
                 break
             fastest, previous = plan or fastest, candidate
         if fastest is None:
+            fastest = self.fastest_of_poorest()
+        if fastest is None:
             raise over_budget_error(self.budget, self.simulator.held, min(self.refused, key=lambda cost: cost.peak))
         for pair in pairs:
             for mixture in self.mixtures(*pair):
                 if self.fewest_seconds(mixture) < fastest.seconds and (plan := self.fit(mixture)) is not None:
                     fastest = min(fastest, plan, key=lambda plan: plan.seconds)
         return fastest
+
+    def fastest_of_poorest(self) -> FittingPlan | None:
+        """Return the fastest of the candidates that keep the fewest values, whatever their estimated peak; None if none fits.
+
+        All of them are simulated, so the error has the smallest possible peak.
+        """
+        first = self.ladder.index(self.base[0])
+        fitting = [plan for candidate in self.ladder[first:] if (plan := self.fit(candidate)) is not None]
+        return min(fitting, key=lambda plan: plan.seconds, default=None)
 
     def fewest_seconds(self, candidate: Candidate) -> float:
         """Return a lower bound on the estimated seconds: those of the FLOPs, which are the fewest with the smallest chunks."""
@@ -170,11 +181,9 @@ class LadderSearch:
 
         The estimate is the simulated peak of the base with the smallest chunks, plus the bytes that the candidate keeps, or
         less the share of stored boundaries that it does not hold at once: with `keep_every` = k, it holds 1 / k of all, and
-        k - 1 more while it recomputes k stages. The candidate with the smallest estimate is always simulated, for the error.
+        k - 1 more while it recomputes k stages.
         """
-        estimates = {one: self._estimated_peak(one) for one in self.ladder}
-        estimate = estimates[candidate]
-        return estimate <= self.available_bytes * ESTIMATE_TOLERANCE or estimate == min(estimates.values())
+        return self._estimated_peak(candidate) <= self.available_bytes * ESTIMATE_TOLERANCE
 
     def _estimated_peak(self, candidate: Candidate) -> int:
         """Return the estimated peak of a candidate on the ladder, in bytes, with the smallest chunks."""
@@ -193,7 +202,7 @@ class LadderSearch:
         num_stages = len(stages_that_differ(*plans))
         low, high = (self._estimated_peak(one) for one in (candidate, richer))
         share = 1.0 if high <= low else (self.available_bytes - low) / (high - low)
-        most = min(num_stages - 1, int(share * num_stages) + 1)
+        most = min(num_stages - 1, max(0, int(share * num_stages)) + 1)
         counts = [count for i in range(MAX_MIXTURES) if (count := most >> i)]
         yield from (replace(candidate, num_richer=count, richer=richer) for count in counts)
 
