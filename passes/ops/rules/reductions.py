@@ -79,6 +79,7 @@ def mean_reduction(call: RuleCall) -> Signature:
     aten.var_mean.correction,
     aten.linalg_vector_norm.default,
     aten.median.dim,
+    aten.aminmax.default,
 )
 def full_axis_reduction(call: RuleCall) -> Signature:
     """Axis rule of `amax`, `var`, `any` ...: a reduced axis is needed in full, because partial results do not add up."""
