@@ -20,7 +20,7 @@ from streamfx.passes.rewrite.attention import flash_attn, flex, gqa, sdpa_varian
 from streamfx.passes.rewrite.attention.head_groups import split_heads_into_groups
 from streamfx.passes.rewrite.collectives import merge_all_reduces
 from streamfx.passes.rewrite.driver import simplify
-from streamfx.passes.rewrite.loss import cross_entropy
+from streamfx.passes.rewrite.loss import cross_entropy, nansum
 from streamfx.passes.rewrite.moe import masked_scatter
 from streamfx.passes.rewrite.moe.expert_mm import GROUPED_MM_HANDLERS
 from streamfx.passes.rewrite.moe.sort_elimination import remove_undone_permutations
@@ -113,6 +113,7 @@ RULES: tuple[RewriteRule, ...] = (
     cross_entropy.mean_loss_to_sum,
     cross_entropy.mean_loss_backward_to_sum,
     cross_entropy.remove_total_weight_of_sum,
+    nansum.nansum_to_sum,
     softmax.remove_max_before_softmax,
     softmax.remove_gradient_of_max,
     sink.softmax_with_sink_to_attention,
