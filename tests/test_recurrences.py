@@ -90,6 +90,15 @@ def after_padding(m: Mixed, x: Tensor) -> Tensor:
     return m.out(torch.stack(made, 1))
 
 
+def padded_with_a_row(m: Mixed, x: Tensor) -> Tensor:
+    """The first row is the first state; in the result, it is a row of zeros."""
+    state, made = x[:, 0], []
+    for t in range(1, x.shape[1]):
+        state = (m.gate(state) + x[:, t]).tanh()
+        made.append(state)
+    return m.out(torch.nn.functional.pad(torch.stack(made, 1), (0, 0, 1, 0)))
+
+
 def of_two_halves(m: Mixed, x: Tensor) -> Tensor:
     """Rows are split and joined again before the loop, and stacked in two parts after it."""
     half, state, made = x.shape[1] // 2, zeros(x), []

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.joint import bound_arguments, erase_unused, node_argument, shape_of_node
+from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.row_maps import RowMove, RowSlice, find_sources, is_plus_zero, padded_sums, row_read, row_write
@@ -120,6 +121,7 @@ def _stack_assembled(graph: fx.Graph, writer: GraphWriter) -> None:
     """Replace each value that is assembled from single rows, and zeros, by a stack of them, in place.
 
     y[:, 0] = a; y[:, 1] = b -> stack([a, b], 1);  cat([stack([a, b]), c[None]]) -> stack([a, b, c])
+    pad(stack([a, b]), before) -> stack([0, a, b])
     """
     for node in list(graph.nodes):
         dim = _assembled_dim(node)
@@ -131,13 +133,15 @@ def _stack_assembled(graph: fx.Graph, writer: GraphWriter) -> None:
 
 
 def _assembled_dim(node: fx.Node) -> int | None:
-    """Return the dimension of rows if a node concatenates stacks, or is the last of a chain of writes of single rows.
+    """Return the dimension of rows if a node concatenates or pads stacks, or is the last of a chain of writes of single rows.
 
     Return None for other nodes, or if another operator uses a value within the chain.
     """
     if node.target is aten.cat.default:
         has_stack = any(operand.target is aten.stack.default for operand in node.all_input_nodes)
         return bound_arguments(node)["dim"] % len(shape_of_node(node)) if has_stack else None
+    if is_kind(node, Kind.PAD):
+        return _padded_dim(node)
     dim = _written_dim(node)
     if dim is None or any(_written_dim(user) == dim and node_argument(user) is node for user in node.users):
         return None
@@ -148,6 +152,15 @@ def _assembled_dim(node: fx.Node) -> int | None:
         links.add(link)
         link = node_argument(link)
     return dim
+
+
+def _padded_dim(node: fx.Node) -> int | None:
+    """Return the dimension along which a node pads a stack of rows to at most twice as many; None for other paddings."""
+    write, operand = row_write(node), node_argument(node)
+    if write is None or operand.target is not aten.stack.default:
+        return None
+    length = shape_of_node(node)[write.rows.dim]
+    return write.rows.dim if isinstance(length, int) and length <= 2 * len(operand.args[0]) else None  # type: ignore[arg-type]
 
 
 def _written_dim(node: fx.Node) -> int | None:
