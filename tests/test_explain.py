@@ -73,6 +73,7 @@ def test_a_streamed_decoder() -> None:
     assert (first["kind"], last["kind"], first["reason"], first["attention"]) == ("streamed", "streamed", None, ["causal"])
     assert (first["chunk_size"], last["chunk_size"], last["name"]) == (4, 2, "head")
     assert any("scaled_dot_product_attention" in line for line in first["source"])
+    assert all(stage["launches"] == sum(run["launches"] for run in stage["runs"]) > 0 for stage in summary["stages"])
     assert summary["streamed_flops_share"] == 1.0
     for part in ("every stage streams", "1 graph, no graph breaks, 6 rows", "in eager", "causal", "head"):
         assert part in text

@@ -33,7 +33,7 @@ class StageReport:
     communication by graph and kind, or None if it sends nothing. `spans`, one per attention, are [low, high] if a chunk of rows
     [s, e) sees keys [s + low, e + high), with None for no bound, or None if it sees all keys. `runs` are the loops, `saved` the
     values counted in `saved_bytes`, `obstacles` the source of the reasons. `truncated` lists recurrences whose gradients an
-    option truncates to few rows.
+    option truncates to few rows. `launches` are the kernels that its loops launch in a step, unless a compiler fuses them.
     """
 
     graph: int
@@ -52,6 +52,7 @@ class StageReport:
     saved: tuple[SavedReport, ...] = ()
     obstacles: tuple[Obstacle, ...] = ()
     truncated: tuple[str, ...] = ()
+    launches: int = 0
 
     @property
     def kind(self) -> str:
@@ -127,6 +128,7 @@ def _stage_report(
         saved=saved,
         obstacles=tuple(unchunked),
         truncated=tuple(node.name for node in stage.backward if node in facts.truncations and is_truncated(node)),
+        launches=sum(cost.work.launches for cost in costs),
     )
 
 
