@@ -29,6 +29,7 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, has_same_type, int_argument, is_tensor, node_argument, shape_of_node
 from streamfx.ir.operator_table import Kind, is_kind, of_kind
 from streamfx.ir.sizes import Size, shape_of
+from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.ops.rules.views import slice_start
@@ -327,16 +328,23 @@ def is_same_type_addition(node: fx.Node) -> bool:
 def nested_addends(total: fx.Node, is_partial: Callable[[fx.Node], bool] = lambda node: True) -> list[fx.Node]:
     """Return the addends of a nested sum, the last one first: c, b and a for (a + b) + c. An addend may occur twice.
 
-    Addends that are sums are decomposed if `is_partial` is true for them.
+    Addends that are sums are decomposed if `is_partial` is true for them, each once: a sum that occurs a second time is an
+    addend, because decomposing y + y again and again takes exponential time.
     """
-    addends, todo = list[fx.Node](), [total]
+    addends, todo, decomposed = list[fx.Node](), [total], set[fx.Node]()
     while todo:
         value = todo.pop()
-        if is_same_type_addition(value) and (value is total or is_partial(value)):
+        if is_same_type_addition(value) and value not in decomposed and (value is total or is_partial(value)):
+            decomposed.add(value)
             todo.extend(value.args)  # type: ignore[arg-type]
         else:
             addends.append(value)
     return addends
+
+
+def plus_zeros(value: fx.Node, writer: GraphWriter) -> fx.Node:
+    """Emit a value to which zeros are added, as a sum with padded addends adds them: -0.0 becomes 0.0."""
+    return writer.call(aten.add.Tensor, value, 0.0) if value.meta[VALUE].is_floating_point() else value
 
 
 class PaddedSum(NamedTuple):
