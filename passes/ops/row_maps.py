@@ -29,7 +29,6 @@ from torch import fx
 from streamfx.ir.joint import bound_arguments, has_same_type, int_argument, is_tensor, node_argument, shape_of_node
 from streamfx.ir.operator_table import Kind, is_kind, of_kind
 from streamfx.ir.sizes import Size, shape_of
-from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.ops.rules.views import slice_start
@@ -340,11 +339,6 @@ def nested_addends(total: fx.Node, is_partial: Callable[[fx.Node], bool] = lambd
         else:
             addends.append(value)
     return addends
-
-
-def plus_zeros(value: fx.Node, writer: GraphWriter) -> fx.Node:
-    """Emit a value to which zeros are added, as a sum with padded addends adds them: -0.0 becomes 0.0."""
-    return writer.call(aten.add.Tensor, value, 0.0) if value.meta[VALUE].is_floating_point() else value
 
 
 class PaddedSum(NamedTuple):

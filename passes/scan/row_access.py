@@ -23,16 +23,7 @@ from streamfx.ir.joint import bound_arguments, erase_unused, node_argument, shap
 from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.row_maps import (
-    RowMove,
-    RowSlice,
-    find_sources,
-    is_plus_zero,
-    padded_sums,
-    plus_zeros,
-    row_read,
-    row_write,
-)
+from streamfx.passes.ops.row_maps import RowMove, RowSlice, find_sources, is_plus_zero, padded_sums, row_read, row_write
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.scan.trim import trim_rows, trim_stacks
 
@@ -208,7 +199,7 @@ def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
         gradients = [[move.part for move in padded.get(RowSlice(dim, step, step + 1), ())] for step in range(length)]
         for loop_index in range(max(map(len, gradients))):
             values = [rows[loop_index] if loop_index < len(rows) else None for rows in gradients]
-            others.append(plus_zeros(_stack_rows(values, dim, total, writer), writer.move_before(total)))
+            others.append(_stack_rows(values, dim, total, writer))
         replacement = others[0]
         for addend in others[1:]:
             replacement = writer.move_before(total).call(aten.add.Tensor, replacement, addend)

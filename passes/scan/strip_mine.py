@@ -25,7 +25,7 @@ from streamfx.ir.joint import JointGraph, bound_arguments, int_argument, node_ar
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.axes import widths
-from streamfx.passes.ops.row_maps import PaddedSum, RowSlice, is_static_shape, padded_sums, plus_zeros, row_read
+from streamfx.passes.ops.row_maps import PaddedSum, RowSlice, is_static_shape, padded_sums, row_read
 from streamfx.passes.scan.row_access import MIN_ROWS
 
 aten = torch.ops.aten
@@ -265,11 +265,10 @@ def _stack_gradients(padded_sum: PaddedSum, blocks: Blocks, writer: GraphWriter)
     writer.move_before(node)
     rows = [[gradients[index].part if gradients else None for gradients in gradients_by_block] for index in range(counts.pop())]
     views = [_stack_blocks(values, blocks, writer) for values in rows]
-    stacked = [plus_zeros(view, writer) for view in views]
     pad = (blocks.dim, 0, blocks.rows, 1)  # dimension, start, end, step
     summands = [
         view if shape[blocks.dim] == blocks.rows else writer.call(aten.slice_backward.default, view, shape, *pad)
-        for view in stacked
+        for view in views
     ]
     summands += [move.tensor for row_range, moves in padded.items() if row_range not in block_ranges for move in moves]
     summands += others
