@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.joint import is_tensor, shape_of_node
-from streamfx.passes.ops.row_maps import Piece, RowMove, RowSlice, find_pieces, find_sources, row_read, row_write
+from streamfx.passes.ops.row_maps import Piece, RowMove, RowSlice, find_pieces, find_sources, nested_addends, row_read, row_write
 from tests.support.canonical import same, special
 
 aten = torch.ops.aten
@@ -161,3 +161,15 @@ def check(found: RowMove, numbers: dict[fx.Node, Any], dim: int, start: int, sto
         rest = numbers[found.rest] if isinstance(found.rest, fx.Node) else torch.full_like(tensor, found.rest)
         for low, high in ((0, start), (stop, tensor.shape[dim])):
             same(tensor.narrow(dim, low, high - low), rest.narrow(dim, low, high - low), bits=True)
+
+
+def test_a_sum_of_equal_sums_is_decomposed_once() -> None:
+    """Decomposed once per path, 60 doublings would have 2 ** 60 addends."""
+
+    def doubled(x: Tensor) -> Tensor:
+        for _ in range(60):
+            x = x + x
+        return x
+
+    (result,) = make_fx(doubled)(torch.ones(4, 3)).graph.output_node().all_input_nodes
+    assert len(nested_addends(result)) == 61
