@@ -51,11 +51,11 @@ def smallest_budget(simulator: PlanSimulator) -> int:
 def test_some_stages_keep_more_than_others(recorded_step: Step) -> None:
     """Just above the smallest budget, the last stages keep results of attention; the measured peak is within the budget."""
     (recorded,) = recorded_step.backend.compilations
-    facts = recorded.facts_for(resolve_options({"save": "inputs"}))
-    simulator = plan_simulator(facts, resolve_options({}))
+    facts = recorded.facts_for(resolve_options({"save": "inputs", "loss_chunk_size": 256}))
+    simulator = plan_simulator(facts, resolve_options({"loss_chunk_size": 256}))
     mixed = Candidate("inputs", 1, 2, Candidate("attention", 1))
     amount = simulator.held + simulator.simulate(mixed, 256, 256).peak
-    facts = recorded.facts_for(resolve_options({"memory_budget": amount}))
+    facts = recorded.facts_for(resolve_options({"memory_budget": amount, "loss_chunk_size": 256}))
     *kept, _ = (len(nodes) for nodes in facts.plan.kept)  # the head keeps nothing
     assert kept == sorted(kept) and len(set(kept)) == 2
     assert recorded_step.held() + peak_as_predicted(recorded, facts.program) <= amount

@@ -177,8 +177,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 @pytest.mark.parametrize(
     ("does", "how"),
-    [(MORE, {}), (MORE_BACKWARD, {}), ((), {"skips": True}), ((), {"reads_all": True})],
-    ids=["one", "backward", "skips", "reads all"],
+    [
+        pytest.param(MORE, {}, id="one"),
+        pytest.param(MORE_BACKWARD, {}, id="backward"),
+        pytest.param((), {"skips": True}, id="skips", marks=pytest.mark.long),
+        pytest.param((), {"reads_all": True}, id="reads all", marks=pytest.mark.long),
+    ],
 )
 def test_all_layers_are_traced_if_they_differ(does: list[str], how: dict[str, Any], watched: Watched) -> None:
     """Even if they were assumed to repeat."""

@@ -86,6 +86,7 @@ def test_inputs_of_a_custom_model_have_the_given_batch_and_length() -> None:
     assert report.summary()["batch"] == 1 and "1 x 64 tokens" in str(report)
 
 
+@pytest.mark.long
 def test_a_sharded_plan_does_not_change_its_model() -> None:
     given: dict[str, Any] = {"world": 8, "tensor": 2, "context": 2, "shard": "zero3"}
     model: nn.Module = build_model(TINY)

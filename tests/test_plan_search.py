@@ -200,7 +200,7 @@ def test_the_search_for_a_gain_finds_the_same_length_from_each_start(multiple: i
         assert named is not None and bend <= named < 1.26 * (bend + multiple) and named % multiple == 0 and named in traced
 
 
-@pytest.mark.compiled
+@pytest.mark.long
 def test_within_a_budget_the_verdict_says_whether_it_fits() -> None:
     wide = streamfx.plan(TINY, seq=512, memory="1G")
     tight = streamfx.plan(TINY, seq=512, memory=peaks_of(wide)[1] - 1)
@@ -210,20 +210,22 @@ def test_within_a_budget_the_verdict_says_whether_it_fits() -> None:
     assert not waiting.summary()["fits"] and "do not fit into 1 bytes of host memory" in waiting.verdict
 
 
-@pytest.mark.compiled
-def test_a_frontier_goes_from_the_smallest_peak_to_the_fastest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frontier_has_no_limit_of_memory() -> None:
+    with pytest.raises(streamfx.PlanError, match="a frontier has plans for all budgets"):
+        streamfx.plan(TINY, frontier=True, memory="1G")
+
+
+@pytest.mark.long
+def test_a_frontier_goes_from_the_smallest_peak_to_the_fastest_step() -> None:
     """Its first plan takes the peak of the smallest budget."""
-    monkeypatch.setattr(frontier, "NUM_BUDGETS", 3)
     report = streamfx.plan(TINY, seq=512, frontier=True, baselines=False)
     found = report.summary()["frontier"]
-    assert len(found) == 3 and "plans for other budgets" in str(report)
+    assert 3 <= len(found) <= frontier.NUM_BUDGETS and "plans for other budgets" in str(report)
     assert all(plan["peak_bytes"] < later["peak_bytes"] for plan, later in pairwise(found))
     assert found[-1]["seconds"] < found[0]["seconds"]
     with pytest.raises(OverBudgetError) as caught:
         streamfx.plan(TINY, seq=512, memory=found[0]["peak_bytes"] // 2, baselines=False)
     assert caught.value.smallest == pytest.approx(found[0]["peak_bytes"], rel=0.01)
-    with pytest.raises(streamfx.PlanError, match="a frontier has plans for all budgets"):
-        streamfx.plan(TINY, frontier=True, memory="1G")
 
 
 @pytest.mark.long
