@@ -105,31 +105,29 @@ def analyses(options: Options) -> tuple[Pass, ...]:
 
 def pipeline(options: Options) -> tuple[Pass, ...]:
     """Return all passes, in order: from the traced joint graph to two host programs with loops over chunks."""
-    reinsert_collectives = ReinsertCollectives(options)
     return (
         *analyses(options),
         FindStages(),  # cut the graph into stages, where the fewest bytes cross
         LossGradient(),  # compute the loss gradient with the loss, if the loss stage can (the one rewrite that needs stages)
         ChunkPlan(options),  # choose the chunk size and the values to store
         BuildProgram(),  # replace the joint graph by loops
-        reinsert_collectives,  # insert collectives on weights into the host programs
-        BudgetSearch(
-            options, lambda facts: reinsert_collectives.apply(BuildProgram().apply(facts))
-        ),  # find the fastest plan within the memory budget
+        ReinsertCollectives(options),  # insert collectives on weights into the host programs
+        BudgetSearch(options, program_builder(options)),  # find the fastest plan within the memory budget
         Buckets(),  # merge collectives
         HoistMasks(),  # hoist masks that can be computed once per step
         CompileBodies(options),  # choose how each loop body is executed
     )
 
 
+def program_builder(options: Options) -> Callable[[Facts], Facts]:
+    """Return a function that adds the program of a plan to the facts that have the plan."""
+    reinsert_collectives = ReinsertCollectives(options)
+    return lambda facts: reinsert_collectives.apply(BuildProgram().apply(facts))
+
+
 def plan_simulator(facts: Facts, options: Options) -> PlanSimulator:
     """Return a simulator of other plans for a graph, from the facts of a finished pipeline."""
-    reinsert_collectives = ReinsertCollectives(options)
-
-    def rewrite(planned: Facts) -> Facts:
-        return reinsert_collectives.apply(BuildProgram().apply(planned))
-
-    return PlanSimulator(facts, options, rewrite, Lengths.of_current_call(facts.joint.graph))
+    return PlanSimulator(facts, options, program_builder(options), Lengths.of_current_call(facts.joint.graph))
 
 
 def run_pipeline(

@@ -195,7 +195,7 @@ class LadderSearch:
 
     def mixtures(self, candidate: Candidate, richer: Candidate | None) -> Iterator[Candidate]:
         """Yield candidates between two neighbors on the ladder that may fit: with as many richer stages as possible, half, ..."""
-        if richer is None or InterloopValues(self.simulator.facts).has_exchanges:
+        if richer is None:
             return
         simulator = self.simulator
         plans = [simulator.facts_with_plan(one).plan for one in (candidate, richer)]
