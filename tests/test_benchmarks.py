@@ -125,6 +125,7 @@ def scheduled(folder: Path, worker: str) -> tuple[dict[str, str], list[dict[str,
     return {name: statuses[name] for name in STATUSES}, journal.records, workers
 
 
+@pytest.mark.compiled
 def test_the_budget_is_kept_and_no_figure_is_lost(tmp_path: Path) -> None:
     statuses, records, workers = scheduled(tmp_path, WORKER)
     assert statuses == STATUSES and len(workers) == 3

@@ -126,6 +126,7 @@ class Settings(CustomGraphPass):
         return None  # no cache: each graph is compiled
 
 
+@pytest.mark.compiled
 @needs_compiler
 def test_bodies_compile_without_cuda_graphs() -> None:
     """A replayed CUDA graph overwrites results of other chunks, and tuning ahead takes memory that no plan counts."""

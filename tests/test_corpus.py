@@ -15,13 +15,11 @@ from tests.support.goldens import BASE, torch_version
 from tests.support.spread import only, spread
 
 NAMES = Entry.all()
-LARGE = {
-    f"zoo-{name}"
-    for name in ("bailing_hybrid", "deepseek_v4", "gemma3n_text", "hrm_text", "hy_v4", "kimi_linear", "rwkv", "xlstm")
-}
-LARGEST = {"zoo-bailing_hybrid", "zoo-hy_v4", "zoo-hrm_text"}  # run only with `--long`
-MARKS = [*((name, pytest.mark.long) for name in LARGEST), *((name, pytest.mark.compiled) for name in LARGE - LARGEST)]
-GRAPHS = [pytest.param(name, marks=dict(MARKS).get(name, ())) for name in NAMES]  # `compiled`: not in the quick run
+BYTES = {name: Entry.bytes_of(name) for name in NAMES}
+LARGE = {name for name in NAMES if BYTES[name] > 40_000}
+SLOW = {"zoo-bailing_hybrid", "zoo-hy_v4", "zoo-hrm_text"}  # run only with `--long`
+MARKS = {name: pytest.mark.compiled for name in NAMES if BYTES[name] > 20_000}  # not in the quick run
+GRAPHS = [pytest.param(name, marks=pytest.mark.long if name in SLOW else MARKS.get(name, ())) for name in NAMES]
 kept = cache(kept_in)
 
 

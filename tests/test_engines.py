@@ -266,6 +266,7 @@ def both(rank: int, name: str, size: str) -> tuple[Taken, Taken]:
 DEFAULT = [("DDP", FIRST), ("FSDP2", LAST)]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(("name", "size"), only(DEFAULT, [(name, size) for name in ENGINES for size in SIZES]))
 def test_a_step_takes_at_most_eager_memory_and_overlaps_reductions(name: str, size: str) -> None:
     """It also runs at most as many collectives, except if layers are cut, and has no logits of all rows, except by stage."""

@@ -32,6 +32,7 @@ from tests.support.ranks import on_ranks
 from tests.support.sharded import Decoder, Layer
 
 LENGTH, ALL = 4 * CHUNK, [0, 1]
+pytestmark = pytest.mark.compiled
 
 
 def by_hand(chunk: int | str) -> tuple[float, int]:

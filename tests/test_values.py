@@ -63,6 +63,7 @@ def test_whole_numbers_that_a_type_holds(dtype: torch.dtype, number: int) -> Non
 # -- one law for all transfer functions
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("seeds", spread([range(8), range(8, 100), range(100, 200), range(200, 400)], 4), ids=str)
 def test_transfer_functions_hold(seeds: range) -> None:
     """On difficult numbers, for every argument and type: results are in their ranges."""

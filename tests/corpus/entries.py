@@ -56,6 +56,10 @@ class Entry:
     def load(name: str, folder: Path = FOLDER) -> Entry:
         return Entry(**json.loads(zlib.decompress((folder / f"{name}.graph").read_bytes())))
 
+    @staticmethod
+    def bytes_of(name: str, folder: Path = FOLDER) -> int:
+        return (folder / f"{name}.graph").stat().st_size
+
     def save(self, folder: Path = FOLDER) -> None:
         folder.mkdir(exist_ok=True, parents=True)
         own = {key: value for key, value in asdict(self).items() if (key, value) != ("dtype", "float32")}
