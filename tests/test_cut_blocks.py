@@ -58,6 +58,27 @@ def test_blocks_without_a_loop_are_restored(function: Function) -> None:
     assert not any(line.startswith(("view", "stack", "select")) for line in found), found
 
 
+def summed_rows(x: Tensor) -> Tensor:
+    made: list[Tensor] = [aten.select_backward(x[:, i].sin(), list(x.shape), 1, i) for i in range(x.shape[1])]
+    return torch.copysign(torch.ones_like(x), sum(made[1:], made[0]))
+
+
+def summed_blocks(x: Tensor) -> Tensor:
+    made: list[Tensor] = [aten.slice_backward(x[:, i : i + 2].sin(), list(x.shape), 1, i, i + 2, 1) for i in (0, 2, 4)]
+    signs = torch.copysign(torch.ones_like(x), sum(made[1:], made[0]))
+    return torch.cat([signs, torch.cat([x[:, :2].sin(), x[:, 2:4].sin(), x[:, 4:].sin()], 1)])
+
+
+def in_blocks_only(graph: fx.Graph) -> None:
+    stack_sliced_blocks(joint_graph(graph, 1, 1), GraphWriter(graph))
+
+
+@pytest.mark.parametrize(("function", "rewrite"), [(summed_rows, find_row_accesses), (summed_blocks, in_blocks_only)])
+def test_a_sum_that_becomes_a_stack_has_no_negative_zeros(function: Function, rewrite: Callable[[fx.Graph], object]) -> None:
+    """Padding adds 0.0 to each row of the sum, and `copysign` shows it."""
+    assert any(line.startswith("stack") for line in lines(rewritten(function, special(2, 6), rewrite)))
+
+
 # -- stacks and paddings get as many rows as a loop has
 
 

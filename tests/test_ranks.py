@@ -318,7 +318,11 @@ def parallel(kind: type[Layer], layers: int = LAYERS) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("kind", [Gathered, Ulysses])
+NO_GATHER = pytest.mark.skipif(torch.__version__[:4] == "2.12", reason="Dynamo of 2.12 traces no `all_gather_tensor` along rows")
+KINDS = [pytest.param(Gathered, marks=NO_GATHER), Ulysses]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_sequence_parallel_takes_no_more_than_checkpointing(ranks: None, kind: type[Layer]) -> None:
     options = {"chunk_size": 32, "loss_chunk_size": 32}
     found = streamfx.explain(parallel(kind), *data_of(0, 2 * ROWS), options=options)
@@ -326,7 +330,7 @@ def test_sequence_parallel_takes_no_more_than_checkpointing(ranks: None, kind: t
     assert len(found.stages) == LAYERS + 1
 
 
-@pytest.mark.parametrize("kind", [Gathered, Ulysses])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_order_of_exchanges_depends_on_no_size(ranks: None, kind: type[Layer]) -> None:
     """Not from lengths, chunks, budgets, or the bytes of weights: other ranks have others."""
 

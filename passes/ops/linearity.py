@@ -24,6 +24,7 @@ from torch import fx
 
 from streamfx.dialect.products import GROUPED_MM, GROUPED_OUTER
 from streamfx.dialect.rel_shift import RELATIVE_SHIFT, RELATIVE_SHIFT_BACKWARD
+from streamfx.dialect.scans import REVERSE_SCANS
 from streamfx.ir.joint import bound_arguments, results_of
 from streamfx.ir.operator_table import SELECTS_ELEMENTS, Kind, of_kind
 from streamfx.passes.ops.constants import is_zero
@@ -40,15 +41,16 @@ class Linear:
     linear_arguments: tuple[str, ...]
     conditions: Mapping[str, Condition] = field(default_factory=dict)
 
-    def holds(self, node: fx.Node, driven: Collection[fx.Node]) -> bool:
+    def holds(self, node: fx.Node, driven: Collection[fx.Node], may_add: bool = False) -> bool:
         """Return whether this row proves that a call is jointly linear in those of its operands that are in `driven`.
 
-        At least one of the row's linear arguments must contain a driven node; all their other items must be zero. Each other
-        argument must contain no driven node and meet the row's condition for it.
+        At least one of the row's linear arguments must contain a driven node; all their other items must be zero, or with
+        `may_add`, constants, which makes the call affine. Each other argument must contain no driven node and meet the row's
+        condition for it.
         """
         arguments = bound_arguments(node)
         return any(not _is_fixed(arguments[name], driven) for name in self.linear_arguments) and all(
-            all(item in driven or _is_zero_or_zero_constant(item) for item in _flat_items(arguments[argument.name]))
+            all(may_add or item in driven or _is_zero_or_zero_constant(item) for item in _flat_items(arguments[argument.name]))
             if argument.name in self.linear_arguments
             else _is_fixed(arguments[argument.name], driven) and self._admits(argument, arguments[argument.name])
             for argument in node.target._schema.arguments  # type: ignore[union-attr]
@@ -73,6 +75,11 @@ def is_linear(node: fx.Node, driven: Collection[fx.Node]) -> bool:
     Operands that are not driven are constants. False if the operator has no row, or no operand is driven.
     """
     return any(row.holds(node, driven) for row in LINEAR.get(node.target, ()))
+
+
+def is_affine(node: fx.Node, driven: Collection[fx.Node]) -> bool:
+    """Return whether a row of the table proves that a call is linear in its operands in `driven`, plus a constant."""
+    return any(row.holds(node, driven, may_add=True) for row in LINEAR.get(node.target, ()))
 
 
 def preserves_scale(dtype: torch.dtype, scale: torch.dtype, gradient: torch.dtype) -> bool:
@@ -139,6 +146,11 @@ def any_value(value: Any) -> bool:
 def is_float(value: Any) -> bool:
     """Accept a floating-point dtype, or None for the operand's dtype. (Integers and booleans would round.)"""
     return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
+
+
+def is_none(value: Any) -> bool:
+    """Return whether an argument is left out."""
+    return value is None
 
 
 def is_true(value: Any) -> bool:
@@ -209,6 +221,10 @@ LINEAR: Mapping[Any, tuple[Linear, ...]] = {
     aten.constant_pad_nd.default: (_linear_in("self", "value", pad=any_value),),
     aten.where.self: (_linear_in("self", "other", condition=any_value),),
     aten.masked_fill.Scalar: (_linear_in("self", "value", mask=any_value),),
+    aten.slice_scatter.default: (_linear_in("self", "src", **_any_value_of("dim", "start", "end", "step")),),
+    aten.select_scatter.default: (_linear_in("self", "src", **_any_value_of("dim", "index")),),
+    aten.cumsum.default: (_linear_in("self", dim=any_value, dtype=is_float),),
+    REVERSE_SCANS["cumsum"]: (_linear_in("self", dim=any_value),),
     aten.scatter.src: (_linear_in("self", "src", dim=any_value, index=any_value),),
     aten.scatter_add.default: (_linear_in("self", "src", dim=any_value, index=any_value),),
     aten.index_add.default: (_linear_in("self", "source", **_any_value_of("dim", "index", "alpha")),),
@@ -223,6 +239,7 @@ LINEAR: Mapping[Any, tuple[Linear, ...]] = {
         _linear_in("grad_output", **_any_value_of("indices", "num_weights", "padding_idx", "scale_grad_by_freq")),
     ),
     aten._cdist_backward.default: (_linear_in(GRADIENT_OF_CDIST, **_any_value_of("x1", "x2", "p", "cdist")),),
+    aten.convolution.default: (_linear_in("input", bias=is_none, **_any_value_of(*_CONVOLVED.keys() - {"bias_sizes"})),),
     aten.convolution_backward.default: (
         _linear_in("grad_output", **_CONVOLVED, **_any_value_of("input", "output_mask")),
         _linear_in("input", **_CONVOLVED, grad_output=any_value, output_mask=requests_only_weight),

@@ -34,6 +34,7 @@ from streamfx.passes.ops.constants import find_fill
 from streamfx.passes.ops.rules.views import slice_start
 
 aten = torch.ops.aten
+MIN_LOOP_ROWS = 3  # two rows are more likely to be two halves of a value than the steps of a loop
 SINGLE = of_kind(Kind.SELECT, Kind.UNBIND) | {aten.select_scatter.default, aten.select_backward.default}
 READS = of_kind(Kind.SLICE, Kind.SELECT)
 OVERWRITES = of_kind(Kind.OVERWRITE_ROWS)

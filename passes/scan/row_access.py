@@ -11,6 +11,7 @@ which returns a new value; several of them in a row are a *chain of writes*. `se
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,12 +24,21 @@ from streamfx.ir.joint import bound_arguments, erase_unused, node_argument, shap
 from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.writer import GraphWriter, size_arguments
 from streamfx.node_meta import VALUE
-from streamfx.passes.ops.row_maps import RowMove, RowSlice, find_sources, is_plus_zero, padded_sums, row_read, row_write
+from streamfx.passes.ops.linearity import is_affine
+from streamfx.passes.ops.row_maps import (
+    MIN_LOOP_ROWS,
+    RowMove,
+    RowSlice,
+    find_sources,
+    is_plus_zero,
+    padded_sums,
+    row_read,
+    row_write,
+)
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.scan.trim import trim_rows, trim_stacks
 
 aten = torch.ops.aten
-MIN_ROWS = 3  # rows of a loop: two are more likely to be two halves of a value
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class RowAccesses:
 
 
 def find_row_accesses(graph: fx.Graph) -> RowAccesses:
-    """Return all nodes that select one row of a value, and all stacks of rows (values of at least `MIN_ROWS` rows only).
+    """Return all nodes that select one row of a value, and all stacks of rows (values of at least `MIN_LOOP_ROWS` rows only).
 
     First simplify the graph in place: a read of a row that a chain of writes has written becomes the written value, and rows
     that are written into zeros, or padded with zeros and summed, become stacks.
@@ -76,7 +86,7 @@ def find_row_accesses(graph: fx.Graph) -> RowAccesses:
     erase_unused(graph, is_random)
     accesses = _single_rows(graph)  # the sources may have changed
     for node in graph.nodes:
-        if node.target is aten.stack.default and len(node.args[0]) >= MIN_ROWS:
+        if node.target is aten.stack.default and len(node.args[0]) >= MIN_LOOP_ROWS:
             dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
             accesses.concats.append(ConcatAccess(node, dim, tuple(node.args[0])))
     accesses.reads = {node: row for node, row in accesses.reads.items() if node.users}
@@ -84,7 +94,7 @@ def find_row_accesses(graph: fx.Graph) -> RowAccesses:
 
 
 def _single_rows(graph: fx.Graph) -> RowAccesses:
-    """Return the rows selected from values (by `select` or `unbind`), at least `MIN_ROWS` of them.
+    """Return the rows selected from values (by `select` or `unbind`), at least `MIN_LOOP_ROWS` of them.
 
     A read of a row that a `select_scatter` has written is replaced by the written value, in place. If the row was not written,
     the value before all writes is read.
@@ -93,7 +103,7 @@ def _single_rows(graph: fx.Graph) -> RowAccesses:
     for node in list(graph.nodes):
         read = row_read(node)
         length: Any = 0 if read is None else shape_of_node(read.tensor)[read.rows.dim]
-        if read is None or not read.is_single or not read.rows.is_static or not isinstance(length, int) or length < MIN_ROWS:
+        if read is None or not read.is_single or not read.rows.is_static or not isinstance(length, int) or length < MIN_LOOP_ROWS:
             continue
         source, written_value = _before_writes(read) if node.target is aten.select.int else (read.tensor, None)
         if written_value is not None:
@@ -164,10 +174,10 @@ def _padded_dim(node: fx.Node) -> int | None:
 
 
 def _written_dim(node: fx.Node) -> int | None:
-    """Return the dimension along which a `select_scatter` writes one of `MIN_ROWS` rows or more; None for other operators."""
+    """Return the dimension along which a `select_scatter` writes one of at least `MIN_LOOP_ROWS` rows; None for others."""
     write = row_write(node) if node.target is aten.select_scatter.default else None
     length = 0 if write is None else shape_of_node(node)[write.rows.dim]
-    return write.rows.dim if write is not None and isinstance(length, int) and length >= MIN_ROWS else None
+    return write.rows.dim if write is not None and isinstance(length, int) and length >= MIN_LOOP_ROWS else None
 
 
 def _stack_rows(values: Sequence[fx.Node | None], dim: int, like_node: fx.Node, writer: GraphWriter) -> fx.Node:
@@ -183,6 +193,32 @@ def _stack_rows(values: Sequence[fx.Node | None], dim: int, like_node: fx.Node, 
     return stacked
 
 
+def with_plus_zeros(rows: list[fx.Node | None], total: fx.Node, writer: GraphWriter) -> list[fx.Node | None]:
+    """Insert `row + 0.0` after each row of a sum that becomes a stack, and return the results.
+
+    In the sum, the zeros of other addends turn -0.0 into 0.0. If the sign of a zero cannot matter, return the rows unchanged.
+    """
+    if not may_show_sign_of_zero(total):
+        return rows
+    return [None if row is None else writer.move_before(row.next).call(aten.add.Tensor, row, 0.0) for row in rows]
+
+
+def may_show_sign_of_zero(value: fx.Node) -> bool:
+    """Return whether a later value may differ by more than the sign of a zero if signs of zeros differ in `value`.
+
+    It may not if only affine operators read the value, and values that they compute from it. An output of the graph is the same
+    number with either sign.
+    """
+    driven, node = {value}, value.next
+    while node.op != "output":
+        if not driven.isdisjoint(node.all_input_nodes):
+            if node.target is not operator.getitem and not is_affine(node, driven):
+                return True
+            driven.add(node)
+        node = node.next
+    return False
+
+
 def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
     """Replace each sum of zero-padded rows by stacks of rows, plus the other addends, in place.
 
@@ -193,12 +229,13 @@ def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
         num_rows = Counter(rows.dim for rows in padded)
         dim = max(num_rows, key=num_rows.__getitem__, default=0)
         length = shape_of_node(total)[dim]
-        if not isinstance(length, int) or length < MIN_ROWS or 2 * num_rows[dim] < length:
+        if not isinstance(length, int) or length < MIN_LOOP_ROWS or 2 * num_rows[dim] < length:
             continue
         others += [move.tensor for rows, moves in padded.items() if rows.dim != dim for move in moves]
         gradients = [[move.part for move in padded.get(RowSlice(dim, step, step + 1), ())] for step in range(length)]
         for loop_index in range(max(map(len, gradients))):
             values = [rows[loop_index] if loop_index < len(rows) else None for rows in gradients]
+            values = values if loop_index else with_plus_zeros(values, total, writer)
             others.append(_stack_rows(values, dim, total, writer))
         replacement = others[0]
         for addend in others[1:]:

@@ -25,8 +25,8 @@ from streamfx.ir.joint import JointGraph, bound_arguments, int_argument, node_ar
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.axes import widths
-from streamfx.passes.ops.row_maps import PaddedSum, RowSlice, is_static_shape, padded_sums, row_read
-from streamfx.passes.scan.row_access import MIN_ROWS
+from streamfx.passes.ops.row_maps import MIN_LOOP_ROWS, PaddedSum, RowSlice, is_static_shape, padded_sums, row_read
+from streamfx.passes.scan.row_access import with_plus_zeros
 
 aten = torch.ops.aten
 
@@ -197,7 +197,7 @@ def _concat_operands(node: fx.Node) -> list[fx.Node]:
 def _leading_blocks(node: fx.Node) -> Blocks | None:
     """Return the blocks of equal size with which a concatenation begins, as Blocks(dim, 3, 4) for operands of 4, 4, 4, 2 rows.
 
-    None if these are fewer than `MIN_ROWS`, if sizes are dynamic, or if dtypes or ranks differ.
+    None if these are fewer than `MIN_LOOP_ROWS`, if sizes are dynamic, or if dtypes or ranks differ.
     """
     operands = _concat_operands(node)
     dim = bound_arguments(node)["dim"] % len(shape_of_node(node))
@@ -208,7 +208,7 @@ def _leading_blocks(node: fx.Node) -> Blocks | None:
     sizes = [int(shape_of_node(part)[dim]) for part in operands]
     count = next((index for index, size in enumerate(sizes) if size != sizes[0]), len(sizes))
     has_one_dtype = len({part.meta[VALUE].dtype for part in operands}) == 1
-    return Blocks(dim, count, sizes[0]) if has_one_dtype and sizes[0] > 0 and count >= MIN_ROWS else None
+    return Blocks(dim, count, sizes[0]) if has_one_dtype and sizes[0] > 0 and count >= MIN_LOOP_ROWS else None
 
 
 def _stack_concat_operands(node: fx.Node, blocks: Blocks, values: Sequence[fx.Node], writer: GraphWriter) -> fx.Node:
@@ -262,8 +262,9 @@ def _stack_gradients(padded_sum: PaddedSum, blocks: Blocks, writer: GraphWriter)
     if len(counts) != 1:
         return []
     shape = list(node.meta[VALUE].shape)
-    writer.move_before(node)
     rows = [[gradients[index].part if gradients else None for gradients in gradients_by_block] for index in range(counts.pop())]
+    rows[0] = with_plus_zeros(rows[0], node, writer)
+    writer.move_before(node)
     views = [_stack_blocks(values, blocks, writer) for values in rows]
     pad = (blocks.dim, 0, blocks.rows, 1)  # dimension, start, end, step
     summands = [

@@ -16,6 +16,7 @@ from streamfx.ir.joint import bound_arguments, has_same_type, node_argument, sha
 from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
+from streamfx.passes.ops.row_maps import MIN_LOOP_ROWS
 from streamfx.passes.rewrite.pattern import either, op, rewrite_rule, tensor
 
 aten = torch.ops.aten
@@ -42,9 +43,10 @@ def remove_full_slice(node: fx.Node, writer: GraphWriter) -> fx.Node | None:
 
 @rewrite_rule(op(aten.select.int, op(aten.stack.default, "parts", ...), "dim", "index"))
 def remove_select_of_stack(node: fx.Node, writer: GraphWriter, parts: Sequence[fx.Node], dim: int, index: int) -> fx.Node | None:
-    """stack([x, y], dim).select(dim, 1) -> y"""
+    """stack([x, y], dim).select(dim, 1) -> y, but not of a longer stack: its parts may be the rows that a loop reads."""
     rank = len(shape_of_node(node_argument(node)))
-    return parts[index] if dim % rank == bound_arguments(node_argument(node))["dim"] % rank else None
+    is_part = len(parts) < MIN_LOOP_ROWS and dim % rank == bound_arguments(node_argument(node))["dim"] % rank
+    return parts[index] if is_part else None
 
 
 @rewrite_rule(op(SLICES, op(aten.constant_pad_nd.default, "x", "pads", ...), "dim", either(None, 0), ...))
