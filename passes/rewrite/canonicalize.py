@@ -64,6 +64,7 @@ RULES: tuple[RewriteRule, ...] = (
     no_ops.remove_sliced_pad,
     no_ops.remove_full_slice,
     no_ops.remove_select_of_stack,
+    concat.cast_parts_of_stack,
     no_ops.remove_empty_pad,
     constant_fill.new_full_to_full,
     constant_fill.full_like_of_row_to_full,

@@ -83,7 +83,7 @@ class FormulaReader:
 
         Operators of the chain are added to `self.matched`.
         """
-        rule = _RULES.get(call_name(node))
+        rule = _RULES.get(call_name(node)) if isinstance(_first_operand(node), fx.Node) else None  # not of `1 - x`
         matched_formula = rule(self, node) if rule is not None and all(map(_is_tensor_or_size, node.all_input_nodes)) else None
         if matched_formula is not None:
             self.matched.add(node)
@@ -176,6 +176,11 @@ def arguments_of(node: fx.Node, *names: str) -> dict[str, Any] | None:
     return None if any(name not in names and value is not None for name, value in arguments.items()) else arguments
 
 
+def _first_operand(node: fx.Node) -> Any:
+    """Return the first operand of a call, positional or by keyword; None if it has none."""
+    return node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+
+
 def _dim(value: Any, rank: int) -> int | None:
     """Return a dimension counted from the front (-1 -> rank - 1); None if `value` is not a valid dimension."""
     return value % rank if type(value) is int and -rank <= value < rank else None
@@ -187,10 +192,12 @@ def _dim(value: Any, rank: int) -> int | None:
 
 def _match_permute(reader: FormulaReader, node: fx.Node) -> Formula | None:
     """Match `permute`: the dimensions of the operand's formula in another order."""
+    if node.kwargs:
+        return None
     formula = reader.formula(node.args[0])  # type: ignore[arg-type]
     dims = node.args[1:] if len(node.args) > 2 or isinstance(node.args[-1], int) else node.args[1]
     order = [_dim(dim, len(formula.dims)) for dim in dims]  # type: ignore[union-attr]
-    if node.kwargs or None in order:
+    if None in order:
         return None
     return replace(formula, dims=tuple(formula.dims[dim] for dim in order))  # type: ignore[index]
 
@@ -364,12 +371,10 @@ def _match_difference(reader: FormulaReader, node: fx.Node) -> Formula | None:
 
 def _match_exp(reader: FormulaReader, node: fx.Node) -> Formula | None:
     """Match `exp`: hidden -> weights, totals -> exp of totals."""
-    formula = reader.formula(node.args[0])  # type: ignore[arg-type]
+    formula = reader.formula(_first_operand(node))
     exp_of = {FormulaKind.HIDDEN: FormulaKind.WEIGHTS, FormulaKind.TOTALS: FormulaKind.EXP_TOTALS}
     return (
-        replace(formula, kind=exp_of[formula.kind])
-        if formula.kind in exp_of and len(node.args) == 1 and not node.kwargs
-        else None
+        replace(formula, kind=exp_of[formula.kind]) if formula.kind in exp_of and len(node.args) + len(node.kwargs) == 1 else None
     )
 
 

@@ -188,6 +188,7 @@ OPERATORS: dict[Any, Operator] = {
     aten.cumsum.default: Operator(Kind.CUMULATIVE, by_position=True),
     aten.cumprod.default: Operator(Kind.CUMULATIVE, by_position=True),
     aten.cummax.default: Operator(Kind.CUMULATIVE, by_position=True),
+    aten.cummin.default: Operator(Kind.CUMULATIVE, by_position=True),
     aten.logcumsumexp.default: Operator(Kind.CUMULATIVE, by_position=True),
     aten.sort.default: Operator(Kind.SORT),
     aten.sort.stable: Operator(Kind.SORT),

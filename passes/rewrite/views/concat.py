@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,16 @@ def _match_concat(node: fx.Node) -> _Concat:
     rank, dtype = len(shape_of_node(node)), node.meta[VALUE].dtype
     is_float = all(operand.meta[VALUE].dtype == dtype and dtype.is_floating_point for operand in nonempty)
     return _Concat(nonempty, bound_arguments(node)["dim"] % rank if rank else 0, rank, is_float)
+
+
+@rewrite_rule(op(aten.stack.default, "parts", ...))
+def cast_parts_of_stack(node: fx.Node, writer: GraphWriter, parts: Sequence[fx.Node]) -> fx.Node | None:
+    """stack([x, y]) -> stack([x.double(), y]) of float32 x and float64 y: each part, and some of them, have the dtype of all."""
+    dtype = node.meta[VALUE].dtype
+    if all(part.meta[VALUE].dtype == dtype for part in parts):
+        return None
+    cast = [part if part.meta[VALUE].dtype == dtype else writer.call(aten._to_copy.default, part, dtype=dtype) for part in parts]
+    return writer.call(aten.stack.default, cast, bound_arguments(node)["dim"])
 
 
 @rewrite_rule(aten.cat.default)

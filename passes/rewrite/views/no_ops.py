@@ -46,7 +46,7 @@ def remove_select_of_stack(node: fx.Node, writer: GraphWriter, parts: Sequence[f
     """stack([x, y], dim).select(dim, 1) -> y, but not of a longer stack: its parts may be the rows that a loop reads."""
     rank = len(shape_of_node(node_argument(node)))
     is_part = len(parts) < MIN_LOOP_ROWS and dim % rank == bound_arguments(node_argument(node))["dim"] % rank
-    return parts[index] if is_part else None
+    return parts[index] if is_part and has_same_type(parts[index], node) else None
 
 
 @rewrite_rule(op(SLICES, op(aten.constant_pad_nd.default, "x", "pads", ...), "dim", either(None, 0), ...))
