@@ -34,6 +34,7 @@ from streamfx.tools.inspect.input_checks import AS_TENSORS, DO, empty_inputs_tex
 from streamfx.tools.inspect.keywords import split_options
 from streamfx.tools.inspect.side_effect_guard import original
 from streamfx.tools.inspect.tracing import TracedCall, TracedGraph, traced
+from streamfx.tools.report.as_python.step_module import StepGraph, StepModuleWriter, input_names
 from streamfx.tools.report.communication import communication_of
 from streamfx.tools.report.diagram import Diagram, diagram_of, flow_of
 from streamfx.tools.report.exports import Exports
@@ -250,6 +251,35 @@ class Explanation(Unpicklable, Exports):
         if print_output:
             print(text)
         return text
+
+    def code(self, stage: int | str | None = None, half: str | None = None) -> str:
+        """Return the rewritten step as one runnable Python module: host programs, and a function for each loop over chunks.
+
+        A loop's slices, buffers and totals are written out, and comments have the lines of the model's code. Equal loops, as
+        those of equal layers, are written once. The module has `step(*inputs)`, which returns the outputs and the gradients of
+        the inputs; `INPUTS` names the inputs in order. A part that cannot run as text raises `ReportError` when it is used.
+
+        Args:
+            stage: the index or the name of a stage, for the functions of its loops only; None for the full module.
+            half: "forward" or "backward"; None for both.
+
+        Returns:
+            The text.
+
+        Raises:
+            ReportError: no such stage or half.
+
+        Example:
+            >>> import torch, streamfx
+            >>> found = streamfx.explain(torch.nn.Linear(8, 8), torch.randn(2, 64, 8), chunk_size=16)
+            >>> "for start in range(0, length, step):" in found.code()
+            True
+        """
+        graphs = [
+            StepGraph(*graph.that_run, graph.num_outputs, graph.facts, input_names(graph.module, graph.facts))
+            for graph in self.call.graphs
+        ]
+        return StepModuleWriter(graphs, self.call.name).text(stage, half)
 
     @property
     def _device(self) -> torch.device:
