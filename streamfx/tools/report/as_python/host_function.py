@@ -15,7 +15,7 @@ from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.node_meta import CONSTANT, JOINT
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.runtime_sizes import SizeOf, SizePrinter, kind_of_size
-from streamfx.tools.report.as_python.identifiers import Identifiers, stem
+from streamfx.tools.report.as_python.identifiers import Identifiers
 from streamfx.tools.report.as_python.module_globals import ModuleGlobals
 from streamfx.tools.report.as_python.operator_calls import VIEWS, CallWriter, argument_text
 
@@ -89,7 +89,9 @@ class HostFunctionWriter:
 
     def _size(self, size: Any, symbols: Mapping[str, str]) -> str:
         """Return a size as an expression of other sizes, whose names are given by symbol."""
-        text = re.sub(r"\b[a-zA-Z_]\w*\b", lambda found: symbols.get(found[0], found[0]), SizePrinter().doprint(sympy.sympify(size)))
+        text = re.sub(
+            r"\b[a-zA-Z_]\w*\b", lambda found: symbols.get(found[0], found[0]), SizePrinter().doprint(sympy.sympify(size))
+        )
         return f"{kind_of_size(size).__name__}({self.module.sizes(text)})"  # type: ignore[attr-defined]
 
     def _constant(self, node: fx.Node) -> Any:

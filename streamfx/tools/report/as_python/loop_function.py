@@ -1,13 +1,13 @@
 """Write a loop over chunks as a Python function, from the `LoopSpec` that runs and with the generator of its slices.
 
-    def model_layers_1_backward(add, self_attn_q_proj_weight):
-        grad_self_attn_q_proj_weight = torch.zeros([32, 32], dtype=torch.float64)
-        for start in reversed(range(0, 24, 8)):
-            stop = min(start + 8, 24)
-            # model.py:31: q = self.q_proj(x)
-            ...
-            grad_self_attn_q_proj_weight += t @ reshape
-        return grad_self_attn_q_proj_weight
+def model_layers_1_backward(add, self_attn_q_proj_weight):
+    grad_self_attn_q_proj_weight = torch.zeros([32, 32], dtype=torch.float64)
+    for start in reversed(range(0, 24, 8)):
+        stop = min(start + 8, 24)
+        # model.py:31: q = self.q_proj(x)
+        ...
+        grad_self_attn_q_proj_weight += t @ reshape
+    return grad_self_attn_q_proj_weight
 """
 
 from __future__ import annotations
@@ -17,81 +17,27 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
-from streamfx.ir.program import START as START_SYMBOL
-from streamfx.ir.program import STOP as STOP_SYMBOL
 from streamfx.ir.program import Buffer, BufferOutput, BufferPart, ChunkSlice, ConcatOutput, LoopSpec, Placement, RowSelection
-from streamfx.ir.sizes import Size
-from streamfx.kernels import accumulate, chunk_attention
+from streamfx.kernels import accumulate
 from streamfx.node_meta import JOINT
 from streamfx.runtime import buffers as buffer_ops
-from streamfx.runtime.loop_codegen import Code, LoopWriter
+from streamfx.runtime.loop_codegen import Code
+from streamfx.tools.report.as_python.attention_roles import ATTENTION_RESULTS, attention_roles
 from streamfx.tools.report.as_python.identifiers import Identifiers, stem
 from streamfx.tools.report.as_python.module_globals import ModuleGlobals
-from streamfx.tools.report.as_python.operator_calls import VIEWS, CallWriter, argument_text, atom, parameters_of
+from streamfx.tools.report.as_python.operator_calls import VIEWS, CallWriter, argument_text, atom
+from streamfx.tools.report.as_python.slice_writer import MINUS, SliceWriter
 from streamfx.torch_private import OpOverload
 from streamfx.torch_private.lines import frame_of
 
 RESERVED = ("torch", "aten", "start", "stop", "step", "length", "chunk", "chunks", "math", *dir(builtins))
-ATTENTION_OPERANDS = ("query", "key", "value")
-ATTENTION_RESULTS: dict[Any, tuple[str, ...]] = {
-    chunk_attention.forward: ("out", "lse"),
-    chunk_attention.backward: ("grad_query", "grad_key", "grad_value"),
-}
-
-
-_MINUS = re.compile(r" \+ \(\(-1\)\*(\w+)\)")
-
-
-class SliceWriter(LoopWriter):
-    """Generates the slices of a chunk as `x[:, start:stop]`; tensors and buffers have names."""
-
-    def __init__(self, spec: LoopSpec, arguments: Sequence[str], buffers: Sequence[str], names: Identifiers) -> None:
-        self._arguments, self._buffers, self._names = arguments, buffers, names
-        super().__init__(spec)
-
-    def variable(self, hint: str) -> str:
-        return self._names.new(hint)
-
-    def argument(self, index: int | None) -> Code:
-        assert index is not None
-        return Code(self._arguments[index])
-
-    def buffer(self, index: int) -> Code:
-        return Code(self._buffers[index])
-
-    def size(self, size: Size) -> Code:
-        """Return code for a size; a multiple of the chunk's rows is written as a product."""
-        if isinstance(size, sympy.Add) and len(size.args) == 2:
-            factor = sympy.cancel(size / (STOP_SYMBOL - START_SYMBOL))
-            if factor.is_Integer and factor != 1:
-                return Code(f"{factor} * {self._rows()}", True)
-        return super().size(size)
-
-    def slice_rows(self, tensor: Code, dim: int, first: Code, count: Code, inner: Code) -> Code:
-        """Return `tensor[:, first:last]`."""
-        low = "" if first.text == "0" else self._product(first.text, inner)
-        last = self._last_row(first, count)
-        return Code(f"{tensor}[{':, ' * dim}{low}:{self._product(last, inner)}]", True)
-
-    def _last_row(self, first: Code, count: Code) -> str:
-        """Return the end of rows as an expression: `stop`, if the number of rows was computed as `stop - first`."""
-        if first.text == "0":
-            return count.text
-        definition = next((text for text, names in self._variables.items() if names[0] == count), "")
-        ending = f" - {first}"
-        return definition.removesuffix(ending) if definition.endswith(ending) else f"{first} + {count}"
-
-    @staticmethod
-    def _product(text: str, inner: Code) -> str:
-        return text if inner.text == "1" else f"({text}) * {inner}" if " " in text else f"{text} * {inner}"
 
 
 @dataclass(frozen=True)
@@ -105,42 +51,6 @@ class LoopHints:
     results: Mapping[str, str]
     is_backward: Callable[[str], bool]
     dtypes: Mapping[str, torch.dtype]
-
-
-@dataclass(frozen=True)
-class AttentionRoles:
-    """Names for operands and results of attention in a loop: of nodes, and of arguments and buffers by index."""
-
-    nodes: dict[fx.Node, str] = field(default_factory=dict)
-    arguments: dict[int, str] = field(default_factory=dict)
-    buffers: dict[int, str] = field(default_factory=dict)
-
-
-def attention_roles(spec: LoopSpec) -> AttentionRoles:
-    """Return which values of a loop are queries, keys, values, outputs or gradients of them."""
-    roles, find = AttentionRoles(), spec.body.graph.find_nodes
-    placeholders = find(op="placeholder")
-    feeds, sources = dict(zip(placeholders, spec.feeds, strict=True)), dict(zip(placeholders, spec.sources, strict=True))
-
-    def add(node: Any, role: str, buffer: Any = None) -> None:
-        """Set the role of a value, of the argument from which it is sliced, and of the buffer that `buffer` slices."""
-        roles.nodes.setdefault(node, role)
-        if (source := sources.get(node)) is not None:
-            roles.arguments.setdefault(source, f"{role}_all")
-        if isinstance(feed := feeds.get(buffer), BufferPart):
-            roles.buffers.setdefault(feed.buffer, f"{role}_all")
-
-    for target, results in ATTENTION_RESULTS.items():
-        for call in find(op="call_function", target=target):
-            operands = dict(zip(parameters_of(target), call.args, strict=False))
-            for role in ATTENTION_OPERANDS:
-                operand = operands[role]
-                is_appended = operand.target is buffer_ops.append
-                add(operand.args[2] if is_appended else operand, role, operand.args[0] if is_appended else None)
-            for user in call.users:
-                adders = [adder for adder in user.users if adder.target is buffer_ops.add_rows]
-                add(user, results[user.args[1]], adders[0].args[0] if adders else None)
-    return roles
 
 
 class LoopFunctionWriter:
@@ -265,9 +175,7 @@ class LoopFunctionWriter:
             self._assign(node, f"{self.module.text(program)}({', '.join(map(self.text, node.args))})")
         elif write is not None:
             write(self, node)
-        elif node.target is operator.getitem and node in self.expressions:
-            return
-        elif self._unpack(node):
+        elif (node.target is operator.getitem and node in self.expressions) or self._unpack(node):
             return
         elif node.target in VIEWS and len(node.users) == 1 and node not in self.node_hints:
             self.expressions[node] = self.calls.expression(node)  # written where it is used
@@ -369,7 +277,8 @@ class LoopFunctionWriter:
         chunk = self._chunk_size()
         allocations = [self._allocation(name, output, False) for output, name in self.results]
         allocations += [
-            self._allocation(name, item, item.zeroed or item.is_sum) for name, item in zip(self.buffers, spec.buffers, strict=True)
+            self._allocation(name, item, item.zeroed or item.is_sum)
+            for name, item in zip(self.buffers, spec.buffers, strict=True)
         ]
         chunk_index = ["chunk = start // step"] if writer.uses_chunk_index else []
         per_chunk = _used_lines([*chunk_index, *writer.per_chunk], self.lines)
@@ -383,7 +292,7 @@ class LoopFunctionWriter:
         yield f"for start in {f'reversed({starts})' if spec.reverse else starts}:"
         yield "    stop = min(start + step, length)"
         for line in map(self.module.sizes, (*per_chunk, *self.lines)):
-            yield "    " + _MINUS.sub(r" - \1", line)
+            yield "    " + MINUS.sub(r" - \1\2", line)
 
     def _chunk_size(self) -> str:
         """Return the number of rows of a chunk: fixed, or computed from the sizes of a call."""

@@ -18,9 +18,11 @@ import sympy
 import torch
 from torch import fx
 
+from streamfx.dialect.associative_scan import COMBINES
 from streamfx.errors import ReportError
+from streamfx.ir.recurrence import TreePlan
 from streamfx.kernels.mask_programs import MaskProgram
-from streamfx.runtime import runtime_sizes
+from streamfx.runtime.buffers import rows_of, rows_view
 from streamfx.runtime.runtime_sizes import FUNCTIONS
 from streamfx.tools.report.as_python.identifiers import Identifiers
 from streamfx.torch_private import FakeTensor, OpOverload
@@ -54,6 +56,17 @@ class NotWritten:
     def __torch_function__(cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         found = next((item for item in (*args, *(kwargs or {}).values()) if isinstance(item, cls)), cls("an object"))
         return found._raise()
+
+
+def registered_combine(combine_id: int) -> int:
+    """Return the identifier of a scan's combine function; raise `ReportError` if this process has not traced such a scan."""
+    if combine_id not in COMBINES:
+        raise ReportError(
+            "this module runs an associative scan",
+            found="its combine function is unknown",
+            do="run it where explain has traced it",
+        )
+    return combine_id
 
 
 class ModuleGlobals:
@@ -101,12 +114,12 @@ class ModuleGlobals:
         return self.names.used
 
     def sizes(self, text: str) -> str:
-        """Import the size functions that an expression calls (`member_bounds`, ...); return the expression."""
-        for name, function in FUNCTIONS.items():
+        """Import the functions that generated code of sizes and rows calls (`member_bounds`, ...); return the code."""
+        for name, function in {**FUNCTIONS, "rows_of": rows_of, "rows_view": rows_view}.items():
             if f"{name}(" not in text:
                 continue
-            if getattr(runtime_sizes, name, None) is function:
-                self.imports[f"from streamfx.runtime.runtime_sizes import {name}"] = None
+            if (module := getattr(function, "__module__", "")) and is_importable(module, name, function):
+                self.imports[f"from {module} import {name}"] = None
             else:
                 self.imports["from streamfx.runtime.runtime_sizes import FUNCTIONS"] = None
                 self.imports[f"{name} = FUNCTIONS[{name!r}]"] = None
@@ -209,7 +222,10 @@ class ModuleGlobals:
             keywords = [item for item in inspect.signature(kind).parameters if item not in ("args", "kwargs")]
         if not keywords or not all(keyword in vars(value) for keyword in keywords):
             return None
-        return f"{class_name}({', '.join(f'{keyword}={self.text(getattr(value, keyword))}' for keyword in keywords)})"
+        texts = {keyword: self.text(getattr(value, keyword)) for keyword in keywords}
+        if kind is TreePlan:
+            texts["combine"] = f"{self._imported(registered_combine)}({texts['combine']})"
+        return f"{class_name}({', '.join(f'{keyword}={text}' for keyword, text in texts.items())})"
 
 
 def operator_text(target: OpOverload) -> str:

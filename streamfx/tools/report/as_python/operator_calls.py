@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
 from collections.abc import Callable
 from functools import cache
 from keyword import iskeyword
@@ -18,10 +19,10 @@ from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 INFIX: dict[Any, str] = {
-    **{overload: "+" for overload in (aten.add.Tensor, aten.add.Scalar)},
-    **{overload: "-" for overload in (aten.sub.Tensor, aten.sub.Scalar)},
-    **{overload: "*" for overload in (aten.mul.Tensor, aten.mul.Scalar)},
-    **{overload: "/" for overload in (aten.div.Tensor, aten.div.Scalar)},
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), "+"),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), "-"),
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), "*"),
+    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), "/"),
     aten.mm.default: "@",
     aten.bmm.default: "@",
     add_in_place: "+",  # the written code allocates results where the compiled step writes over an operand
@@ -29,10 +30,12 @@ INFIX: dict[Any, str] = {
     scale_saved_in_place: "*",
 }
 METHODS = frozenset(  # operators that are methods of tensors, with the same arguments
-    "cos exp expand mean neg permute pow rsqrt select sigmoid sin sqrt squeeze sum t tanh transpose unsqueeze".split()
-)
+    ["cos", "exp", "expand", "mean", "neg", "permute", "pow", "rsqrt", "select", "sigmoid", "sin", "sqrt", "squeeze", "sum", "t"]
+) | {"tanh", "transpose", "unsqueeze"}
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-VIEWS = frozenset({*RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default})
+VIEWS = frozenset(
+    {*RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default}
+)
 NO_END = 2**63 - 1  # the end of a slice that has none
 KEYWORDS_FROM = 3  # functions with so many arguments are called with their names
 Write = Callable[[Any], str]  # an argument as an expression
@@ -66,12 +69,13 @@ class CallWriter:
         if target in INFIX and len(args) == 2 and not node.kwargs:
             return f"{atom(self.argument(args[0]))} {INFIX[target]} {atom(self.argument(args[1]))}"
         if target in RESHAPES:
-            return f"{self.object(args[0])}.reshape({self._items(args[1])})"
-        if target is aten.slice.Tensor and (text := self._slice(*args)):
+            operand = re.sub(r"\.reshape\([^()]*\)$", "", self.object(args[0]))  # the last of several decides
+            return f"{operand}.reshape({self._items(args[1])})"
+        if target is aten.slice.Tensor and (text := self._slice(*args)):  # type: ignore[arg-type]
             return text
         if target is aten._to_copy.default and (text := self._conversion(node)):
             return text
-        if isinstance(target, OpOverload) and target.namespace == "aten" and target.overloadpacket.__name__ in METHODS:
+        if isinstance(target, OpOverload) and target.overloadpacket.__name__ in METHODS and isinstance(args[0], fx.Node):
             return f"{self.object(args[0])}.{target.overloadpacket.__name__}({self._arguments(args[1:], node.kwargs)})"
         return self._call(node)
 

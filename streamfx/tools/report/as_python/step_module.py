@@ -20,9 +20,10 @@ from streamfx.ir.joint import is_tensor, outputs_of, saved_values, sort_sizes_fi
 from streamfx.ir.program import LoopSpec
 from streamfx.node_meta import DESCRIPTION, JOINT, VALUE
 from streamfx.runtime.loop import Loop
+from streamfx.tools.report.as_python.attention_roles import attention_roles
 from streamfx.tools.report.as_python.host_function import HostFunctionWriter, gradient_hints
 from streamfx.tools.report.as_python.identifiers import Identifiers, identifier, stem, wrapped
-from streamfx.tools.report.as_python.loop_function import STATEMENTS, LoopFunctionWriter, LoopHints, attention_roles
+from streamfx.tools.report.as_python.loop_function import STATEMENTS, LoopFunctionWriter, LoopHints
 from streamfx.tools.report.as_python.module_globals import ModuleGlobals
 from streamfx.tools.report.as_python.operator_calls import INFIX, graph_function
 from streamfx.tools.report.stage_table import loops_of
@@ -31,16 +32,17 @@ from streamfx.torch_private import OpOverload, placeholder_source
 
 aten = torch.ops.aten
 HALVES = ("forward", "backward")
-HEAD = '''"""One step of {name} as streamfx runs it: each loop runs a segment of the model for one chunk of the sequence after the other.
+HEAD = '''"""One step of {name} as streamfx runs it: a loop runs a part of the model on one chunk of the sequence after the other.
 
-`x[:, start:stop]` are a chunk's rows of x; rows that attention reads besides, such as `key_all[:, :, :stop]`, are sliced where it
-is called. `total += ...` adds a chunk's part of a sum over chunks, such as the gradient of a weight (`grad_...`). Comments are
-lines of the model's code. The compiled step also frees each value after its last use, and reuses memory; this module does not.
+- `x[:, start:stop]` are the rows of a chunk. Attention reads more rows of its keys: those in the slice, as in `key_all[:, :stop]`.
+- `grad_weight += ...` adds a chunk's part of the gradient of a weight, which begins with zeros before the loop.
+- A comment is the line of the model's code from which the next lines come.
+- The compiled step also frees each value after its last use, and reuses memory; this module does not.
 {usage}"""
 '''
 USAGE = """
-forward{i}(*inputs) returns (outputs, saved values). backward{i}(*saved values, *gradients of outputs) returns the gradients of the
-inputs. step{i}(*inputs) runs both, and returns (outputs, gradients). INPUTS{i} names the inputs, in order.
+forward{i}(*inputs) returns (outputs, saved values), and backward{i}(*saved values, *gradients of outputs) the gradients of the
+inputs. step{i}(*inputs) runs both and returns (outputs, gradients). INPUTS{i} has the names of the inputs, in order.
 """
 STEP = '''
 def step{i}(*inputs, gradients=None):
@@ -105,17 +107,21 @@ def _path_of(source: str) -> str:
     if module_parts:
         return ".".join(module_parts)
     parts = [a or b or c for a, b, c in re.findall(r"\['([^']+)'\]|\[(\d+)\]|\.(\w+)", source)]
-    names = [part for part in parts if part not in ("self", "kwargs")]
-    return ".".join(names)
+    return ".".join(parts[-2:] if parts and parts[-1].isdigit() else parts[-1:])
 
 
 def _short(path: str) -> str:
-    """Return a parameter's path inside its layer: what follows the first number.
+    """Return a parameter's path inside its layer: without what precedes the layer's number, and without the number.
 
-    >>> _short("model.layers.0.mlp.down_proj.weight"), _short("lm_head.weight")
-    ('mlp.down_proj.weight', 'lm_head.weight')
+    >>> _short("model.layers.0.mlp.down_proj.weight"), _short("norms.3.weight"), _short("lm_head.weight")
+    ('mlp.down_proj.weight', 'norms.weight', 'lm_head.weight')
     """
-    return re.sub(r"^\D*?\.?\b\d+\.(?=\D)", "", path)
+    parts = path.split(".")
+    number = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)
+    if number is None:
+        return path
+    inside = parts[number + 1 :]
+    return ".".join(inside if len(inside) > 1 else [*parts[max(number - 1, 0) : number], *inside])
 
 
 class StepModuleWriter:
@@ -143,9 +149,15 @@ class StepModuleWriter:
                 hosts += writer.host_texts(f"_{index}" if index else "", half)
         functions = [loop.text() for loop in self.loops.values()]
         definitions = [_text(text.splitlines()) for text in self.module.definitions]
-        usage = "".join(USAGE.format(i=f"_{i}" if i else "") for i in range(len(self.graphs))) if stage is None and half is None else ""
+        usage = (
+            "".join(USAGE.format(i=f"_{i}" if i else "") for i in range(len(self.graphs)))
+            if stage is None and half is None
+            else ""
+        )
         head = [HEAD.format(name=self.name, usage=usage), "import torch", "", "import streamfx.frontend.backend  # its operators"]
-        head += [*self.module.imports, "", "aten = torch.ops.aten", ""]
+        code = "\n".join((*functions, *hosts, *definitions))
+        head += [line for line in self.module.imports if re.search(rf"\b{_imported_name(line)}\b", code)]
+        head += ["", "aten = torch.ops.aten", ""]
         return "\n".join([*head, *(f"\n{text}" for text in (*functions, *hosts)), *definitions])
 
     def _loops_of_stage(self, stage: int | str) -> set[int]:
@@ -185,9 +197,7 @@ class _GraphWriter:
         self.graph, self.step, self.facts = graph, step, graph.facts
         joint = graph.facts.joint
         self.hosts = {name: host for name, host in zip(HALVES, (graph.forward, graph.backward), strict=True) if host is not None}
-        self.saved = (
-            {} if graph.backward is None else saved_values(graph.forward.graph, graph.backward.graph, graph.num_outputs)
-        )
+        self.saved = {} if graph.backward is None else saved_values(graph.forward.graph, graph.backward.graph, graph.num_outputs)
         names = dict(zip((primal.name for primal in joint.primals), graph.input_names, strict=True))
         self.input_of = {node: names.get(node.name, node.name) for node in graph.forward.graph.find_nodes(op="placeholder")}
         gradients = {}
@@ -241,7 +251,7 @@ class _GraphWriter:
         if value in self.input_of:
             return _short(self.input_of[value])
         if value in self.names:
-            return self.names[value]
+            return self.names[value] if value in self.gradients else stem(self.names[value])
         if value.op == "placeholder":
             return "grad_output"
         if value.target is aten.t.default:
@@ -253,7 +263,9 @@ class _GraphWriter:
         names = Identifiers(self.step.module.names_in_use)
         loop_names = {loop: written.name for loop, written in self.step.loop_of.items()}
         forward_names = {node: names.new(name) for node, name in self.input_of.items()}
-        forward = HostFunctionWriter(self.graph.forward, loop_names, forward_names, self.gradients, self.step.module, self.saved.values())
+        forward = HostFunctionWriter(
+            self.graph.forward, loop_names, forward_names, self.gradients, self.step.module, self.saved.values()
+        )
         body = forward.lines(self._forward_results)
         inputs = ", ".join(forward_names.values())
         if half in (None, "forward"):
@@ -264,7 +276,8 @@ class _GraphWriter:
             return
         placeholders = self.graph.backward.graph.find_nodes(op="placeholder")
         backward_names = {
-            node: forward.expressions[self.saved[node]] if node in self.saved else names.new("grad_output") for node in placeholders
+            node: forward.expressions[self.saved[node]] if node in self.saved else names.new("grad_output")
+            for node in placeholders
         }
         backward_names = _distinct(backward_names)
         backward = HostFunctionWriter(self.graph.backward, loop_names, backward_names, self.gradients, self.step.module)
@@ -308,6 +321,11 @@ def loop_calls(host: fx.GraphModule) -> Iterator[tuple[fx.Node, Loop]]:
         loop = host.get_submodule(str(call.target))
         if isinstance(loop, Loop):
             yield call, loop
+
+
+def _imported_name(line: str) -> str:
+    """Return the name that a line imports, or defines: the last word, or the first of an assignment."""
+    return line.split()[0 if " = " in line else -1]
 
 
 def _is_like(output: Any, value: Any) -> bool:
