@@ -211,7 +211,7 @@ class Explanation(Unpicklable, Exports, ProgramTexts):
     @property
     def page(self) -> Page:
         """The content of the HTML report."""
-        return explanation_page(self.call.name, self.summary(), self.timeline)
+        return replace(explanation_page(self.call.name, self.summary(), self.timeline), code=self.stage_codes)
 
     @property
     def diagram(self) -> Diagram:

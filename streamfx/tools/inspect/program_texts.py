@@ -8,7 +8,9 @@ from torch import fx
 
 from streamfx.argument_checks import require
 from streamfx.errors import ReportError
+from streamfx.log import log
 from streamfx.tools.inspect.tracing import TracedCall
+from streamfx.tools.report.as_python.stage_code import StageCode, stage_codes
 from streamfx.tools.report.as_python.step_module import StepGraph, StepModuleWriter, input_names
 from streamfx.tools.report.loop_bodies import bodies_of, bodies_of_module, python_of
 from streamfx.tools.report.pass_texts import PassText, diff_of
@@ -75,11 +77,33 @@ class ProgramTexts:
             >>> "for start in range(0, length, step):" in found.code()
             True
         """
+        return self._writer().text(stage, half)
+
+    def stage_codes(self) -> tuple[StageCode, ...]:
+        """Return the code of the loops of each stage, with the lines of the model in it; empty if it cannot be written.
+
+        Returns:
+            The stages in order; stages with equal loops are one.
+
+        Example:
+            >>> import torch, streamfx
+            >>> found = streamfx.explain(torch.nn.Linear(8, 8), torch.randn(2, 64, 8), chunk_size=16)
+            >>> [(code.name, code.num_loops) for code in found.stage_codes()]
+            [('forward', 2)]
+        """
+        try:
+            return stage_codes(self._writer().loop_functions())
+        except Exception as error:  # a report without code is better than none
+            log.info("the code of the loops is not in the report: %s", error)
+            return ()
+
+    def _writer(self) -> StepModuleWriter:
+        """Return a writer of all graphs of the call."""
         graphs = [
             StepGraph(*graph.that_run, graph.num_outputs, graph.facts, input_names(graph.module, graph.facts))
             for graph in self.call.graphs
         ]
-        return StepModuleWriter(graphs, self.call.name).text(stage, half)
+        return StepModuleWriter(graphs, self.call.name)
 
     def passes(self) -> list[str]:
         """Return the names of the passes that ran, in order: those that `diff` and `STREAMFX_LOGS` take.

@@ -34,7 +34,7 @@ aten = torch.ops.aten
 HALVES = ("forward", "backward")
 HEAD = '''"""One step of {name} as streamfx runs it: a loop runs a part of the model on one chunk of the sequence after the other.
 
-- `x[:, start:stop]` are the rows of a chunk. Attention reads more rows of its keys: those in the slice, as in `key_all[:, :stop]`.
+- `x[:, start:stop]` are the rows of a chunk. Attention reads more rows of its keys, as the slice says: `key_all[:, :stop]`.
 - `grad_weight += ...` adds a chunk's part of the gradient of a weight, which begins with zeros before the loop.
 - A comment is the line of the model's code from which the next lines come.
 - The compiled step also frees each value after its last use, and reuses memory; this module does not.
@@ -75,9 +75,14 @@ class WrittenLoop:
     verb: str
     stages: list[str] = field(default_factory=list)
 
+    @property
+    def stages_in_order(self) -> list[str]:
+        """The names of the stages, each once."""
+        return [name for name in dict.fromkeys(self.stages) if name]
+
     def text(self) -> str:
         """Return the function."""
-        stages = [name for name in dict.fromkeys(self.stages) if name]
+        stages = self.stages_in_order
         purpose = f"{self.verb} {names_together(stages) if stages else 'values between stages'}"
         return _text(line.format(name=self.name, purpose=purpose) if i < 2 else line for i, line in enumerate(self.lines))
 
@@ -141,10 +146,7 @@ class StepModuleWriter:
             raise ReportError("code takes half='forward' or half='backward'", found=repr(half), do="omit it for both")
         selected = None if stage is None else self._loops_of_stage(stage)
         hosts: list[str] = []
-        for index, graph in enumerate(self.graphs):
-            writer = _GraphWriter(graph, self)
-            for name in HALVES:
-                writer.write_loops(name, selected, half)
+        for index, writer in enumerate(self._write_loops(selected, half)):
             if stage is None:
                 hosts += writer.host_texts(f"_{index}" if index else "", half)
         functions = [loop.text() for loop in self.loops.values()]
@@ -159,6 +161,19 @@ class StepModuleWriter:
         head += [line for line in self.module.imports if re.search(rf"\b{_imported_name(line)}\b", code)]
         head += ["", "aten = torch.ops.aten", ""]
         return "\n".join([*head, *(f"\n{text}" for text in (*functions, *hosts)), *definitions])
+
+    def loop_functions(self) -> list[WrittenLoop]:
+        """Return the functions of all loops, in the order in which they run."""
+        self._write_loops(None, None)
+        return list(self.loops.values())
+
+    def _write_loops(self, selected: set[int] | None, half: str | None) -> list[_GraphWriter]:
+        """Write the functions of all loops, or of the selected ones (by id); return the writer of each graph."""
+        writers = [_GraphWriter(graph, self) for graph in self.graphs]
+        for writer in writers:
+            for name in HALVES:
+                writer.write_loops(name, selected, half)
+        return writers
 
     def _loops_of_stage(self, stage: int | str) -> set[int]:
         """Return the ids of the loops of a stage, given by its index or its name."""
