@@ -41,10 +41,9 @@ def pass_texts(run: Callable[[Callable[[Any, Facts], None]], Any]) -> dict[str, 
 
 def diff_of(texts: Mapping[str, PassText], before: str, after: str) -> str:
     """Return the unified diff of the texts after two passes, given by name or by package (its last pass)."""
-    names = [_pass_named(name, texts) for name in (before, after)]
-    lines = unified_diff(
-        *(_text_after(name, texts).splitlines() for name in names), *(f"after {name}" for name in names), lineterm=""
-    )
+    first, last = _pass_named(before, texts), _pass_named(after, texts)
+    old, new = _text_after(first, texts).splitlines(), _text_after(last, texts).splitlines()
+    lines = unified_diff(old, new, f"after {first}", f"after {last}", lineterm="")
     return "".join(f"{line}\n" for line in lines)
 
 

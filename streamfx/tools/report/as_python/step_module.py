@@ -157,7 +157,7 @@ class StepModuleWriter:
             else ""
         )
         head = [HEAD.format(name=self.name, usage=usage), "import torch", "", "import streamfx.frontend.backend  # its operators"]
-        code = "\n".join((*functions, *hosts, *definitions))
+        code = "\n".join((*functions, *hosts, *definitions, *(line for line in self.module.imports if " = FUNCTIONS" in line)))
         head += [line for line in self.module.imports if re.search(rf"\b{_imported_name(line)}\b", code)]
         head += ["", "aten = torch.ops.aten", ""]
         return "\n".join([*head, *(f"\n{text}" for text in (*functions, *hosts)), *definitions])
