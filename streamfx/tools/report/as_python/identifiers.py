@@ -62,6 +62,8 @@ def wrapped(line: str) -> Iterator[str]:
     targets, equals, call = line.strip().partition(" = ")
     if equals and ", " in targets and "(" not in targets and len(targets) > WIDTH // 2:
         line = f"{indent}({targets}) = {call}"
+    elif targets.startswith("return ") and ", " in targets:
+        line = f"{indent}return ({line.strip().removeprefix('return ')})"
     text = _with_fixed_spaces(line.strip())
     lines = textwrap.wrap(
         text,
@@ -75,12 +77,24 @@ def wrapped(line: str) -> Iterator[str]:
 
 
 def _with_fixed_spaces(text: str) -> str:
-    """Replace the spaces at which a line of code must not be broken: outside brackets, and inside strings."""
-    characters, depth, quote = [], 0, ""
-    for character in text:
+    """Replace the spaces at which a line of code is not broken: outside brackets, in subscripts, in strings, in method calls.
+
+    Such a call, `x.reshape(2, 3)`, is short, and several may follow each other.
+    """
+    characters: list[str] = []
+    groups: list[bool] = []  # of the open brackets: whether the line may be broken inside
+    quote = ""
+    for position, character in enumerate(text):
         if character in "\"'" and quote in ("", character):
             quote = "" if quote else character
-        elif not quote:
-            depth += (character in _OPENING) - (character in _CLOSING)
-        characters.append(_FIXED_SPACE if character == " " and (depth == 0 or quote) else character)
+        elif not quote and character in _OPENING:
+            is_subscript = character == "[" and text[position - 1 : position].isidentifier()
+            is_method = character == "(" and re.search(
+                r"[\w)\]]\.(?:reshape|transpose|permute|expand|unflatten)$", text[:position]
+            )
+            groups.append(not is_subscript and not is_method)
+        elif not quote and character in _CLOSING:
+            groups.pop()
+        is_fixed = character == " " and (bool(quote) or not groups or not all(groups))
+        characters.append(_FIXED_SPACE if is_fixed else character)
     return "".join(characters)
