@@ -35,6 +35,7 @@ HALVES = ("forward", "backward")
 HEAD = '''"""One step of {name} as streamfx runs it: a loop runs a part of the model on one chunk of the sequence after the other.
 
 - `x[:, start:stop]` are the rows of a chunk. Attention reads more rows of its keys, as the slice says: `key_all[:, :stop]`.
+- `first_query` is the position of the chunk's first row among these keys, and `window=(None, 0)` the keys up to a row's own.
 - `grad_weight += ...` adds a chunk's part of the gradient of a weight, which begins with zeros before the loop.
 - A comment is the line of the model's code from which the next lines come.
 - The compiled step also frees each value after its last use, and reuses memory; this module does not.
