@@ -83,8 +83,10 @@ class HostFunctionWriter:
         if not isinstance(called, Loop):
             return [f"{self._new(node)} = {self.module.text(called)}({arguments})"]
         name = self.loop_names[id(called)]
-        results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        targets = [self._new(results[i]) if i in results else "_" for i in range(len(called.spec.yields))]
+        results: dict[Any, str] = {}  # names, by index of the result
+        for user in node.users:
+            results[user.args[1]] = self.expressions[user] = results.get(user.args[1]) or self._new(user)
+        targets = [results.get(i, "_") for i in range(len(called.spec.yields))]
         return [f"{', '.join(targets)} = {name}({arguments})" if targets else f"{name}({arguments})"]
 
     def _size(self, size: Any, symbols: Mapping[str, str]) -> str:

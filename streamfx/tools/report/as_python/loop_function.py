@@ -187,11 +187,13 @@ class LoopFunctionWriter:
         count = len(ATTENTION_RESULTS.get(node.target, ())) or len(getattr(getattr(node.target, "_schema", None), "returns", ()))
         if count < 2 or any(user.target is not operator.getitem for user in node.users):
             return False
-        users = {user.args[1]: user for user in node.users}
+        names: dict[Any, str] = {}  # by index of the result
         text = self.calls.expression(node)
-        for user in users.values():
-            self.expressions[user] = self.names.new(self.node_hints.get(user) or self._hint(user))
-        self.lines.append(f"{', '.join(self.expressions[users[i]] if i in users else '_' for i in range(count))} = {text}")
+        for user in node.users:
+            index = user.args[1]
+            names[index] = names.get(index) or self.names.new(self.node_hints.get(user) or self._hint(user))
+            self.expressions[user] = names[index]
+        self.lines.append(f"{', '.join(names.get(i, '_') for i in range(count))} = {text}")
         return True
 
     def _buffer_of(self, placeholder: Any) -> str:
@@ -282,7 +284,7 @@ class LoopFunctionWriter:
         ]
         chunk_index = ["chunk = start // step"] if writer.uses_chunk_index else []
         per_chunk = _used_lines([*chunk_index, *writer.per_chunk], self.lines)
-        before = _used_lines(writer.before_loop, [*per_chunk, *self.lines, *allocations])
+        before = _used_lines(writer.before_loop, [*per_chunk, *self.lines, *allocations, *self.returned])
         yield f"length, step = {length}, {chunk}  # rows of the sequence, rows of a chunk"
         if any(re.search(r"\bchunks\b", line) for line in (*per_chunk, *self.lines, *before, *allocations)):
             yield "chunks = -(-length // step)"

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -101,7 +102,10 @@ class ModuleGlobals:
         if isinstance(value, sympy.Basic):
             return self._expression(value)
         if isinstance(value, MethodType) and not isinstance(value.__self__, type):
-            return f"{self.text(value.__self__)}.{value.__name__}"
+            return self.text(value.__self__) if _is_graph(value) else f"{self.text(value.__self__)}.{value.__name__}"
+        if isinstance(value, partial):
+            arguments = [*map(self.text, value.args), *(f"{key}={self.text(item)}" for key, item in value.keywords.items())]
+            return f"{self._module('functools')}.partial({', '.join([self.text(value.func), *arguments])})"
         if isinstance(value, (FunctionType, BuiltinFunctionType, type, ModuleType, enum.Enum)) or callable(value):
             name = self._imported(value)
             if name is not None:
@@ -219,13 +223,28 @@ class ModuleGlobals:
         if dataclasses.is_dataclass(kind):
             keywords = [field.name for field in dataclasses.fields(kind) if field.init]
         else:
-            keywords = [item for item in inspect.signature(kind).parameters if item not in ("args", "kwargs")]
+            keywords = _constructor_arguments(kind)
         if not keywords or not all(keyword in vars(value) for keyword in keywords):
+            return None
+        if any(_is_graph(getattr(value, keyword)) for keyword in keywords):  # it needs the graph, not only its function
             return None
         texts = {keyword: self.text(getattr(value, keyword)) for keyword in keywords}
         if kind is TreePlan:
             texts["combine"] = f"{self._imported(registered_combine)}({texts['combine']})"
         return f"{class_name}({', '.join(f'{keyword}={text}' for keyword, text in texts.items())})"
+
+
+def _constructor_arguments(kind: type) -> list[str]:
+    """Return the names of the arguments of a class; none if they are unknown."""
+    try:
+        return [name for name in inspect.signature(kind).parameters if name not in ("args", "kwargs")]
+    except (TypeError, ValueError):
+        return []
+
+
+def _is_graph(value: Any) -> bool:
+    """Return whether a function is the `forward` of a graph module."""
+    return isinstance(getattr(value, "__self__", None), fx.GraphModule) and value.__name__ == "forward"
 
 
 def operator_text(target: OpOverload) -> str:
