@@ -48,10 +48,25 @@ def checked(text: str) -> Read:
     assert len(text.encode()) < MOST
     assert not {"link", "img", "iframe", "object", "embed", "base"} & set(read.tags)
     for name, value in read.attributes:
-        assert name not in ("src", "href", "srcset", "action", "data") and not name.startswith("on"), (name, value)
+        assert (name, value[:1]) == ("href", "#") or (
+            name not in ("src", "href", "srcset", "action", "data") and not name.startswith("on")
+        ), (name, value)
         assert "url(" not in value or value.startswith("url(#")
     assert not re.search(r"https?:|@import|url\((?!#)|fetch\(|XMLHttp", read.scripts)
     return read
+
+
+def test_lines_of_the_model_link_to_the_code_of_the_loops_and_back(explanation: streamfx.Explanation) -> None:
+    read = checked(html_of(explanation.page))
+    ids = {value for name, value in read.attributes if name == "id"}
+    targets = [value[1:] for name, value in read.attributes if name == "href"]
+    for kind in ("line-", "code-", "code-of-"):
+        assert any(target.startswith(kind) for target in targets)
+    assert ids.issuperset(targets)
+    layers = next(code for code in explanation.stage_codes() if len(code.stages) > 1)
+    line = next(line for line in layers.user_lines if len(line.code_lines) > 1)
+    assert {layers.lines[number].user_line for number in line.code_lines} == {layers.user_lines.index(line)}
+    assert_shows(read, "grad_up_weight += ", line.text)
 
 
 def assert_shows(read: Read, *parts: str) -> None:

@@ -39,7 +39,7 @@ class RunningTotal(Recurrence):
     def __init__(self, kind: str, reverse: bool, dim: int, dtype: torch.dtype, row_size: Size) -> None:
         """Describe a scan whose result has this dtype, and `row_size` elements in each row."""
         super().__init__(kind, RecurrenceAxes((), (), ROWS))
-        self.kind, self.reverse, self.dim, self.dtype = kind, reverse, dim, dtype
+        self.kind, self.reverse, self.dim, self.dtype, self.row_size = kind, reverse, dim, dtype, row_size
         self.carry_size = product((row_size, carry_type(dtype).itemsize))
 
     def run_chunk(self, chunk: Chunk, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -95,10 +95,14 @@ class LoopWriter:
         """
         variables = self._variables.get(code.text)
         if variables is None:
-            variables = tuple(Code(f"{hint}_{len(self._variables)}", code.is_varying) for hint in hints)
+            variables = tuple(Code(self.variable(hint), code.is_varying) for hint in hints)
             self._variables[code.text] = variables
             (self.per_chunk if code.is_varying else self.before_loop).append(f"{', '.join(map(str, variables))} = {code}")
         return variables
+
+    def variable(self, hint: str) -> str:
+        """Return the name of a new variable."""
+        return f"{hint}_{len(self._variables)}"
 
     def size(self, size: Size) -> Code:
         """Return code for a size, or for another scalar that depends on sizes: a literal, a symbol, or an assigned variable."""
@@ -155,7 +159,7 @@ class LoopWriter:
             if (low, high) == ("None", "None"):
                 return Code("0"), arguments[6]
             if texts[5:] == ["0", length] and (low == "None" or int(low) <= 0) and high in ("None", "0"):
-                first = Code("0") if low == "None" else self.assign(Code(f"max(start + {low}, 0)", True), "n")[0]
+                first = Code("0") if low == "None" else self.assign(Code(f"max(start + {low}, 0)", True), "first")[0]
                 last = length_code if high == "None" else STOP
                 return first, last if first.text == "0" else self.assign(Code(f"{last} - {first}", True), "n")[0]
         first_row, count = self.assign(Code(f"{function}({', '.join(texts)})", True), "first", "count")
@@ -184,13 +188,17 @@ class LoopWriter:
                 split = Code(f"{tensor}.unflatten({dim}, ({outer}, {self.times(rows, inner)}))", tensor.is_varying)
                 tensor = split if split.is_varying else self.assign(split, "split")[0]
                 dim, flatten_suffix = dim + 1, "" if view else f".flatten({dim}, {dim + 1})"
-            if first is START and not tensor.is_varying:
-                row_iterator = f"chunk_slices({tensor}, {dim}, {inner}, blocks)"
-                tensor = self.row_iterators.setdefault(row_iterator, Code(f"rows_{len(self.row_iterators)}", True))
-            else:
-                tensor = Code(f"{tensor}.narrow({dim}, {self.times(first, inner)}, {self.times(count, inner)})", is_varying)
+            tensor = self.slice_rows(tensor, dim, first, count, inner)
             tensor = Code(f"{tensor}{flatten_suffix}", tensor.is_varying)
         return tensor if tensor.is_varying or tensor.text.isidentifier() else self.assign(tensor, "part")[0]
+
+    def slice_rows(self, tensor: Code, dim: int, first: Code, count: Code, inner: Code) -> Code:
+        """Return code for `count` rows of a tensor from row `first` on, along dimension `dim` with `inner` elements per row."""
+        if first is START and not tensor.is_varying:
+            row_iterator = f"chunk_slices({tensor}, {dim}, {inner}, blocks)"
+            return self.row_iterators.setdefault(row_iterator, Code(f"rows_{len(self.row_iterators)}", True))
+        is_varying = tensor.is_varying or first.is_varying or count.is_varying
+        return Code(f"{tensor}.narrow({dim}, {self.times(first, inner)}, {self.times(count, inner)})", is_varying)
 
     def _selected(self, placement: Placement, selector: Selector) -> tuple[Code, Code]:
         """Return code for the first row and the number of rows that a selector takes along the placement's axis.
@@ -210,6 +218,14 @@ class LoopWriter:
 
     # -- inputs of the loop body
 
+    def argument(self, index: int | None) -> Code:
+        """Return the name of a tensor argument of the loop."""
+        return Code(f"tensor_{index}")
+
+    def buffer(self, index: int) -> Code:
+        """Return the name of a buffer of the loop."""
+        return Code(f"buffer_{index}")
+
     def feeds(self, input_indices: Iterable[int]) -> list[str]:
         """Return code for these inputs of the loop body, by their indices; "None" for an input that the body does not use."""
         placeholders = self.spec.body.graph.find_nodes(op="placeholder")
@@ -221,11 +237,11 @@ class LoopWriter:
         """Return code for one input of the loop body; `source` is the index of the tensor it comes from, if any."""
         match feed:
             case Broadcast():
-                return Code(f"tensor_{source}")
+                return self.argument(source)
             case ChunkSlice():
-                return self.select_rows(Code(f"tensor_{source}"), feed.selections, view=False)
+                return self.select_rows(self.argument(source), feed.selections, view=False)
             case BufferPart():
-                return self.select_rows(Code(f"buffer_{feed.buffer}"), feed.selections, view=True)
+                return self.select_rows(self.buffer(feed.buffer), feed.selections, view=True)
             case Number():
                 return self.size(feed.value)
             case FirstRow():

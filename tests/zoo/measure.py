@@ -15,7 +15,7 @@ from torch import fx, nn
 from streamfx.cost.memory import cost_of
 from streamfx.frontend.backend import Compilation
 from streamfx.options import resolve_options
-from streamfx.tools.inspect.tracing import distinct_breaks
+from streamfx.tools.inspect.graph_breaks import distinct_breaks
 from streamfx.tools.report.fallback_reasons import SINGLE_ROW
 from streamfx.tools.report.stage_table import stage_reports
 from streamfx.torch_private.dynamo import record_graph_breaks

@@ -21,7 +21,7 @@ from streamfx.cost.memory import Cost, cost_of, streamed_share
 from streamfx.cost.rates import rates_of
 from streamfx.cost.released_gradients import ReleasedGradients
 from streamfx.cost.work import total_work
-from streamfx.errors import NotTracedError, ReportError
+from streamfx.errors import NotTracedError
 from streamfx.frontend.unpicklable import Unpicklable
 from streamfx.ir.joint import bound_arguments, is_parameter
 from streamfx.ir.release_plan import released_indices
@@ -32,13 +32,13 @@ from streamfx.passes.lowering.gradient_release import release_segments
 from streamfx.tools.inspect.at_peak import alive_at_peak
 from streamfx.tools.inspect.input_checks import AS_TENSORS, DO, empty_inputs_text, numpy_inputs_text
 from streamfx.tools.inspect.keywords import split_options
+from streamfx.tools.inspect.program_texts import ProgramTexts
 from streamfx.tools.inspect.side_effect_guard import original
 from streamfx.tools.inspect.tracing import TracedCall, TracedGraph, traced
 from streamfx.tools.report.communication import communication_of
 from streamfx.tools.report.diagram import Diagram, diagram_of, flow_of
 from streamfx.tools.report.exports import Exports
 from streamfx.tools.report.fallback_reasons import strict_refusal_text
-from streamfx.tools.report.loop_bodies import bodies_of, bodies_of_module, python_of
 from streamfx.tools.report.notices import record_of
 from streamfx.tools.report.page import Page, explanation_page
 from streamfx.tools.report.stage_table import StageReport
@@ -92,7 +92,7 @@ def explain(model: Callable[..., Any], *args: Any, options: Any = None, **kwargs
     return explanation
 
 
-class Explanation(Unpicklable, Exports):
+class Explanation(Unpicklable, Exports, ProgramTexts):
     """The analysis of one call. Costs are predicted on first access.
 
     Args:
@@ -211,45 +211,12 @@ class Explanation(Unpicklable, Exports):
     @property
     def page(self) -> Page:
         """The content of the HTML report."""
-        return explanation_page(self.call.name, self.summary(), self.timeline)
+        return replace(explanation_page(self.call.name, self.summary(), self.timeline), code=self.stage_codes)
 
     @property
     def diagram(self) -> Diagram:
         """The stages, their loops, and the values passed between them."""
         return diagram_of(self.page.stages, [flow_of(graph.facts) for graph in self.call.graphs])
-
-    @property
-    def graphs(self) -> dict[str, fx.GraphModule]:
-        """The bodies of all loops by name: the graphs that run once per chunk."""
-        return bodies_of([graph.facts for graph in self.call.graphs])
-
-    def print_readable(self, module: str | None = None, print_output: bool = True) -> str:
-        """Print and return loop bodies as runnable Python: one class per loop, whose `forward` computes a chunk.
-
-        Args:
-            module: the name of a module (`"model.layers.1"`), which selects the stages that contain it; None selects all.
-            print_output: whether to print the text as well.
-
-        Returns:
-            The text.
-
-        Raises:
-            ReportError: no such module is streamed; the message lists similar names.
-
-        Example:
-            >>> import torch, streamfx
-            >>> found = streamfx.explain(torch.nn.Linear(8, 8), torch.randn(2, 64, 8), chunk_size=16)
-            >>> "def forward(" in found.print_readable(print_output=False)
-            True
-        """
-        requirement = "print_readable takes the name of a module"
-        remedy = "give it as a string, or None for the full model"
-        require(module is None or isinstance(module, str), ReportError, requirement, module, remedy)
-        facts = [graph.facts for graph in self.call.graphs]
-        text = python_of(bodies_of(facts) if module is None else bodies_of_module(module, facts))
-        if print_output:
-            print(text)
-        return text
 
     @property
     def _device(self) -> torch.device:

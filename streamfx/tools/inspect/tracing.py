@@ -6,7 +6,6 @@ replaced by stubs that return tensors of the right shapes. Nothing is computed, 
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -32,6 +31,7 @@ from streamfx.passes.partition.unchunked import GraphPair
 from streamfx.runtime.stagewise import GradientReleaseChain
 from streamfx.tools.inspect.eager import EagerCall, checkpointed, tracing_mode
 from streamfx.tools.inspect.full_depth import LayerSubset, of_all_layers
+from streamfx.tools.inspect.graph_breaks import GraphBreak, distinct_breaks
 from streamfx.tools.inspect.input_checks import advice_on
 from streamfx.tools.inspect.layer_segments import LayersDifferError
 from streamfx.tools.inspect.layers import first_layers, layers_of
@@ -44,14 +44,13 @@ from streamfx.tools.inspect.side_effect_guard import (
     serialized,
     without_side_effects,
 )
-from streamfx.tools.report.fallback_reasons import advice_on_break
+from streamfx.tools.report.pass_texts import PassText, pass_texts
 from streamfx.tools.report.printer import show_product
 from streamfx.torch_private import default_partition, in_trace_context, mutated_inputs, real_values
 from streamfx.torch_private.autograd import inputs_in_results
 from streamfx.torch_private.dynamo import (
     SWITCH_ON,
     SWITCHED_OFF,
-    cause_of_break,
     is_switched_off,
     isolated_compilation,
     line_reading_data,
@@ -80,6 +79,7 @@ class TracedGraph:
     plain: Callable[[], GraphPair]  # creates `halves`, which are rarely needed and slow for deep models
     num_outputs: int
     chain: GradientReleaseChain | None = None  # gradients that can be released before the end of the backward pass
+    pass_texts: Callable[[], dict[str, PassText]] = dict  # by pass, in order; empty if few layers were traced for all
 
     @cached_property
     def halves(self) -> GraphPair:
@@ -91,16 +91,6 @@ class TracedGraph:
         """The forward and backward graph that run: with loops, or of the default partition if the graph is not chunked."""
         program = self.facts.program
         return self.halves if program is None else (program.forward, program.backward)
-
-
-@dataclass(frozen=True)
-class GraphBreak:
-    """A source line at which Dynamo stopped tracing, with advice. `given_up`: the rest of the function runs in eager mode."""
-
-    reason: str
-    where: str
-    do: str = ""
-    given_up: bool = False
 
 
 @dataclass
@@ -241,16 +231,6 @@ def _not_traced(reason: str, do: str = "") -> NotTracedError:
     )
 
 
-def distinct_breaks(records: Sequence[tuple[str, int, str]]) -> tuple[GraphBreak, ...]:
-    """Return each break once: a break in an inlined function is also reported for the calling function."""
-    breaks: dict[str, GraphBreak] = {}
-    for file, line, text in records:
-        where = f"{file}:{line}: {linecache.getline(file, line).strip()}".rstrip(": ")
-        reason, hint, given_up = cause_of_break(text)
-        breaks.setdefault(where, GraphBreak(reason, where, advice_on_break(reason, hint), given_up))
-    return tuple(breaks.values())
-
-
 class QuietCompilation(Compilation):
     """A compilation without notices: the caller reports the result."""
 
@@ -265,7 +245,13 @@ class _RecordingCompilation(QuietCompilation):
         lenient = replace(call.options, strict=False)  # report fallbacks instead of raising
         super().__init__(module, lenient, exchange=lambda text, group, **how: [text])  # other ranks do not take part
         self.call = call
+        self.pass_texts: Callable[[], dict[str, PassText]] = dict
         self.original = fx.GraphModule(module, graph_copy(module.graph))  # a copy before any rewrite
+
+    def run_passes(self, capture: Callable[[], Facts]) -> Facts:
+        """Run the passes, and keep a function that runs them again on a copy of the graph to print the result of each."""
+        self.pass_texts = in_trace_context(lambda: pass_texts(partial(run_pipeline, capture, self.options)))
+        return super().run_passes(capture)
 
     def certainly_fits(self, inputs: list[Any]) -> bool:
         """Always false: the quick bound would skip the analysis that the caller wants to see."""
@@ -281,7 +267,7 @@ class _RecordingCompilation(QuietCompilation):
             facts = self.facts[-1]
             default = in_trace_context(lambda: default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **others))
             plain = (lambda: halves) if facts.program is None else default
-            self.call.graphs.append(TracedGraph(self.original, facts, plain, num_fwd_outputs, self.chain))
+            self.call.graphs.append(TracedGraph(self.original, facts, plain, num_fwd_outputs, self.chain, self.pass_texts))
         return halves
 
     def part_of(self, module: fx.GraphModule) -> Compilation:

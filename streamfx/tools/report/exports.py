@@ -90,11 +90,17 @@ class Exports:
         stage_of = {run: name for line in page.stages for run, name in line.loops_of_stages}
         return written(path, trace_of(page.timeline, stage_of))
 
-    def to_mermaid(self) -> str:
+    def to_mermaid(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return stages and loops as a Mermaid flowchart, which GitHub and many editors draw; similar stages share one node.
+
+        Args:
+            path: The file to write the text to; None writes no file.
 
         Returns:
             The text, without a code fence.
+
+        Raises:
+            ReportError: If the file cannot be written.
 
         Example:
             >>> import torch, streamfx
@@ -102,13 +108,19 @@ class Exports:
             >>> found.to_mermaid().splitlines()[0]
             'flowchart TB'
         """
-        return as_mermaid(self.diagram)
+        return _text_and_file(as_mermaid(self.diagram), path)
 
-    def to_dot(self) -> str:
+    def to_dot(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return stages and loops as a graph for Graphviz; similar stages share one node.
+
+        Args:
+            path: The file to write the text to; None writes no file.
 
         Returns:
             The text.
+
+        Raises:
+            ReportError: If the file cannot be written.
 
         Example:
             >>> import torch, streamfx
@@ -116,4 +128,11 @@ class Exports:
             >>> found.to_dot().splitlines()[0]
             'digraph streamfx {'
         """
-        return as_dot(self.diagram)
+        return _text_and_file(as_dot(self.diagram), path)
+
+
+def _text_and_file(text: str, path: str | os.PathLike[str] | None) -> str:
+    """Write a text to a file if a path is given, and return the text."""
+    if path is not None:
+        written(path, text)
+    return text

@@ -26,6 +26,7 @@ def html_of(page: Page) -> str:
         .get_template(TEMPLATE)
         .render(
             page=page,
+            codes=page.code(),
             ours=timeline.ours,
             legend=legend_of(timeline.ours),
             stacked=stacked_chart(timeline.ours),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from streamfx.budget import format_bytes
 from streamfx.options import Options
+from streamfx.tools.report.as_python.stage_code import StageCode
 from streamfx.tools.report.stage_titles import StageRow, names_together, stage_rows
 from streamfx.tools.report.text import (
     headline,
@@ -75,6 +76,7 @@ class Page:
     tables: tuple[Table, ...]
     options: Mapping[str, Any]
     notes: tuple[tuple[str, str], ...]
+    code: Callable[[], Sequence[StageCode]] = tuple  # writes the loops of each stage; none in a plan
 
     @property
     def changed(self) -> frozenset[str]:

@@ -18,7 +18,7 @@ from streamfx.ir.signature import LabelShape
 from streamfx.ir.stage import Stage
 from streamfx.ir.subgraph import Subgraph
 from streamfx.kernels.mask_programs import MaskProgram
-from streamfx.log import log
+from streamfx.log import log, pass_log, report_unknown_passes, selected_passes
 from streamfx.node_meta import VALUE
 from streamfx.runtime.chunked_recurrences import Recurrence
 from streamfx.tools.report.listing import (
@@ -353,17 +353,34 @@ PRODUCTS: dict[str, Callable[[Facts], Lines]] = {
 }
 
 
+PACKAGES = ("rewrite", "scan", "analysis", "partition", "lowering")  # of passes
+
+
 # -- logs and traces: `TORCH_LOGS="+streamfx"` writes each product to the log, `TORCH_TRACE` keeps it for tlparse
 
 
 def show_product(applied_pass: Any, facts: Facts) -> None:
-    """Log and trace the product of a pass; the pipeline calls this after each pass."""
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug("after %s:\n%s", applied_pass.name, _text(applied_pass.name, facts))
-    trace_artifact(f"streamfx_{applied_pass.name}", lambda: _text(applied_pass.name, facts))
+    """Log and trace the product of a pass; the pipeline calls this after each pass.
+
+    If `STREAMFX_LOGS` names passes, or packages of passes such as `partition`, only their products are logged.
+    """
+    name, selected = applied_pass.name, selected_passes()
+    if unknown := selected.difference(PRODUCTS, PACKAGES):
+        report_unknown_passes(unknown)
+    logger = pass_log() if selected else log
+    is_selected = not selected or not selected.isdisjoint((name, package_of(applied_pass)))
+    if is_selected and logger.isEnabledFor(logging.DEBUG):
+        logger.debug("after %s:\n%s", name, product_text(name, facts))
+    trace_artifact(f"streamfx_{name}", lambda: product_text(name, facts))
 
 
-def _text(product: str, facts: Facts) -> str:
+def package_of(applied_pass: Any) -> str:
+    """Return the package of `passes/` in which a pass is: `partition`, for example."""
+    module = type(getattr(applied_pass, "analysis", applied_pass)).__module__
+    return module.removeprefix("streamfx.passes.").split(".")[0]
+
+
+def product_text(product: str, facts: Facts) -> str:
     """Return the text of a product. A printing error must not abort compilation."""
     try:
         return text_of(facts, product)
