@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from streamfx.budget import format_bytes
-from streamfx.tools.report.chart import LEFT, RIGHT, WIDTH, colour_of, comparison_chart, stacked_chart
+from streamfx.tools.report.chart import WIDTH, colour_of, comparison_chart, stacked_chart
 from streamfx.tools.report.page import Page
-from streamfx.tools.report.stage_titles import SpanFigure
+from streamfx.tools.report.stage_titles import SpanFigure, Stage
 from streamfx.tools.report.text import in_flops
 from streamfx.tools.report.timeline import MemoryTimeline, Timeline
 
@@ -38,7 +38,8 @@ def html_of(page: Page) -> str:
 
 def picture_of(timeline: Timeline) -> str:
     """Return memory over a step, streamed and for every traced baseline, as one SVG."""
-    return str(_environment().get_template(PICTURE).render(beside=comparison_chart(timeline), width=WIDTH)).lstrip()
+    contents = {"beside": comparison_chart(timeline), "courses": timeline.courses, "width": WIDTH}
+    return str(_environment().get_template(PICTURE).render(contents)).lstrip()
 
 
 @cache
@@ -55,7 +56,7 @@ def _environment() -> Any:
         lstrip_blocks=True,
     )
     environment.filters |= {"bytes": format_bytes, "flops": in_flops}
-    environment.globals |= {"stairs_of": stairs_of, "side": SPAN_SIZE}
+    environment.globals |= {"stairs_of": stairs_of, "side": SPAN_SIZE, "loop_cells": loop_cells, "part_cells": part_cells}
     return environment
 
 
@@ -69,13 +70,28 @@ def legend_of(course: MemoryTimeline) -> list[tuple[int, str, str, str]]:
     return rows[::-1]
 
 
+def loop_cells(stage: Stage) -> list[tuple[str, ...]]:
+    """Return the rows of a table of a stage's loops."""
+    return [
+        (run["name"], run["half"], f"{run['chunks']:,}", f"{run['rows']:,}", f"{run['launches']:,}", in_flops(run["flops"]))
+        for run in stage["runs"]
+    ]
+
+
+def part_cells(stage: Stage) -> list[tuple[str, ...]]:
+    """Return the rows of a table of the parts of a stage's layer: module, forward FLOPs and their share, and saved bytes."""
+    total = sum(part["flops"] for part in stage["parts"]) or 1
+    return [
+        (part["name"], f"{in_flops(part['flops'])} ({part['flops'] / total:.0%})", format_bytes(part["saved_bytes"]))
+        for part in stage["parts"]
+    ]
+
+
 def data_of(timeline: Timeline) -> dict[str, Any]:
     """Return the data that a pointer over the charts reads: moments, bytes by category, and loops."""
     ours = timeline.ours.shortened(MAX_POINTER_MOMENTS)
     courses = [(course.way, course.shortened(MAX_POINTER_MOMENTS)) for course in timeline.courses]
     return {
-        "left": LEFT,
-        "right": WIDTH - RIGHT,
         "end": ours.end,
         "widest": max(course.end for course in timeline.courses),
         "turn": ours.backward_start,

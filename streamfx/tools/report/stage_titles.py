@@ -117,6 +117,13 @@ class StageRow:
         return [(run["name"], stage["name"]) for stage in self.every for run in stage["runs"]]
 
     @property
+    def subtitle(self) -> str:
+        """The parts of the layer, such as `self_attn, mlp`; without any, the file and line of the first operator."""
+        names = [part["name"] for part in self.stage["parts"]]
+        place = re.match(r"(.*?:\d+), in ", next(iter(self.stage["source"]), ""))
+        return ", ".join(names) or (re.split(r"[\\/]", place[1])[-1] if place else "")
+
+    @property
     def spans(self) -> list[SpanFigure]:
         """The attentions of the stage without duplicates."""
         pairs = zip(self.stage["attention"], self.stage["spans"], strict=True)
