@@ -6,7 +6,8 @@ A timeline has the bytes alive at each moment of a step, by *memory category* (k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from streamfx.budget import format_bytes
@@ -26,6 +27,7 @@ from streamfx.cost.categories import (
     STREAM_GRADIENT,
     WEIGHTS,
 )
+from streamfx.tools.report.page import Frontier
 from streamfx.tools.report.text import in_seconds
 from streamfx.tools.report.timeline import LoopTime, MemoryTimeline, Timeline
 
@@ -143,22 +145,68 @@ def comparison_chart(timeline: Timeline, height: int = 210) -> Chart:
     return replace(_chart(scale, shapes[::-1], timeline.courses), beyond=beyond)
 
 
+def frontier_chart(frontier: Frontier, colours: Mapping[str, int], height: int = 210) -> Chart:
+    """Return a chart of plans by time and bytes, a mark for each, with a line of the time that each budget allows.
+
+    `colours`: of the other points, by name; 0 is that of the plans. The time axis does not begin at zero. Baselines of much more
+    time or memory than the plans are `beyond` it.
+    """
+    plans = frontier.plans
+    most_bytes, most_seconds = (MAX_PEAK_RATIO * most for most in (plans[-1].peak_bytes, plans[0].seconds))
+    shown = [point for point in frontier.others if point.peak_bytes <= most_bytes and point.seconds <= most_seconds]
+    times = [point.seconds for point in (*plans, *shown)]
+    margin = 0.05 * (max(times) - min(times)) or 0.05 * max(times)
+    start, end = max(0.0, min(times) - margin), max(times) + margin
+    scale = Scale(end - start, axis_limit(max(point.peak_bytes for point in (*plans, *shown))), height)
+    corners = [(scale.x(point.seconds - start), scale.y(point.peak_bytes)) for point in plans]
+    line = f"M{corners[0][0]:.1f} {corners[0][1]:.1f}" + "".join(f"V{y:.1f}H{x:.1f}" for x, y in corners[1:])
+    marks = (
+        ChartMark(
+            scale.x(point.seconds - start),
+            scale.y(point.peak_bytes),
+            f"{point.name}: {format_bytes(point.peak_bytes)}, {in_seconds(point.seconds)}",
+            colour,
+        )
+        for point, colour in (*((point, colours[point.name]) for point in shown), *((point, 0) for point in plans))
+    )
+    beyond = frozenset(point.name for point in frontier.others if point not in shown)
+    ticks = tuple(Tick(scale.x(at - start), label) for at, label in _second_ticks(start, end))
+    return Chart(height, (Shape("plans", 0, line),), ticks, _byte_ticks(scale), None, tuple(marks), beyond=beyond)
+
+
+def _second_ticks(start: float, end: float) -> Iterator[tuple[float, str]]:
+    """Yield the ticks of an axis of seconds between two moments, with labels of all significant digits.
+
+    >>> [label for _, label in _second_ticks(3.42, 3.58)], [label for _, label in _second_ticks(0.0031, 0.0094)]
+    (['3.45 s', '3.5 s', '3.55 s'], ['4 ms', '6 ms', '8 ms'])
+    """
+    distances = _tick_seconds(end - start)
+    distance = distances[1] if len(distances) > 1 else end - start
+    unit, size = next((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if end >= size or unit == "us")
+    for index in range(math.ceil(start / distance), math.floor(end / distance) + 1):
+        yield index * distance, f"{round(index * distance / size, 9):g} {unit}"
+
+
+def _byte_ticks(scale: Scale) -> tuple[Tick, ...]:
+    """Return the ticks of the axis of bytes."""
+    return tuple(Tick(scale.y(size), _tick_text(size)) for size in range(0, scale.max_bytes + 1, _tick_distance(scale.max_bytes)))
+
+
 def _chart(scale: Scale, shapes: Sequence[Shape], marked: Sequence[MemoryTimeline]) -> Chart:
-    """Return a chart with these shapes, with axes for `scale`, and with a mark at the peak of each course in `marked` that it shows.
+    """Return a chart with these shapes, with axes for `scale`, and with a mark at each peak of `marked` that is within the scale.
 
     The first course is the streamed step, whose backward pass is also marked.
     """
     streamed = marked[0]
     backward_start = scale.x(streamed.backward_start) if streamed.backward_start < streamed.end else None
     xs = tuple(Tick(scale.x(at), in_seconds(at) if at else "0 s") for at in _tick_seconds(scale.seconds))
-    ys = tuple(Tick(scale.y(size), _tick_text(size)) for size in range(0, scale.max_bytes + 1, _tick_distance(scale.max_bytes)))
     labels = {course.way: f"{course.way}: {format_bytes(course.peak_bytes)}" for course in marked}
     marks = tuple(
         ChartMark(scale.x(course.seconds[course.peak]), scale.y(course.peak_bytes), labels[course.way], index % COURSE_COLOURS)
         for index, course in enumerate(marked)
         if course.seconds and course.peak_bytes <= scale.max_bytes
     )
-    return Chart(scale.height, tuple(shapes), xs, ys, backward_start, marks)
+    return Chart(scale.height, tuple(shapes), xs, _byte_ticks(scale), backward_start, marks)
 
 
 def area(seconds: Sequence[float], sizes: Sequence[int], end: float, scale: Scale) -> str:

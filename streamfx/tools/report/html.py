@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from streamfx.budget import format_bytes
-from streamfx.tools.report.chart import WIDTH, colour_of, comparison_chart, stacked_chart
+from streamfx.tools.report.chart import COURSE_COLOURS, WIDTH, colour_of, comparison_chart, frontier_chart, stacked_chart
+from streamfx.tools.report.comparison import comparison_of
 from streamfx.tools.report.page import Page
 from streamfx.tools.report.stage_titles import SpanFigure, Stage
-from streamfx.tools.report.text import in_flops
+from streamfx.tools.report.text import in_flops, in_seconds
 from streamfx.tools.report.timeline import MemoryTimeline, Timeline
 
-TEMPLATE, PICTURE = "report.html.j2", "picture.svg.j2"
+TEMPLATE, COMPARISON, PICTURE = "report.html.j2", "comparison.html.j2", "picture.svg.j2"
 MAX_POINTER_MOMENTS = 1400  # of the data that the page shows at the pointer
 SPAN_SIZE, MAX_SPAN_CHUNKS = 132, 12  # picture of rows by keys: its size, and the number of chunks that it shows
 
@@ -21,6 +22,10 @@ SPAN_SIZE, MAX_SPAN_CHUNKS = 132, 12  # picture of rows by keys: its size, and t
 def html_of(page: Page) -> str:
     """Return the page as an HTML document."""
     timeline = page.timeline
+    colours = {course.way: index % COURSE_COLOURS for index, course in enumerate(timeline.courses)}
+    colours |= {
+        point.name: COURSE_COLOURS - 1 for point in (page.frontier.others if page.frontier else ()) if point.name not in colours
+    }
     return str(
         _environment()
         .get_template(TEMPLATE)
@@ -30,10 +35,19 @@ def html_of(page: Page) -> str:
             legend=legend_of(timeline.ours),
             stacked=stacked_chart(timeline.ours),
             beside=comparison_chart(timeline) if timeline.others else None,
+            frontier=frontier_chart(page.frontier, colours) if page.frontier is not None else None,
+            colours=colours,
             width=WIDTH,
             data=data_of(timeline),
         )
     )
+
+
+def comparison_html_of(page: Page, other: Page) -> str:
+    """Return two pages side by side as an HTML document."""
+    compared = comparison_of(page, other)
+    contents = {"page": compared, "beside": comparison_chart(compared.timeline), "width": WIDTH}
+    return str(_environment().get_template(COMPARISON).render(contents))
 
 
 def picture_of(timeline: Timeline) -> str:
@@ -55,7 +69,7 @@ def _environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": format_bytes, "flops": in_flops}
+    environment.filters |= {"bytes": format_bytes, "flops": in_flops, "seconds": in_seconds}
     environment.globals |= {"stairs_of": stairs_of, "side": SPAN_SIZE, "loop_cells": loop_cells, "part_cells": part_cells}
     return environment
 

@@ -5,7 +5,7 @@
   const cells = [...document.querySelectorAll("td.now")], columns = [...document.querySelectorAll(".now")];
   const unread = when.textContent;
   const ways = [...document.querySelectorAll("[data-way]")], peaks = ways.map((cell) => cell.textContent);
-  const charts = [...document.querySelectorAll(".chart[tabindex]")];
+  const charts = [...document.querySelectorAll(".beside, .stacked")];
   const widest = (chart) => (chart.classList.contains("beside") ? data.widest : data.end);
 
   const inBytes = (size) => {
