@@ -8,6 +8,7 @@ from typing import Any
 
 from streamfx.budget import format_bytes
 from streamfx.tools.report.page import Page, Table
+from streamfx.tools.report.stage_titles import grouped, joint_name, unnumbered
 from streamfx.tools.report.text import in_flops, in_seconds
 from streamfx.tools.report.timeline import MemoryTimeline, Timeline
 
@@ -46,7 +47,7 @@ def comparison_of(first: Page, second: Page) -> Comparison:
         title=first.title if first.title == second.title else f"{first.title} and {second.title}",
         subtitle="Two reports side by side",
         sides=(one, other),
-        figures=(*_options_table(first, second), Table("Figures", ("", "A", "B", "B to A"), tuple(_figures(first, second)))),
+        figures=(*_options_table(first, second), Table("Figures", ("", "A", "B", "B/A"), tuple(_figures(first, second)))),
         timeline=Timeline(courses, "; ".join(clocks)),
         tables=(_categories_table(first, second), _stages_table(first, second)),
     )
@@ -83,15 +84,17 @@ def _categories_table(first: Page, second: Page) -> Table:
     at_peak = [_bytes_at_peak(page.timeline.ours) for page in (first, second)]
     names = dict.fromkeys(name for sizes in at_peak for name in sizes)
     rows = (_row(name, [sizes.get(name, 0) for sizes in at_peak], format_bytes) for name in names)
-    return Table("Memory at the peak, by category", ("", "A", "B", "B to A"), tuple(rows))
+    return Table("Memory at the peak, by category", ("", "A", "B", "B/A"), tuple(rows))
 
 
 def _stages_table(first: Page, second: Page) -> Table:
-    """Return the table of stages; equal ones are one row in each report, and in the table if their names are equal, too."""
+    """Return the table of stages; those that differ only in a number, and are equal in each report, are one row."""
     cells = [_stage_cells(page) for page in (first, second)]
     names = dict.fromkeys(name for by_name in cells for name in by_name)
-    rows = ((name, *(cell for by_name in cells for cell in by_name.get(name, (MISSING, MISSING)))) for name in names)
-    return Table("Stages", ("stage", "A: rows per chunk", "A: saved", "B: rows per chunk", "B: saved"), tuple(rows))
+    rows = {name: tuple(cell for by_name in cells for cell in by_name.get(name, (MISSING, MISSING))) for name in names}
+    groups = grouped(names, lambda name: (unnumbered(name), rows[name]))
+    header = ("stage", "A: rows per chunk", "A: saved", "B: rows per chunk", "B: saved")
+    return Table("Stages", header, tuple((joint_name(group), *rows[group[0]]) for group in groups), "Saved: bytes of each stage.")
 
 
 def _bytes_at_peak(course: MemoryTimeline) -> Mapping[str, int]:
@@ -101,5 +104,6 @@ def _bytes_at_peak(course: MemoryTimeline) -> Mapping[str, int]:
 
 
 def _stage_cells(page: Page) -> dict[str, tuple[str, str]]:
-    """Return the rows per chunk and the saved bytes of each row of stages, by its name."""
-    return {row.name: (f"{row.stage['chunk_size']:,}" if row.stage["chunk_size"] else MISSING, row.saved) for row in page.stages}
+    """Return the rows per chunk and the saved bytes of each stage, by its name."""
+    stages = (stage for row in page.stages for stage in row.every)
+    return {stage["name"]: (f"{stage['chunk_size']:,}", format_bytes(stage["saved_bytes"])) for stage in stages}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def html_of(page: Page) -> str:
 def comparison_html_of(page: Page, other: Page) -> str:
     """Return two pages side by side as an HTML document."""
     compared = comparison_of(page, other)
-    contents = {"page": compared, "beside": comparison_chart(compared.timeline), "width": WIDTH}
+    chart = replace(comparison_chart(compared.timeline), backward_start=None)  # each step has its own
+    contents = {"page": compared, "beside": chart, "width": WIDTH}
     return str(_environment().get_template(COMPARISON).render(contents))
 
 
