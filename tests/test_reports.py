@@ -153,7 +153,12 @@ def test_two_reports_are_compared_in_columns(
 
 
 def test_a_frontier_is_drawn_with_baselines_of_its_size(explanation: streamfx.Explanation) -> None:
-    plans = (Point("inputs kept", 0.9, 2 << 30), Point("attention kept", 0.5, 3 << 30), Point("all kept", 0.4, 8 << 30))
+    plans = (
+        Point("slow", 1.7, 1 << 30),
+        Point("inputs kept", 0.9, 2 << 30),
+        Point("attention kept", 0.5, 3 << 30),
+        Point("all kept", 0.4, 8 << 30),
+    )
     others = (Point("this plan", 0.6, 4 << 30), Point("eager", 0.4, 90 << 30), Point("gradient checkpointing", 0.7, 9 << 30))
     frontier = Frontier(plans, others, Table("Memory against time", ("plan",), (("inputs kept",),)))
     drawn = frontier_chart(frontier, {"this plan": 5, "gradient checkpointing": 1}, height=100)

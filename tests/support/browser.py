@@ -16,7 +16,7 @@ SMALLEST = 11  # pixels of a text
 # Pages are laid out in frames: a window of Chromium is never as narrow as a phone.
 SCRIPT = """
 const measured = (frame) => {
-  const page = frame.contentDocument, root = page.documentElement, width = frame.clientWidth, overlaps = [];
+  const page = frame.contentDocument, root = page.documentElement, width = frame.clientWidth;
   const named = (item) => item.tagName + "." + item.className + ": " + item.textContent.trim().slice(0, 40);
   const all = [...page.querySelectorAll("body *")].filter((item) => !item.closest("script"));
   const hasText = (item) => [...item.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
@@ -26,10 +26,12 @@ const measured = (frame) => {
   const out = (item) => item.getBoundingClientRect().right > width + 1 || item.getBoundingClientRect().left < -1;
   const within = (one, other) => one.left < other.right && one.top < other.bottom;
   const meet = (one, other) => within(one, other) && within(other, one);
+  const overlaps = [];
   page.querySelectorAll(".chart").forEach((chart) => {
     const items = [chart.querySelector(".plot"), ...chart.querySelectorAll("span")].filter((item) => item.checkVisibility());
     items.forEach((item, i) => items.slice(i + 1).forEach((other) => {
-      if (meet(item.getBoundingClientRect(), other.getBoundingClientRect())) overlaps.push([item, other].map(named).join(" and "));
+      const [one, two] = [item, other].map((each) => each.getBoundingClientRect());
+      if (meet(one, two)) overlaps.push([item, other].map(named).join(" and "));
     }));
   });
   const small = seen.filter((item) => parseFloat(page.defaultView.getComputedStyle(item).fontSize) < SMALLEST);

@@ -35,6 +35,7 @@ WIDTH = 868  # of a plot: all coordinates are in it, and in the plot's height
 MAX_MOMENTS = 1400  # per chart: no chart is wider than this many pixels
 TICKS = 5
 MAX_PEAK_RATIO = 1.5  # to the highest peak compared: a baseline with a higher peak is cut off
+MAX_TIME_RATIO = 4  # to the fastest plan of a frontier
 COLOURS = (
     *(PARAMETERS, OPTIMIZER, INPUTS, GRADIENTS, STAGE_INPUTS, STREAM_GRADIENT, KEYS, KEY_GRADIENTS, CHUNK, LOSS, STATES),
     *(WEIGHTS, BETWEEN_GRAPHS, OTHER),
@@ -148,11 +149,12 @@ def comparison_chart(timeline: Timeline, height: int = 210) -> Chart:
 def frontier_chart(frontier: Frontier, colours: Mapping[str, int], height: int = 210) -> Chart:
     """Return a chart of plans by time and bytes, a mark for each, with a line of the time that each budget allows.
 
-    `colours`: of the other points, by name; 0 is that of the plans. The time axis does not begin at zero. Baselines of much more
-    time or memory than the plans are `beyond` it.
+    `colours`: of the other points, by name; 0 is that of the plans. The time axis does not begin at zero. Plans of much more time
+    than the fastest are omitted; baselines of much more time or memory than the plans are `beyond` it.
     """
-    plans = frontier.plans
-    most_bytes, most_seconds = (MAX_PEAK_RATIO * most for most in (plans[-1].peak_bytes, plans[0].seconds))
+    most_seconds = MAX_TIME_RATIO * min(plan.seconds for plan in frontier.plans)
+    plans = [plan for plan in frontier.plans if plan.seconds <= most_seconds]
+    most_bytes = MAX_PEAK_RATIO * plans[-1].peak_bytes
     shown = [point for point in frontier.others if point.peak_bytes <= most_bytes and point.seconds <= most_seconds]
     times = [point.seconds for point in (*plans, *shown)]
     margin = 0.05 * (max(times) - min(times)) or 0.05 * max(times)

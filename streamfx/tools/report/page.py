@@ -290,7 +290,10 @@ def _frontier(summary: Mapping[str, Any]) -> Frontier:
     plans = (Point(plan["choice"], plan["seconds"], plan["peak_bytes"]) for plan in summary["frontier"])
     this = Point("this plan", summary["seconds"], summary["peak_bytes"])
     others = (Point(way, one["compiled_seconds"], one["peak_bytes"]) for way, one in summary["ways"].items())
-    note = "The fastest plan of each budget between the smallest possible and that of the fastest plan; baselines as compiled."
+    note = (
+        "The fastest plan of each budget between the smallest possible and that of the fastest plan; baselines as compiled. "
+        "Much slower plans are in the table only."
+    )
     header, *rows = frontier_cells(summary)
     return Frontier(tuple(plans), (this, *others), Table("Memory against time", header, tuple(rows), note))
 
