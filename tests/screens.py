@@ -11,8 +11,13 @@ DOCS = Path(__file__).parents[1] / "docs"
 TOKENS = 16_384
 MODEL = {
     "model_type": "llama",
-    **{"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4},
-    **{"num_hidden_layers": 6, "vocab_size": 32_000, "max_position_embeddings": TOKENS},
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 6,
+    "vocab_size": 32_000,
+    "max_position_embeddings": TOKENS,
 }
 
 
