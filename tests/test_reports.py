@@ -15,10 +15,10 @@ import streamfx
 from streamfx.budget import format_bytes
 from streamfx.tools.cli import main
 from streamfx.tools.report.chart import WIDTH, colour_of, comparison_chart, frontier_chart, stacked_chart
-from streamfx.tools.report.side_by_side import comparison_of
 from streamfx.tools.report.diagram import Arrow, Box, Diagram, Group, as_dot, as_mermaid
 from streamfx.tools.report.html import SPAN_SIZE, html_of, stairs_of
 from streamfx.tools.report.page import Frontier, Point, Table
+from streamfx.tools.report.side_by_side import comparison_of
 from streamfx.tools.report.stage_titles import SpanFigure, stage_rows
 from tests.support.layered import Layered
 from tests.support.pages import Read

@@ -9,8 +9,8 @@ from typing import Any
 
 from streamfx.budget import format_bytes
 from streamfx.tools.report.chart import COURSE_COLOURS, WIDTH, colour_of, comparison_chart, frontier_chart, stacked_chart
-from streamfx.tools.report.side_by_side import comparison_of
 from streamfx.tools.report.page import Page
+from streamfx.tools.report.side_by_side import comparison_of
 from streamfx.tools.report.stage_titles import SpanFigure, Stage
 from streamfx.tools.report.text import in_flops, in_seconds
 from streamfx.tools.report.timeline import MemoryTimeline, Timeline
