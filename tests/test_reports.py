@@ -244,6 +244,16 @@ def test_commands_write_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert_shows(checked((tmp_path / "report.html").read_text()), "model.layers.0")
 
 
+@pytest.mark.long
+def test_two_plans_are_written_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    path = tmp_path / "both.html"
+    command = ["plan", str(tmp_path), "--seq", "512", "--no-baselines", "--chunk-size", "64", "--html", str(path), "--json"]
+    assert main([*command, "--beside", "--chunk-size 128"]) == 0
+    assert [plan["options"]["chunk_size"] for plan in json.loads(capsys.readouterr().out)] == [64, 128]
+    assert_shows(checked(path.read_text()), "Options that differ", "chunk_size", "B: ")
+
+
 # -- diagrams and traces
 
 
