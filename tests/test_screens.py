@@ -29,7 +29,7 @@ def fallen_back() -> str:
 
 
 def planned() -> str:
-    return html_of(streamfx.plan({**TINY, "num_hidden_layers": 8}, seq=4096, frontier=True).page)
+    return html_of(streamfx.plan(TINY, seq=4096, frontier=True).page)
 
 
 def compared() -> str:
