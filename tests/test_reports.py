@@ -14,10 +14,12 @@ import torch
 import streamfx
 from streamfx.budget import format_bytes
 from streamfx.tools.cli import main
-from streamfx.tools.report.chart import colour_of, comparison_chart, stacked_chart
+from streamfx.tools.report.chart import WIDTH, colour_of, comparison_chart, frontier_chart, stacked_chart
 from streamfx.tools.report.diagram import Arrow, Box, Diagram, Group, as_dot, as_mermaid
 from streamfx.tools.report.html import SPAN_SIZE, html_of, stairs_of
-from streamfx.tools.report.stage_titles import SpanFigure
+from streamfx.tools.report.page import Frontier, Point, Table
+from streamfx.tools.report.side_by_side import comparison_of
+from streamfx.tools.report.stage_titles import SpanFigure, stage_rows
 from tests.support.layered import Layered
 from tests.support.pages import Read
 from tests.support.small import Mixing, tokens
@@ -80,7 +82,7 @@ def test_an_explanation_shows_figures_stages_and_code(explanation: streamfx.Expl
     assert_shows(
         read,
         "times less memory for activations and gradients than gradient checkpointing",
-        f"streamfx: {format_bytes(summary['peak_bytes'])}",
+        f"{format_bytes(summary['peak_bytes'])} at the peak",
         f"{format_bytes(summary['checkpointing_peak_bytes'])} at the peak",
         *("every stage streams", "layers.0-2", "layers_0_backward_1", "layered.py", "None that matters", "chunk_size"),
         "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
@@ -95,6 +97,7 @@ def test_a_plan_shows_its_figures_and_other_ways(report: streamfx.PlanReport, tm
     peak = format_bytes(report.summary()["peak_bytes"])
     read = checked(report.to_html(tmp_path / "plan.html").read_text())
     assert_shows(read, peak, "4,096 tokens on H100", "parameters", "model.layers.0", "Ways to run this step", "eager")
+    assert_shows(read, "self_attn, mlp", "Parts of the layer")
     assert report.page.verdict.lower() == f"{report.verdict}.".lower()
     assert not any("Not compared" in head for head, _ in report.page.notes)
     assert "model.layers.0 (causal)" in report.to_mermaid() and "cluster_s0" in report.to_dot()
@@ -129,6 +132,7 @@ def test_reports_of_graph_breaks_of_fallbacks_and_of_graphs_without_a_backward_h
     with torch.no_grad():
         forward = streamfx.explain(Layered(), tokens(1, 64), options={"chunk_size": 16})
     assert stacked_chart(forward.timeline.ours).backward_start is None
+    assert re.fullmatch(r"lambda \(test_reports\.py:\d+\)", whole.page.title)
     view = streamfx.explain(lambda x: x.view(-1), torch.randn(2, 3, requires_grad=True))
     assert view.timeline.peak_bytes == view.summary()["peak_bytes"]
     checked(html_of(view.page))
@@ -146,6 +150,52 @@ def test_hostile_names_are_escaped_in_html(explanation: streamfx.Explanation) ->
     read = checked(html_of(replace(page, timeline=replace(timeline, courses=courses, clock=HOSTILE), **texts, **more)))
     assert read.tags.count("script") == 2
     assert read.text.count(HOSTILE) >= 9
+
+
+def test_two_reports_are_compared_in_columns(
+    explanation: streamfx.Explanation, report: streamfx.PlanReport, tmp_path: Path
+) -> None:
+    read = checked(explanation.to_html(tmp_path / "both.html", beside=report).read_text())
+    found = comparison_of(explanation.page, report.page)
+    own, other = (course.peak_bytes for course in found.timeline.courses)
+    assert (own, other) == (explanation.timeline.peak_bytes, report.timeline.peak_bytes)
+    assert found.figures[-1].rows[0] == ("peak", format_bytes(own), format_bytes(other), f"{other / own:.2f}")
+    assert found.figures[0].rows == (("chunk_size", "32", "256"), ("loss_chunk_size", "32", "256"))
+    assert_shows(read, "A: Layered", f"B: {report.name}", "layers.0-2", "model.layers.0", "gradient checkpointing")
+    beside: Any = "report.html"
+    with pytest.raises(streamfx.ReportError, match=r"beside takes a report"):
+        explanation.to_html(tmp_path / "both.html", beside=beside)
+
+
+def test_a_frontier_is_drawn_with_baselines_of_its_size(explanation: streamfx.Explanation) -> None:
+    plans = (
+        Point("slow", 1.7, 1 << 30),
+        Point("inputs kept", 0.9, 2 << 30),
+        Point("attention kept", 0.5, 3 << 30),
+        Point("all kept", 0.4, 8 << 30),
+    )
+    others = (Point("this plan", 0.6, 4 << 30), Point("eager", 0.4, 90 << 30), Point("gradient checkpointing", 0.7, 9 << 30))
+    frontier = Frontier(plans, others, Table("Memory against time", ("plan",), (("inputs kept",),)))
+    drawn = frontier_chart(frontier, {"this plan": 5, "gradient checkpointing": 1}, height=100)
+    assert drawn.beyond == {"eager"}
+    assert [mark.colour for mark in drawn.marks] == [5, 1, 0, 0, 0]
+    points = [(mark.x, mark.y) for mark in drawn.marks[2:]]
+    assert all(x > after and y > below for (x, y), (after, below) in pairwise(points))  # less time, more bytes
+    assert all(0 < x < WIDTH and 0 < y < 100 for x, y in points)
+    assert drawn.shapes[0].path == f"M{points[0][0]:.1f} {points[0][1]:.1f}" + "".join(f"V{y:.1f}H{x:.1f}" for x, y in points[1:])
+    read = checked(html_of(replace(explanation.page, frontier=frontier)))
+    assert_shows(read, "Memory against time", "plans for other budgets", "90.0 GiB, 400.0 ms", "(beyond the chart)")
+
+
+def test_equal_stages_are_one_row_wherever_they_are() -> None:
+    def stage(name: str, saved: int) -> dict[str, Any]:
+        return {"name": name, "graph": 0, "saved_bytes": saved, "flops": 1, "runs": [], "parts": [], "source": []}
+
+    stages = [stage(f"layers.{i}{part}", 10 + (i % 3 == 0)) for i in range(12) for part in ("", " (2)")]
+    found = [(row.name, row.count, row.saved) for row in stage_rows([*stages, stage("head", 5)], 25, columns=("saved_bytes",))]
+    first, second = ("layers.0-9, 1 in 3", 4, "4 x 11 bytes"), ("layers.0-9 (2), 1 in 3", 4, "4 x 11 bytes")
+    assert found == [first, second, ("layers.1-11, 2 in 3", 8, "8 x 10 bytes"), *found[3:]]
+    assert found[-1] == ("head", 1, "5 bytes") and len(found) == 5
 
 
 def test_stairs_show_visible_keys() -> None:
@@ -207,6 +257,16 @@ def test_commands_write_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     shown = capsys.readouterr()
     assert json.loads(shown.out)["stages"] and "report written to report.html" in shown.err
     assert_shows(checked((tmp_path / "report.html").read_text()), "model.layers.0")
+
+
+@pytest.mark.long
+def test_two_plans_are_written_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    path = tmp_path / "both.html"
+    command = ["plan", str(tmp_path), "--seq", "512", "--no-baselines", "--chunk-size", "64", "--html", str(path), "--json"]
+    assert main([*command, "--beside", "--chunk-size 128"]) == 0
+    assert [plan["options"]["chunk_size"] for plan in json.loads(capsys.readouterr().out)] == [64, 128]
+    assert_shows(checked(path.read_text()), "Options that differ", "chunk_size", "B: ")
 
 
 # -- diagrams and traces

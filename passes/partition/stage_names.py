@@ -53,7 +53,8 @@ def stage_names(stages: Sequence[Sequence[fx.Node]]) -> list[str]:
 def stage_name(nodes: Sequence[fx.Node]) -> str:
     """Return the path of the deepest module that has two thirds of a stage's contractions (matmuls, attention).
 
-    Of all its operators if it has no contraction. If no module has two thirds: the most frequent function, or "".
+    Of all its operators if it has no contraction. Of a part of a layer, such as its attention, the layer, if the stage has other
+    contractions of it. If no module has two thirds: the most frequent function, or "".
     """
     work = [node for node in nodes if node.target in CONTRACTIONS] or nodes
     paths = [path.split(".") for node in work if (path := module_path(node))]
@@ -63,7 +64,41 @@ def stage_name(nodes: Sequence[fx.Node]) -> str:
         if 3 * count < 2 * len(work):
             break
         name.append(part)
-    return ".".join(name) or _function_name(work)
+    return ".".join(_layer_of(name, paths)) or _function_name(work)
+
+
+def _layer_of(name: list[str], paths: Sequence[list[str]]) -> list[str]:
+    """Return the path of the numbered module (a layer) around a module, if it has at least two other operators of `paths`.
+
+    >>> attention, mlp = ["h", "1", "attn"], ["h", "1", "mlp"]
+    >>> _layer_of(attention, [*6 * [attention], *2 * [mlp]]), _layer_of(attention, [*6 * [attention], mlp])
+    (['h', '1'], ['h', '1', 'attn'])
+    """
+    counts = [sum(path[:depth] == name[:depth] for path in paths) for depth in range(len(name) + 1)]
+    layers = [depth + 1 for depth, part in enumerate(name[:-1]) if part.isdigit() and counts[depth + 1] >= counts[-1] + 2]
+    return name[: layers[0]] if layers else name
+
+
+def parts_of_stage(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
+    """Return the part of the layer, as `self_attn` or `mlp`, in which each node was traced: a path below the stage's module.
+
+    Nodes outside this module are omitted.
+    """
+    module = stage_name(nodes)
+    paths = {node: path.removeprefix(f"{module}.") for node in nodes if (path := module_path(node)).startswith(f"{module}.")}
+    return {node: _first_module(path) for node, path in paths.items()}
+
+
+def _first_module(path: str) -> str:
+    """Return the first module of a path, including the numbers of the modules that contain it.
+
+    >>> [_first_module(path) for path in ("mlp.up", "layer.1.wi", "0.mixer.conv", "experts.3")]
+    ['mlp', 'layer.1.wi', '0.mixer', 'experts.3']
+    """
+    parts = path.split(".")
+    pairs = zip(parts, [*parts[1:], ""], strict=True)
+    end = next((i for i, (part, after) in enumerate(pairs, 1) if not part.isdigit() and not after.isdigit()), len(parts))
+    return ".".join(parts[:end])
 
 
 def _function_name(nodes: Sequence[fx.Node]) -> str:

@@ -77,10 +77,14 @@ def add_html_argument(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def written_as_html(arguments: argparse.Namespace) -> Iterator[list[Exports]]:
-    """Write the reports appended to the yielded list; a path that cannot be written is refused before any tracing."""
+    """Write the report appended to the yielded list; a path that cannot be written is refused before any tracing.
+
+    Two reports are compared on one page.
+    """
     if arguments.html is not None:
         checked_path(arguments.html)
     reports: list[Exports] = []
     yield reports
-    for report in reports if arguments.html is not None else ():
-        print(f"report written to {report.to_html(arguments.html)}", file=sys.stderr)
+    if arguments.html is not None:
+        report, *others = reports
+        print(f"report written to {report.to_html(arguments.html, *others)}", file=sys.stderr)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from streamfx.budget import format_bytes
+from streamfx.errors import PlanError
 from streamfx.options import OFFLOADS, SAVE_LEVELS
 from streamfx.progress import show_activity
 from streamfx.tools.cli.arguments import add_html_argument, written_as_html
@@ -50,6 +52,9 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     _add_devices_and_objective(parser)
     _add_search_and_options(parser)
     add_html_argument(parser)
+    beside = "compare with a second plan in the HTML file: the arguments that differ, such as '--keep-every 3'"
+    parser.add_argument("--beside", metavar="ARGUMENTS", help=beside)
+    parser.set_defaults(parser=parser)
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     return parser
 
@@ -112,16 +117,36 @@ def _add_search_and_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """Return the text to print."""
+    other = _second_plan(arguments)
     config_file(arguments.model)  # refuse a wrong name before torch is imported
+    with written_as_html(arguments) as reports:
+        reports += (plans := [_planned(each) for each in (arguments, other) if each is not None])
+    if not arguments.json:
+        return "\n\n".join(map(str, plans))
+    summaries = [report.summary() for report in plans]
+    return json.dumps(summaries if other else summaries[0], indent=2)
+
+
+def _second_plan(arguments: argparse.Namespace) -> argparse.Namespace | None:
+    """Return the arguments of the plan to compare with, if any."""
+    if arguments.beside is None:
+        return None
+    if arguments.html is None:
+        raise PlanError("--beside compares two plans in an HTML file", found="no --html", do="add --html FILE")
+    other: argparse.Namespace = arguments.parser.parse_args(
+        [arguments.model, *shlex.split(arguments.beside)], argparse.Namespace(**vars(arguments))
+    )
+    return other
+
+
+def _planned(arguments: argparse.Namespace) -> PlanReport:
+    """Return the plan that the arguments ask for, and show its progress."""
     from streamfx.frontend.gc_pause import pause_gc, resume_gc
     from streamfx.tools.planner.search import MAX_TRACES
 
     searched = arguments.max_length or arguments.max_batch
-    with written_as_html(arguments) as reports, trace_progress(MAX_TRACES if searched else 1) as show_prediction:
-        with resume_gc() if searched else pause_gc():
-            report = _plan_for(arguments, show_prediction)
-        reports.append(report)
-    return json.dumps(report.summary(), indent=2) if arguments.json else str(report)
+    with trace_progress(MAX_TRACES if searched else 1) as show_prediction, resume_gc() if searched else pause_gc():
+        return _plan_for(arguments, show_prediction)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -181,8 +182,10 @@ def _trace_subset(
 
 
 def _name_of(model: Callable[..., Any]) -> str:
-    """Return the class of a module, or the name of a function."""
-    return str(getattr(model, "__qualname__", type(model).__name__))
+    """Return the class of a module, or the name, file and line of a function: `step (train.py:12)`."""
+    if (code := getattr(model, "__code__", None)) is None:
+        return str(getattr(model, "__qualname__", type(model).__name__))
+    return f"{code.co_name.replace('<lambda>', 'lambda')} ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def _trace(

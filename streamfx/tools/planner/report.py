@@ -19,12 +19,11 @@ from streamfx.tools.planner.search import Limits
 from streamfx.tools.planner.shards import ALONE, ZERO1, Sharding
 from streamfx.tools.report.diagram import Diagram, diagram_of
 from streamfx.tools.report.exports import Exports
-from streamfx.tools.report.page import Page, candidate_cells, plan_page
+from streamfx.tools.report.page import Page, candidate_cells, frontier_cells, plan_page
 from streamfx.tools.report.stage_titles import stage_rows
 from streamfx.tools.report.text import in_flops, in_seconds, reason_lines, streams_of, suffix_of, table_lines
 from streamfx.tools.report.timeline import Timeline, memory_timeline
 from streamfx.tools.report.verdict import (
-    CHECKPOINTING,
     EAGER,
     StepCost,
     length_verdict,
@@ -311,27 +310,10 @@ class PlanReport(Exports):
             yield from table_lines([titles, *map(candidate_cells, step.choices)], left=1)
         if summary["frontier"]:
             yield ""
-            yield from self._frontier_lines(summary)
+            yield from table_lines(list(frontier_cells(summary)), left=1)
         if summary["stopped"]:
             yield ""
             yield f"the call could not be traced to its end: {summary['stopped']}"
-
-    def _frontier_lines(self, summary: dict[str, Any]) -> Iterator[str]:
-        """Yield the plans of the frontier, with their peak and time as a share of checkpointing's if that was traced."""
-        other = summary["ways"].get(CHECKPOINTING)
-        titles = ("plans for other budgets (--memory)", "layers' chunk", "head's", "peak", "of checkpointing", "time", "of its")
-        rows = [
-            (
-                plan["choice"],
-                *map(str, plan["rows"]),
-                format_bytes(plan["peak_bytes"]),
-                f"{plan['peak_bytes'] / other['peak_bytes']:.2f}" if other else "",
-                in_seconds(plan["seconds"]),
-                f"{plan['seconds'] / other['compiled_seconds']:.2f}" if other else "",
-            )
-            for plan in summary["frontier"]
-        ]
-        yield from table_lines([titles, *rows], left=1)
 
     def _reserve_lines(self) -> Iterator[str]:
         """Yield the free memory if the step fits, compared with the reserve."""

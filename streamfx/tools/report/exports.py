@@ -6,8 +6,10 @@ import os
 from abc import abstractmethod
 from pathlib import Path
 
+from streamfx.argument_checks import describe_value, require
+from streamfx.errors import ReportError
 from streamfx.tools.report.diagram import Diagram, as_dot, as_mermaid
-from streamfx.tools.report.html import html_of, picture_of
+from streamfx.tools.report.html import comparison_html_of, html_of, picture_of
 from streamfx.tools.report.page import Page
 from streamfx.tools.report.paths import written
 from streamfx.tools.report.timeline import trace_of
@@ -26,17 +28,18 @@ class Exports:
     def diagram(self) -> Diagram:
         """The stages, their loops, and the traffic between loops."""
 
-    def to_html(self, path: str | os.PathLike[str]) -> Path:
+    def to_html(self, path: str | os.PathLike[str], beside: Exports | None = None) -> Path:
         """Write an HTML report: one self-contained file that loads nothing from the network.
 
         Args:
             path: The file to write.
+            beside: Another report. The page then compares both: figures in columns, and both curves on one scale.
 
         Returns:
             The path of the file.
 
         Raises:
-            ReportError: If the file cannot be written.
+            ReportError: If the file cannot be written, or `beside` is no report.
 
         Example:
             >>> import tempfile, torch, streamfx
@@ -44,7 +47,11 @@ class Exports:
             >>> found.to_html(tempfile.mkdtemp() + "/step.html").name
             'step.html'
         """
-        return written(path, html_of(self.page))
+        if beside is None:
+            return written(path, html_of(self.page))
+        do = "give another result of streamfx.explain or streamfx.plan"
+        require(isinstance(beside, Exports), ReportError, "beside takes a report", describe_value(beside), do)
+        return written(path, comparison_html_of(self.page, beside.page))
 
     def to_svg(self, path: str | os.PathLike[str]) -> Path:
         """Write a chart of memory over the step, compared with its baselines, as an SVG for a page or a paper.

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from streamfx.budget import format_bytes
-from streamfx.tools.report.chart import LEFT, RIGHT, WIDTH, colour_of, comparison_chart, stacked_chart
+from streamfx.tools.report.chart import COURSE_COLOURS, WIDTH, colour_of, comparison_chart, frontier_chart, stacked_chart
 from streamfx.tools.report.page import Page
-from streamfx.tools.report.stage_titles import SpanFigure
-from streamfx.tools.report.text import in_flops
+from streamfx.tools.report.side_by_side import comparison_of
+from streamfx.tools.report.stage_titles import SpanFigure, Stage
+from streamfx.tools.report.text import in_flops, in_seconds
 from streamfx.tools.report.timeline import MemoryTimeline, Timeline
 
-TEMPLATE, PICTURE = "report.html.j2", "picture.svg.j2"
+TEMPLATE, COMPARISON, PICTURE = "report.html.j2", "comparison.html.j2", "picture.svg.j2"
 MAX_POINTER_MOMENTS = 1400  # of the data that the page shows at the pointer
 SPAN_SIZE, MAX_SPAN_CHUNKS = 132, 12  # picture of rows by keys: its size, and the number of chunks that it shows
 
@@ -21,6 +23,10 @@ SPAN_SIZE, MAX_SPAN_CHUNKS = 132, 12  # picture of rows by keys: its size, and t
 def html_of(page: Page) -> str:
     """Return the page as an HTML document."""
     timeline = page.timeline
+    colours = {course.way: index % COURSE_COLOURS for index, course in enumerate(timeline.courses)}
+    colours |= {
+        point.name: COURSE_COLOURS - 1 for point in (page.frontier.others if page.frontier else ()) if point.name not in colours
+    }
     return str(
         _environment()
         .get_template(TEMPLATE)
@@ -31,15 +37,26 @@ def html_of(page: Page) -> str:
             legend=legend_of(timeline.ours),
             stacked=stacked_chart(timeline.ours),
             beside=comparison_chart(timeline) if timeline.others else None,
+            frontier=frontier_chart(page.frontier, colours) if page.frontier is not None else None,
+            colours=colours,
             width=WIDTH,
             data=data_of(timeline),
         )
     )
 
 
+def comparison_html_of(page: Page, other: Page) -> str:
+    """Return two pages side by side as an HTML document."""
+    compared = comparison_of(page, other)
+    chart = replace(comparison_chart(compared.timeline), backward_start=None)  # each step has its own
+    contents = {"page": compared, "beside": chart, "width": WIDTH}
+    return str(_environment().get_template(COMPARISON).render(contents))
+
+
 def picture_of(timeline: Timeline) -> str:
     """Return memory over a step, streamed and for every traced baseline, as one SVG."""
-    return str(_environment().get_template(PICTURE).render(beside=comparison_chart(timeline), width=WIDTH)).lstrip()
+    contents = {"beside": comparison_chart(timeline), "courses": timeline.courses, "width": WIDTH}
+    return str(_environment().get_template(PICTURE).render(contents)).lstrip()
 
 
 @cache
@@ -55,8 +72,8 @@ def _environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": format_bytes, "flops": in_flops}
-    environment.globals |= {"stairs_of": stairs_of, "side": SPAN_SIZE}
+    environment.filters |= {"bytes": format_bytes, "flops": in_flops, "seconds": in_seconds}
+    environment.globals |= {"stairs_of": stairs_of, "side": SPAN_SIZE, "loop_cells": loop_cells, "part_cells": part_cells}
     return environment
 
 
@@ -70,13 +87,28 @@ def legend_of(course: MemoryTimeline) -> list[tuple[int, str, str, str]]:
     return rows[::-1]
 
 
+def loop_cells(stage: Stage) -> list[tuple[str, ...]]:
+    """Return the rows of a table of a stage's loops."""
+    return [
+        (run["name"], run["half"], f"{run['chunks']:,}", f"{run['rows']:,}", f"{run['launches']:,}", in_flops(run["flops"]))
+        for run in stage["runs"]
+    ]
+
+
+def part_cells(stage: Stage) -> list[tuple[str, ...]]:
+    """Return the rows of a table of the parts of a stage's layer: module, forward FLOPs and their share, and saved bytes."""
+    total = sum(part["flops"] for part in stage["parts"]) or 1
+    return [
+        (part["name"], f"{in_flops(part['flops'])} ({part['flops'] / total:.0%})", format_bytes(part["saved_bytes"]))
+        for part in stage["parts"]
+    ]
+
+
 def data_of(timeline: Timeline) -> dict[str, Any]:
     """Return the data that a pointer over the charts reads: moments, bytes by category, and loops."""
     ours = timeline.ours.shortened(MAX_POINTER_MOMENTS)
     courses = [(course.way, course.shortened(MAX_POINTER_MOMENTS)) for course in timeline.courses]
     return {
-        "left": LEFT,
-        "right": WIDTH - RIGHT,
         "end": ours.end,
         "widest": max(course.end for course in timeline.courses),
         "turn": ours.backward_start,

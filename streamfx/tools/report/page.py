@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from streamfx.budget import format_bytes
@@ -21,7 +21,7 @@ from streamfx.tools.report.text import (
     verdict_of,
 )
 from streamfx.tools.report.timeline import MemoryTimeline, Timeline
-from streamfx.tools.report.verdict import StepCost, gains, ratio, times
+from streamfx.tools.report.verdict import CHECKPOINTING, StepCost, gains, ratio, times
 
 Stage = Mapping[str, Any]
 COUNTED = "activations and gradients, without parameters and inputs"
@@ -61,6 +61,24 @@ class FallbackRow:
 
 
 @dataclass(frozen=True)
+class Point:
+    """A plan, or a baseline: its time and its peak."""
+
+    name: str
+    seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Plans for other budgets, the smallest peak first, with the baselines, and their table."""
+
+    plans: tuple[Point, ...]
+    others: tuple[Point, ...]
+    table: Table
+
+
+@dataclass(frozen=True)
 class Page:
     """A report: its subject, the verdict, and all figures below."""
 
@@ -76,6 +94,7 @@ class Page:
     tables: tuple[Table, ...]
     options: Mapping[str, Any]
     notes: tuple[tuple[str, str], ...]
+    frontier: Frontier | None = None
     code: Callable[[], Sequence[StageCode]] = tuple  # writes the loops of each stage; none in a plan
 
     @property
@@ -142,7 +161,7 @@ def plan_page(summary: Mapping[str, Any], timeline: Timeline, counted: str, divi
     """Build the page of a plan's summary. `counted` names the values that its bytes include, `divided` the parallelism."""
     memory = "" if summary["memory"] is None else f", {format_bytes(summary['memory'])} of memory"
     fits = {None: "", True: " It fits.", False: " It does not fit."}[summary["fits"]]
-    return _page_of(
+    page = _page_of(
         summary,
         timeline,
         title=summary["model"],
@@ -155,6 +174,7 @@ def plan_page(summary: Mapping[str, Any], timeline: Timeline, counted: str, divi
         ],
         tables=list(_plan_tables(summary)),
     )
+    return replace(page, frontier=_frontier(summary)) if summary["frontier"] else page
 
 
 def _page_of(
@@ -265,6 +285,30 @@ def _plan_tables(summary: Mapping[str, Any]) -> Iterator[Table]:
         candidates = tuple(map(candidate_cells, summary["choices"]))
         note = "The first that fits the budget runs."
         yield Table("Candidates in order", ("", "work of a chunk", "peak"), candidates, note)
+
+
+def _frontier(summary: Mapping[str, Any]) -> Frontier:
+    """Return the plans of a frontier, next to this plan and its baselines."""
+    plans = (Point(plan["choice"], plan["seconds"], plan["peak_bytes"]) for plan in summary["frontier"])
+    this = Point("this plan", summary["seconds"], summary["peak_bytes"])
+    others = (Point(way, one["compiled_seconds"], one["peak_bytes"]) for way, one in summary["ways"].items())
+    note = (
+        "The fastest plan of each budget between the smallest possible and that of the fastest plan; baselines as compiled. "
+        "Much slower plans are in the table only."
+    )
+    header, *rows = frontier_cells(summary)
+    return Frontier(tuple(plans), (this, *others), Table("Memory against time", header, tuple(rows), note))
+
+
+def frontier_cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the header and a row per plan of a frontier, with peak and time as a share of checkpointing's if that was traced."""
+    other = summary["ways"].get(CHECKPOINTING)
+    yield "plans for other budgets (--memory)", "layers' chunk", "head's", "peak", "of checkpointing", "time", "of its"
+    for plan in summary["frontier"]:
+        peak = f"{plan['peak_bytes'] / other['peak_bytes']:.2f}" if other else ""
+        seconds = f"{plan['seconds'] / other['compiled_seconds']:.2f}" if other else ""
+        size, duration = format_bytes(plan["peak_bytes"]), in_seconds(plan["seconds"])
+        yield plan["choice"], *map(str, plan["rows"]), size, peak, duration, seconds
 
 
 def candidate_cells(candidate: Mapping[str, Any]) -> tuple[str, str, str]:

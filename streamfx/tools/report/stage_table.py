@@ -8,15 +8,17 @@ from typing import Any
 
 from torch import fx
 
-from streamfx.cost.flops import flops_of_graph, is_fused_attention
+from streamfx.cost.flops import attention_flops, flops_of_call, flops_of_graph, has_flops, is_fused_attention, visible_pairs
+from streamfx.cost.lengths import sequence_length
 from streamfx.cost.memory import LoopCost, bytes_like
 from streamfx.ir.facts import Facts, Role, known
-from streamfx.ir.joint import is_tensor
+from streamfx.ir.joint import bound_arguments, is_tensor
 from streamfx.ir.program import Program
 from streamfx.ir.span import Span
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import SPLIT_FROM, VALUE
 from streamfx.passes.ops.rules.attention import M
+from streamfx.passes.partition.stage_names import parts_of_stage
 from streamfx.runtime.loop import Loop
 from streamfx.runtime.probes import LoopOrigin
 from streamfx.tools.report.communication import Wire, as_plain, sent_by_program, sum_traffic, total_of
@@ -34,6 +36,7 @@ class StageReport:
     [s, e) sees keys [s + low, e + high), with None for no bound, or None if it sees all keys. `runs` are the loops, `saved` the
     values counted in `saved_bytes`, `obstacles` the source of the reasons. `truncated` lists recurrences whose gradients an
     option truncates to few rows. `launches` are the kernels that its loops launch in a step, unless a compiler fuses them.
+    `parts` are the modules of its layer, such as attention and MLP.
     """
 
     graph: int
@@ -53,6 +56,7 @@ class StageReport:
     obstacles: tuple[Obstacle, ...] = ()
     truncated: tuple[str, ...] = ()
     launches: int = 0
+    parts: tuple[PartReport, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -129,6 +133,7 @@ def _stage_report(
         obstacles=tuple(unchunked),
         truncated=tuple(node.name for node in stage.backward if node in facts.truncations and is_truncated(node)),
         launches=sum(cost.work.launches for cost in costs),
+        parts=part_reports(stage, facts, saved),
     )
 
 
@@ -202,12 +207,42 @@ class LoopReport:
 
 @dataclass(frozen=True)
 class SavedReport:
-    """A value that the forward graph saves for the backward graph, and the source line that it comes from."""
+    """A value that the forward graph saves for the backward graph: the source line and the part of the layer it comes from."""
 
     value: str
     shape: str
     bytes: int
     where: str
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """A module of a stage's layer, such as its attention: the FLOPs of its forward pass, and the bytes of its saved values."""
+
+    name: str
+    flops: int
+    saved_bytes: int
+
+
+def part_reports(stage: Stage, facts: Facts, saved: Iterable[SavedReport]) -> tuple[PartReport, ...]:
+    """Return the modules of a stage's layer that have FLOPs, in the order of the forward pass."""
+    part_of, flops = parts_of_stage(stage.forward), dict[str, int]()
+    for node, part in part_of.items():
+        if has_flops(node.target):
+            flops[part] = flops.get(part, 0) + _visible_flops(node, facts)
+    sizes = {part: sum(value.bytes for value in saved if value.part == part) for part in flops}
+    return tuple(PartReport(part, count, sizes[part]) for part, count in flops.items())
+
+
+def _visible_flops(node: fx.Node, facts: Facts) -> int:
+    """Return the FLOPs of a node; of attention, on the pairs that are visible through its mask."""
+    span, length = facts.key_spans.spans.get(node), sequence_length(facts)
+    if span is not None and is_fused_attention(node.target):
+        operands = {name: value.meta[VALUE] for name, value in bound_arguments(node).items() if name in ("query", "key", "value")}
+        return attention_flops(node.target, operands, span)
+    flops = flops_of_call(node.target, node.args, node.kwargs, node)
+    return flops if span is None or not length else flops * visible_pairs(length, length, span) // length**2
 
 
 def loop_reports(loops: Iterable[Loop], program: Program, costs: Mapping[str, LoopCost]) -> tuple[LoopReport, ...]:
@@ -220,12 +255,14 @@ def loop_reports(loops: Iterable[Loop], program: Program, costs: Mapping[str, Lo
 
 def saved_reports(stage: Stage, facts: Facts) -> tuple[SavedReport, ...]:
     """Return the saved values of a stage, the largest first."""
-    ids_of_values = {id(node.meta[VALUE]) for node in (*stage.forward, *stage.backward) if is_tensor(node)}
-    reports = []
+    part_of, reports = parts_of_stage(stage.forward), []
+    part_of_value = {id(node.meta[VALUE]): part_of.get(node, "") for node in (*stage.backward, *stage.forward) if is_tensor(node)}
     for node in known(facts.program).saved:
         value: Any = node.meta.get(VALUE)
-        if id(value) in ids_of_values:
+        if id(value) in part_of_value:
             kind = str(value.dtype).removeprefix("torch.")
             where = next(filter(None, map(source_line, (node, *node.all_input_nodes))), "")
-            reports.append(SavedReport(node.name, f"{kind} {shape_text(value)}", bytes_like(value), where))
+            reports.append(
+                SavedReport(node.name, f"{kind} {shape_text(value)}", bytes_like(value), where, part_of_value[id(value)])
+            )
     return tuple(sorted(reports, key=lambda item: -item.bytes))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from streamfx.budget import format_bytes
 from streamfx.tools.report.communication import COLUMNS, HALVES
-from streamfx.tools.report.stage_titles import joint_name, names_together, stage_rows, unnumbered
+from streamfx.tools.report.stage_titles import grouped, joint_name, names_together, stage_rows, unnumbered
 from streamfx.tools.report.verdict import CHECKPOINTING, EAGER, NOTHING, StepCost, gains, verdict, why_nothing_streams
 
 Stage = Mapping[str, Any]
@@ -287,8 +286,7 @@ def _traffic_table(stages: Sequence[Stage], wire: Mapping[str, Any]) -> Iterator
     """Yield a table of calls and bytes per stage and graph, with totals for the step and for eager."""
     rows = [("communication", "half", *(name.replace("_", " ") for name in COLUMNS))]
     communicating = [stage for stage in stages if stage["wire"] is not None]
-    for _, run in groupby(communicating, key=lambda stage: (stage["graph"], unnumbered(stage["name"]), stage["wire"])):
-        similar = list(run)
+    for similar in grouped(communicating, lambda stage: (stage["graph"], unnumbered(stage["name"]), stage["wire"])):
         rows += _traffic_rows(joint_name([stage["name"] for stage in similar]), similar[0]["wire"], len(similar))
     rows += _traffic_rows("the step", wire, 1)
     rows += [] if wire["eager"] is None else _traffic_rows(_eager_text(wire["eager"]), wire["eager"], 1)

@@ -3,8 +3,9 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const reading = document.querySelector(".reading"), when = reading.querySelector(".when"), inLoop = reading.querySelector(".loop-name");
   const cells = [...document.querySelectorAll("td.now")], columns = [...document.querySelectorAll(".now")];
+  const unread = when.textContent;
   const ways = [...document.querySelectorAll("[data-way]")], peaks = ways.map((cell) => cell.textContent);
-  const charts = [...document.querySelectorAll("svg.chart")];
+  const charts = [...document.querySelectorAll(".beside, .stacked")];
   const widest = (chart) => (chart.classList.contains("beside") ? data.widest : data.end);
 
   const inBytes = (size) => {
@@ -53,26 +54,24 @@
     const drawn = loop && loop[4] < loop[3] ? ", " + loop[4] + " drawn" : "";
     when.textContent = inSeconds(shown) + (over ? ", done" : shown < data.turn ? ", forward pass" : ", backward pass");
     inLoop.textContent = over ? "" : loop ? loop[0] + " (" + loop[3].toLocaleString("en") + " chunks" + drawn + ")" : "between loops";
-    reading.hidden = false;
     columns.forEach((cell) => { cell.hidden = false; });
     charts.forEach((chart) => {
-      const line = chart.querySelector(".cursor"), x = data.left + (data.right - data.left) * Math.min(1, shown / widest(chart));
-      line.setAttribute("x1", x);
-      line.setAttribute("x2", x);
-      line.removeAttribute("hidden");
+      const line = chart.querySelector(".cursor");
+      line.style.left = 100 * Math.min(1, shown / widest(chart)) + "%";
+      line.hidden = false;
     });
   };
   const hide = () => {
-    reading.hidden = true;
+    when.textContent = unread;
+    inLoop.textContent = "";
     columns.forEach((cell) => { cell.hidden = true; });
-    charts.forEach((chart) => chart.querySelector(".cursor").setAttribute("hidden", ""));
+    charts.forEach((chart) => { chart.querySelector(".cursor").hidden = true; });
     ways.forEach((cell, i) => { cell.textContent = peaks[i]; });
   };
   charts.forEach((chart) => {
     chart.addEventListener("pointermove", (event) => {
-      const box = chart.getBoundingClientRect(), x = ((event.clientX - box.left) / box.width) * chart.viewBox.baseVal.width;
-      const reach = widest(chart) / (data.right - data.left);
-      show(reach * (x - data.left), reach);
+      const box = chart.querySelector(".plot").getBoundingClientRect(), reach = widest(chart) / box.width;
+      show(reach * (event.clientX - box.left), reach);
     });
     chart.addEventListener("pointerleave", hide);
     chart.addEventListener("blur", hide);
