@@ -75,7 +75,7 @@ def main() -> None:
     if options.json:
         print(json.dumps({"model": options.model, "length": options.length, **found.summary()}))
         return
-    print(f"{options.model}: {options.steps} steps on {options.length:,} tokens\n\n{found}")
+    print(f"{model}: {options.steps} steps on {options.length:,} tokens\n\n{found}")
     sys.exit(not found.ok)
 
 
