@@ -20,7 +20,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("pydantic")
 
 import streamfx
-from streamfx.integrations import StreamCallback
+from streamfx.integrations import StreamArguments, StreamCallback
 from tests.support.trainers.building import build
 from tests.support.trainers.running import assert_same_history, assert_same_weights, history, weights
 
@@ -114,3 +114,18 @@ def test_llamafactory_trains_with_the_callback(
     importlib.import_module("train_llamafactory").main()
     (callback,) = given
     assert_streamed(callback, capsys.readouterr().out)
+
+
+def test_arguments_of_a_script_become_a_callback() -> None:
+    from transformers import HfArgumentParser
+
+    def read(*words: str) -> Any:
+        (found,) = HfArgumentParser(StreamArguments).parse_args_into_dataclasses(list(words))
+        return found
+
+    assert read().callbacks() == []
+    (callback,) = read("--stream", "--stream_options", '{"chunk_size": 7}').callbacks()
+    assert isinstance(callback, StreamCallback) and callback.options == {"chunk_size": 7}
+    for wrong in ("chunk_size: 7", '{"chunksize": 7}'):
+        with pytest.raises(streamfx.OptionError):
+            read("--stream", "--stream_options", wrong).callbacks()
