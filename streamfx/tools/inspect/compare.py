@@ -102,7 +102,7 @@ def _any_call(*args: Any, **kwargs: Any) -> None:
     """The signature of a model that is not built yet."""
 
 
-def _given(model: nn.Module, args: Any, kwargs: Any) -> Call:
+def _given(model: Callable[..., Any], args: Any, kwargs: Any) -> Call:
     """Return a call; each process gets a copy."""
     return model, args, kwargs
 
@@ -143,7 +143,7 @@ def _write_job(job: Job, path: Path) -> str:
         is_of_main = b"__main__" in archive.read(data)
     if not is_of_main:
         return ""
-    main_file = getattr(sys.modules["__main__"], "__file__", None)
+    main_file: Any = getattr(sys.modules["__main__"], "__file__", None)
     found = "a class or function that is defined in an interactive session or notebook"
     require(main_file is not None, NotComparableError, REQUIREMENT, found, BUILD)
     return str(Path(main_file).absolute())

@@ -102,7 +102,7 @@ def measured_steps(job: Job, way: str, folder: Path) -> Iterator[dict[str, Any]]
         loss.backward()
         value = float(loss.detach())  # waits for the device
         del loss
-        event = {"loss": value, "seconds": time.perf_counter() - begin, "peak_bytes": memory.bytes()}
+        event: dict[str, Any] = {"loss": value, "seconds": time.perf_counter() - begin, "peak_bytes": memory.bytes()}
         if number == 0:
             difference = difference_from_first(folder / GRADIENTS, value, {k: v.grad for k, v in sources.items()}, tolerance)
             event |= {"difference": difference, "tolerance": tolerance, "is_random": has_drawn(states)}
@@ -125,11 +125,12 @@ def prepared_step(way: str, job: Job, model: Any, args: Any, kwargs: Any) -> Cal
 def enable_checkpointing(model: Any) -> bool:
     """Checkpoint each layer of a model; return False if it has none.
 
-    A model in training mode may know how (`gradient_checkpointing_enable`); in evaluation mode that has no effect.
+    A model of transformers knows how, but only in training mode; in evaluation mode, its method has no effect.
     """
-    if getattr(model, "training", False) and hasattr(model, "gradient_checkpointing_enable"):
+    known = [name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(model, f"{name}_enable")]
+    if getattr(model, "training", False) and known:  # the first name is the newer one
         try:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            getattr(model, f"{known[0]}_enable")(**{f"{known[0]}_kwargs": {"use_reentrant": False}})
             return True
         except (NotImplementedError, TypeError, ValueError):  # not for this model, or with other arguments
             pass
