@@ -16,7 +16,7 @@ from benchmarks.flop_formulas import counted
 from benchmarks.live_bytes import peak_live_bytes
 from benchmarks.ways import WAYS, Way
 from benchmarks.workloads import Workload, workload_called
-from examples.peak_memory import PeakMemory
+from streamfx.tools.inspect.peak_memory import PeakMemory
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peak_memory import PeakMemory
+
+from streamfx.tools.inspect.peak_memory import PeakMemory
 
 INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
 METHODS = {"checkpointing": "gradient checkpointing", "streambp": "streambp"}

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 
 VOCABULARY = 32_000
+TINY = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def load_model(name: str) -> Any:
-    """'small', 'smollm2', or a Hugging Face folder, with or without weights in it."""
+    """'small', 'tiny', 'smollm2', or a Hugging Face folder, with or without weights in it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if name == "small":
-        return AutoModelForCausalLM.from_config(small_config())
+    if name in ("small", "tiny"):
+        return AutoModelForCausalLM.from_config(small_config(**(TINY if name == "tiny" else {})))
     if name == "smollm2":
         model = AutoModelForCausalLM.from_pretrained(smollm2_folder(), gguf_file=SMOLLM2, dtype=torch.float32)
     elif any(model_folder(name).glob("*.safetensors")):
@@ -65,11 +66,11 @@ def smollm2_folder() -> Path:
     return Path(found.origin).parent
 
 
-def token_batches(name: str, length: int, count: int) -> torch.Tensor:
-    """`count` rows of `length` tokens each, in reading order; the text starts anew where it is too short."""
+def token_batch(name: str, length: int) -> torch.Tensor:
+    """One row of `length` tokens; the text starts anew where it is too short."""
     text = standard_library_text()
-    ids = torch.tensor(encoder(name, text)(text[: 8 * length * count]))
-    return ids.repeat(-(-length * count // ids.numel()))[: length * count].reshape(count, length)
+    ids = torch.tensor(encoder(name, text)(text[: 8 * length]))
+    return ids.repeat(-(-length // ids.numel()))[None, :length]
 
 
 def standard_library_text() -> str:
@@ -88,7 +89,7 @@ def encoder(name: str, text: str) -> Any:
         return byte_pair_encoder(text)
     if name == "smollm2":
         tokenizer = AutoTokenizer.from_pretrained(smollm2_folder(), gguf_file=SMOLLM2)
-    elif not any(model_folder(name).glob("tokenizer*")):
+    elif name == "tiny" or not any(model_folder(name).glob("tokenizer*")):
         return lambda some: list(some.encode())
     else:
         tokenizer = AutoTokenizer.from_pretrained(model_folder(name), local_files_only=True)

@@ -34,15 +34,18 @@ if TYPE_CHECKING:
     from streamfx.frontend.register_recurrences import register_recurrence
     from streamfx.frontend.register_rules import register_rule
     from streamfx.integrations import EnabledModules, disable, enable
+    from streamfx.tools.inspect.compare import compare
     from streamfx.tools.inspect.explain import Explanation, explain
     from streamfx.tools.inspect.profile import Profile, profile
     from streamfx.tools.inspect.verify import Verification, verify
     from streamfx.tools.planner.plan import plan
     from streamfx.tools.planner.report import PlanReport
+    from streamfx.tools.report.comparison import Comparison
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Comparison",
     "EnabledModules",
     "Explanation",
     "IntegrationError",
@@ -66,6 +69,7 @@ __all__ = [
     "TransposedOutputError",
     "Verification",
     "check_recurrence",
+    "compare",
     "configure",
     "disable",
     "enable",
@@ -79,6 +83,8 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Comparison": "streamfx.tools.report.comparison",
+    "compare": "streamfx.tools.inspect.compare",
     "streambp": "streamfx.frontend.backend",
     "Explanation": "streamfx.tools.inspect.explain",
     "explain": "streamfx.tools.inspect.explain",

@@ -239,3 +239,15 @@ def test_rows_exchanged_by_ranks_have_their_own_reason() -> None:
         assert "rows that ranks exchange" in why and do == RANKS
     assert reasons["aten.scatter_add.default"][1] == BY_INDEX
     assert "these operators fall back and run between loops, the rest streams:" in text
+
+
+def test_a_model_that_is_compiled_for_each_length_warns_once(warned: Warnings) -> None:
+    """At the fourth length, with the time lost; a length that is compiled again does not count."""
+    notices._seconds_by_length.clear()
+    model = Causal()
+    call = torch.compile(model, backend="streambp", dynamic=False, options={"chunk_size": 4})
+    for length, count in ((12, 0), (13, 0), (14, 0), (15, 1), (16, 1)):
+        call(tokens(1, length), tokens(1, length)).backward()
+        found = [text for text in warned() if "dynamic=True" in text]
+        assert len(found) == count, length
+    assert re.search(r"compiled 4 times, in \d+\.\d s, for sequences of 12, 13, 14, 15 rows", found[0])

@@ -23,9 +23,11 @@ from tests.support.small import Causal, tokens
 
 pytestmark = pytest.mark.compiled
 
-FUNCTIONS = "check_recurrence configure disable enable explain plan profile register_recurrence register_rule streambp verify"
+FUNCTIONS = (
+    "check_recurrence compare configure disable enable explain plan profile register_recurrence register_rule streambp verify"
+)
 PUBLIC = {*FUNCTIONS.split(), "Options", "__version__"}
-RESULTS = {"EnabledModules", "Explanation", "PlanReport", "Profile", "Verification"}
+RESULTS = {"Comparison", "EnabledModules", "Explanation", "PlanReport", "Profile", "Verification"}
 HEAVY = "heavy = {'torch', 'transformers', 'numpy', 'sympy', 'networkx'} & set(sys.modules)\n"
 ROOT = Path(__file__).parents[1]
 

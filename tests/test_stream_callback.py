@@ -1,7 +1,7 @@
 """`StreamCallback` in a real trainer, and the plugins of `examples/plugins` for launchers that create the trainer themselves.
 
 A callback streams while the trainer trains, with eager's losses and weights (float32, 1e-5). Stand-ins have the interface that
-the source of Axolotl and LLaMA-Factory shows.
+the source of Axolotl, LLaMA-Factory and ms-swift shows.
 """
 
 import importlib
@@ -20,7 +20,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("pydantic")
 
 import streamfx
-from streamfx.integrations import StreamCallback
+from streamfx.integrations import StreamArguments, StreamCallback
 from tests.support.trainers.building import build
 from tests.support.trainers.running import assert_same_history, assert_same_weights, history, weights
 
@@ -114,3 +114,26 @@ def test_llamafactory_trains_with_the_callback(
     importlib.import_module("train_llamafactory").main()
     (callback,) = given
     assert_streamed(callback, capsys.readouterr().out)
+
+
+def test_ms_swift_finds_the_callback_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a table of functions of the arguments and the trainer."""
+    callbacks: dict[str, Any] = {}
+    stand_in(monkeypatch, "swift.callbacks", callbacks_map=callbacks)
+    importlib.import_module("streamfx_swift")
+    assert isinstance(callbacks["streamfx"](SimpleNamespace(), None), StreamCallback)
+
+
+def test_arguments_of_a_script_become_a_callback() -> None:
+    from transformers import HfArgumentParser
+
+    def read(*words: str) -> Any:
+        (found,) = HfArgumentParser(StreamArguments).parse_args_into_dataclasses(list(words))
+        return found
+
+    assert read().callbacks() == []
+    (callback,) = read("--stream", "--stream_options", '{"chunk_size": 7}').callbacks()
+    assert isinstance(callback, StreamCallback) and callback.options == {"chunk_size": 7}
+    for wrong in ("chunk_size: 7", '{"chunksize": 7}'):
+        with pytest.raises(streamfx.OptionError):
+            read("--stream", "--stream_options", wrong).callbacks()

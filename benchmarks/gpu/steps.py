@@ -14,7 +14,7 @@ from benchmarks.gpu.baselines import WAYS, Loss, why_not
 from benchmarks.gpu.measures import Finding, activity, host_waits
 from benchmarks.gpu.models import TINY
 from benchmarks.gpu.place import GIB, Place
-from examples.peak_memory import PeakMemory
+from streamfx.tools.inspect.peak_memory import PeakMemory
 from streamfx.tools.planner.devices import PUBLISHED, device_by_name
 from streamfx.tools.planner.models import configuration
 from streamfx.tools.report.notices import Compiled, noted_in, predicted

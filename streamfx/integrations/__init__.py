@@ -1,7 +1,7 @@
 """One call for an existing trainer or model: `streamfx.enable(trainer_or_model, chunk_size=1024)`.
 
 The package knows the shape of trainers and models (transformers, TRL, PEFT, DeepSpeed, FSDP), but imports none of these
-libraries: it recognizes objects by their attributes. Only `StreamCallback`, a transformers class, is imported on first
+libraries: it recognizes objects by their attributes. Only `callback.py`, which needs transformers, is imported on first
 use. It may import `tools.inspect` and every layer below, but not the planner, and it modifies trainers and models only
 until `disable`.
 """
@@ -17,18 +17,18 @@ from streamfx.integrations.repeated_enable import enable_once, enabled_handles
 from streamfx.options import environment_options, merge_options
 
 if TYPE_CHECKING:
-    from streamfx.integrations.callback import StreamCallback
+    from streamfx.integrations.callback import StreamArguments, StreamCallback
 
-__all__ = ["EnabledModules", "StreamCallback", "disable", "enable"]
+__all__ = ["EnabledModules", "StreamArguments", "StreamCallback", "disable", "enable"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `StreamCallback`, which needs transformers, at its first use (PEP 562)."""
-    if name != "StreamCallback":
+    """Import `StreamArguments` and `StreamCallback`, which need transformers, at their first use (PEP 562)."""
+    if name not in ("StreamArguments", "StreamCallback"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from streamfx.integrations.callback import StreamCallback
+    from streamfx.integrations import callback
 
-    return StreamCallback
+    return getattr(callback, name)
 
 
 @check_call(IntegrationError, ORIGIN)

@@ -1,14 +1,18 @@
 """A callback for transformers' trainers that enables the model during training, for code that passes callbacks but has
-no trainer. A *handle* (`EnabledModules`) is the result of `streamfx.enable`: it lists the modules, and disables them.
+no trainer, and the arguments of a script that uses it. A *handle* (`EnabledModules`) is the result of `streamfx.enable`: it
+lists the modules, and disables them.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from transformers import TrainerCallback
 
+from streamfx.errors import OptionError
 from streamfx.integrations.enabled import EnabledModules, check_dynamic
 from streamfx.integrations.repeated_enable import enable_once, enabled_handles
 from streamfx.options import merge_options
@@ -69,3 +73,38 @@ class StreamCallback(TrainerCallback):
         if self.enabled is not None and self._owns_handle:
             self.enabled.disable()
             self._owns_handle = False
+
+
+@dataclass
+class StreamArguments:
+    """Arguments of a training script, next to `TrainingArguments`: `--stream --stream_options '{"chunk_size": 1024}'`.
+
+    `HfArgumentParser` and TRL's `TrlParser` read them from the command line or from a YAML file.
+
+    Args:
+        stream: whether to train through streamfx.
+        stream_options: the backend's options, as JSON.
+
+    Example:
+        >>> from transformers import HfArgumentParser
+        >>> from streamfx.integrations import StreamArguments
+        >>> (arguments,) = HfArgumentParser(StreamArguments).parse_args_into_dataclasses(["--stream"])
+        >>> len(arguments.callbacks())  # Trainer(..., callbacks=arguments.callbacks())
+        1
+    """
+
+    stream: bool = field(default=False, metadata={"help": "train through streamfx"})
+    stream_options: str = field(default="{}", metadata={"help": "options of streamfx as JSON, such as '{\"chunk_size\": 1024}'"})
+
+    def callbacks(self) -> list[StreamCallback]:
+        """Return the callbacks for the trainer: one `StreamCallback`, or none without `--stream`.
+
+        Raises:
+            OptionError: invalid JSON, an unknown option, or an invalid value.
+        """
+        try:
+            options = json.loads(self.stream_options)
+        except json.JSONDecodeError as error:
+            do = 'write for example {"chunk_size": 1024}'
+            raise OptionError("stream_options must be JSON", found=f"{self.stream_options!r}: {error}", do=do) from None
+        return [StreamCallback(options=options)] if self.stream else []

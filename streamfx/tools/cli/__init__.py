@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 from streamfx.errors import StreamFXError, describe_error
 from streamfx.frontend.gc_pause import pause_gc
-from streamfx.tools.cli import doctor, explain_command, plan_command, verify_command
+from streamfx.tools.cli import compare_command, doctor, explain_command, plan_command, verify_command
 from streamfx.tools.cli.arguments import INTERRUPTED, REFUSED, CommandResult
 
 CODES = "exit codes: 0 done, 1 refused (with an error message), 2 wrong usage, 3 the answer is no, 130 Ctrl-C"
-COMMANDS = (explain_command, verify_command, plan_command, doctor)
+COMMANDS = (explain_command, verify_command, compare_command, plan_command, doctor)
 
 
 def parser() -> argparse.ArgumentParser:

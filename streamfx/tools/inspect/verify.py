@@ -165,11 +165,11 @@ def run_of(call: Callable[[], Any], loss: Callable[[Any], Tensor], sources: Sequ
         NotComparableError: if the loss is not a tensor with one element.
     """
     with restored_randomness(), torch.enable_grad():
-        states_before = _generator_states()
+        states_before = generator_states()
         value = loss(call())
         is_loss, do = isinstance(value, Tensor) and value.numel() == 1, "let loss= return a tensor with one element"
         require(is_loss, NotComparableError, REQUIREMENT, f"the loss is {_type_text(value)}", do)
-        is_random = any(not torch.equal(a, b) for a, b in zip(states_before, _generator_states(), strict=True))
+        is_random = has_drawn(states_before)
         gradients: tuple[Tensor | None, ...] = tuple(None for _ in sources)
         if value.requires_grad and sources:
             gradients = torch.autograd.grad(value.reshape(()), list(sources), allow_unused=True)
@@ -366,7 +366,12 @@ def _type_text(value: Any) -> str:
     return f"{with_article(type(value).__name__)}{shape}"
 
 
-def _generator_states() -> list[Tensor]:
+def has_drawn(states_before: Sequence[Tensor]) -> bool:
+    """Return whether random numbers were drawn since `generator_states()` returned these states."""
+    return any(not torch.equal(a, b) for a, b in zip(states_before, generator_states(), strict=True))
+
+
+def generator_states() -> list[Tensor]:
     """Return the states of the random generators of the CPU and of all CUDA devices in use."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *cuda]

@@ -189,6 +189,8 @@ def note(found: Sequence[Facts], seconds: float, unchunked: bool = False) -> Non
     if not training:
         return
     compiled, compiled_graphs = Compiled(training[-1], seconds), _noted.get()
+    if compiled.facts is not None:
+        warn_about_lengths(compiled.facts, seconds)
     if log.isEnabledFor(logging.INFO):
         log.info("%s", compiled.text)
     if compiled_graphs is not None:
@@ -196,7 +198,7 @@ def note(found: Sequence[Facts], seconds: float, unchunked: bool = False) -> Non
 
 
 # -- warnings, each logged once: a step with much work saves no memory (because it is not chunked, or because checkpointing takes
-#    no more), a write is lost, or this version of PyTorch is untested
+#    no more), each length is compiled anew, a write is lost, or this version of PyTorch is untested
 
 MIN_FLOPS = 10**11  # FLOPs of a graph: below this, a missed optimization does not matter
 UNCHUNKED = (
@@ -212,6 +214,27 @@ LOST_WRITE = (
     "{line}: this write is lost under torch.compile with any backend: AOTAutograd treats a float64 scalar tensor on the CPU as "
     "a Python number. Give it a dimension (torch.zeros(1, dtype=torch.float64)), or another dtype"
 )
+
+
+MAX_LENGTHS = 3  # lengths of a model that are compiled without a warning: two are usual, the first and all others
+CHANGING_LENGTHS = (
+    "a model was compiled {count} times, in {seconds:.1f} s, for sequences of {lengths} rows. Let all lengths share one graph: "
+    "begin with the longest batch, and write dynamic=True (in torch.compile or streamfx.enable), or "
+    "torch._dynamo.mark_dynamic(ids, 1) before the call. Or pad batches to a few lengths."
+)
+_seconds_by_length: dict[Hashable, dict[int, float]] = {}  # compile time of training graphs, by model
+
+
+def warn_about_lengths(facts: Facts, seconds: float) -> None:
+    """Warn if the same model has been compiled for more than `MAX_LENGTHS` lengths, once per model."""
+    if (length := sequence_length(facts)) is None:
+        return
+    found = _seconds_by_length.setdefault(key := _model_key(facts), {})
+    found[length] = found.get(length, 0.0) + seconds
+    if len(found) > MAX_LENGTHS:
+        lengths = ", ".join(f"{length:,}" for length in found)
+        text = CHANGING_LENGTHS.format(count=len(found), seconds=sum(found.values()), lengths=lengths)
+        _warn_once((CHANGING_LENGTHS, key), text)
 
 
 def warn_if_torch_untested() -> None:

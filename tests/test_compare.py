@@ -1,0 +1,197 @@
+"""`streamfx.compare`: each way computes the same, the table says what was gained, and an error says what to do."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import streamfx
+from streamfx.errors import NotComparableError
+from streamfx.kernels import accumulate
+from streamfx.tools.cli import main
+from streamfx.tools.inspect import measured_steps
+from streamfx.tools.inspect.measured_steps import CHECKPOINTING, EAGER, STREAMBP, WAYS, Job
+from streamfx.tools.report.comparison import Comparison, MeasuredWay
+from tests.support.small import VOCABULARY, WIDTH, Causal, tokens
+
+ROOT = Path(__file__).parents[1]
+IDS = tokens(2, 12)
+
+
+class Layer(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Layer.calls += 1
+        return x + super().forward(x).tanh()
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList(Layer(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def mean_square(logits: Tensor) -> Tensor:
+    return logits.square().mean()
+
+
+def job(**changes: Any) -> Job:
+    given: dict[str, Any] = {
+        "build": lambda: (Layered().double(), (IDS,), {}),
+        "loss": mean_square,
+        "optimizer": None,
+        "options": {"chunk_size": 4},
+        "steps": 2,
+    }
+    return Job(**{**given, **changes}, threads=torch.get_num_threads())
+
+
+@pytest.mark.compiled
+def test_ways_compute_the_same_and_a_wrong_one_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of each way, then one of a streambp that adds each chunk twice; checkpointing runs each layer once more."""
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    found, calls = {}, {}
+    for way in WAYS:
+        Layer.calls = 0
+        found[way] = list(measured_steps.measured_steps(job(optimizer=sgd), way, tmp_path))
+        calls[way] = Layer.calls
+    assert [len(steps) for steps in found.values()] == [2, 2, 2]
+    assert (calls[EAGER], calls[CHECKPOINTING]) == (4, 8)
+    assert found[EAGER][0]["difference"] is None
+    assert found[EAGER][1]["loss"] < found[EAGER][0]["loss"]  # the optimizer ran
+    for way in (CHECKPOINTING, STREAMBP):
+        assert found[way][0]["difference"] < 1e-12
+        assert [step["loss"] for step in found[way]] == pytest.approx([step["loss"] for step in found[EAGER]], rel=1e-12)
+    monkeypatch.setattr(
+        accumulate, "add_part", lambda total, part, is_first: (total.zero_() if is_first else total).add_(part, alpha=2)
+    )
+    torch._dynamo.reset()
+    assert next(measured_steps.measured_steps(job(), STREAMBP, tmp_path))["difference"] > 1e-3
+
+
+def test_random_numbers_and_models_without_layers_are_reported(tmp_path: Path) -> None:
+    dropping = job(build=lambda: (nn.Dropout(0.5), (torch.ones(2, 8, requires_grad=True),), {}))
+    assert next(measured_steps.measured_steps(dropping, EAGER, tmp_path))["is_random"]
+    assert list(measured_steps.measured_steps(dropping, CHECKPOINTING, tmp_path)) == [{"missing": measured_steps.NO_LAYERS}]
+
+
+def test_the_table_has_ratios_to_checkpointing_or_to_eager() -> None:
+    eager = MeasuredWay("eager", loss=2.0, peak_bytes=4 << 20, step_seconds=1.0)
+    checkpointing = MeasuredWay("gradient checkpointing", loss=2.0, difference=0.0, peak_bytes=2 << 20, step_seconds=1.5)
+    streamed = MeasuredWay("streambp", loss=2.0, difference=1e-7, peak_bytes=1 << 20, step_seconds=1.5)
+    text = str(Comparison([eager, checkpointing, streamed], 2))
+    assert "4.0 MiB (2.00)" in text and "1.0 MiB (0.50)" in text and "✓ 1.0e-07" in text
+    assert (
+        text.splitlines()[-1]
+        == "streambp: 1.0 MiB where gradient checkpointing takes 2.0 MiB (0.50 times), in 1.00 times its time"
+    )
+    without = Comparison([eager, MeasuredWay("gradient checkpointing", "out of memory"), streamed], 2)
+    assert without.ok and "gradient checkpointing: out of memory" in str(without) and "where eager takes 4.0 MiB" in str(without)
+    alone = Comparison([MeasuredWay(way, "out of memory") for way in WAYS[:2]] + [streamed], 2)
+    assert alone.ok and "1.0 MiB" in str(alone) and "where" not in str(alone)
+    wrong = Comparison([eager, checkpointing, MeasuredWay("streambp", difference=0.5, is_equal=False)], 2)
+    assert not wrong.ok and "✗ 5.0e-01" in str(wrong)
+    assert not Comparison([eager, MeasuredWay("streambp", "out of memory")], 2).ok
+    assert json.loads(json.dumps(wrong.summary()))["ways"][2]["difference"] == 0.5
+
+
+def defined_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> type:
+    """Return a class that pickle finds in a `__main__` without a file."""
+    notebook = ModuleType("__main__")
+    notebook.Own = type("Own", (nn.Linear,), {"__module__": "__main__"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    return notebook.Own
+
+
+def test_what_no_process_can_get_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Linear):
+        pass
+
+    x = torch.ones(2, 4)
+    for call, message in (
+        (lambda: streamfx.compare(Own(4, 4), x), r"must be picklable(?s:.*)define its class in a module"),
+        (lambda: streamfx.compare(nn.Linear(4, 4), x, loss=lambda y: y.sum()), "must be picklable"),
+        (lambda: streamfx.compare(mean_square, x), "missing a required argument: 'logits'"),  # type: ignore[arg-type]
+        (lambda: streamfx.compare(nn.Linear(4, 4), x, steps=0), "steps must be 1 or more"),
+        (lambda: streamfx.compare(defined_in_a_notebook(monkeypatch)(4, 4), x), "interactive session or notebook"),
+    ):
+        with pytest.raises(NotComparableError, match=message):
+            call()
+    with pytest.raises(streamfx.OptionError, match="did you mean 'chunk_size'"):
+        streamfx.compare(Causal(), IDS, IDS, chunksize=4)
+    monkeypatch.setattr(measured_steps, "is_measuring", True)
+    with pytest.raises(NotComparableError, match="__main__"):
+        streamfx.compare(nn.Linear(4, 4), x)
+
+
+# -- in processes
+
+SCRIPT = """
+import torch, streamfx
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8)])
+    def forward(self, x):
+        return self.layers[0](x).square().mean()
+def kill(y):
+    import os, signal
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+GUARDED = """
+if __name__ == "__main__":
+    print(streamfx.compare({}, steps=1, chunk_size=16).summary()["ways"])
+"""
+CALLS = {
+    "Own(), torch.ones(1, 64, 8)": "'difference': 0.0",
+    "Own, torch.ones(1, 64, 8), loss=kill": "[{'name': 'eager', 'missing': 'out of memory'",
+    "Own(), torch.ones(1, 64, 9)": "RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+}
+
+
+def ran(folder: Path, code: str) -> str:
+    (folder / "script.py").write_text(SCRIPT + code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+@pytest.mark.parametrize("call", CALLS)
+def test_a_script_compares_its_own_model(call: str, tmp_path: Path) -> None:
+    assert CALLS[call] in ran(tmp_path, GUARDED.format(call))
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+def test_a_script_without_a_guard_is_told_to_have_one(tmp_path: Path) -> None:
+    assert "under `if __name__ == '__main__':`" in ran(tmp_path, "streamfx.compare(Own(), torch.ones(1, 64, 8))\n")
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+def test_the_command_prints_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 128, **sizes}))
+    assert main(["compare", str(tmp_path), "--seq", "64", "--steps", "1", "--options", '{"chunk_size": 16}', "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [way["missing"] for way in found["ways"]] == ["", "", ""]
+    assert all(way["peak_bytes"] > 0 for way in found["ways"])
