@@ -69,8 +69,7 @@ class _Analysis:
 
         `separate_reductions`: why reductions over ranks cannot run in loops; None if they can.
         """
-        self.joint, self.axes = joint, axes
-        self.fallbacks, self.separate_reductions = fallbacks, separate_reductions
+        self.joint, self.axes, self.fallbacks, self.separate_reductions = joint, axes, fallbacks, separate_reductions
         self.roles: dict[fx.Node, dict[AxisLabel, Role]] = {}
         self.storage_classes: dict[fx.Node, tuple[StorageClass, ...]] = {}
         self.reasons: dict[fx.Node, str] = {}
@@ -316,9 +315,8 @@ class _Analysis:
     def _has_sequence_twice(self, node: fx.Node) -> bool:
         """Return whether a dimension is a product of two sequence axes, `(t t)`, so that rows cannot be sliced."""
         members = self.axes.sequence.members if self.axes.sequence else {}
-        operands: list[DimAxes] = [self.axes.shapes[operand] for operand in tensor_operands(node)]
-        dims = (dim for value in (*operands, *self.axes.results[node]) for dim in value)
-        factors = (self.axes.table.resolve(dim) for dim in dims if dim)
+        shapes = [*(self.axes.shapes[operand] for operand in tensor_operands(node)), *self.axes.results[node]]
+        factors = (self.axes.table.resolve(dim) for shape in shapes for dim in shape)
         return any(len(found) > 1 and sum(factor in members for factor in found) > 1 for found in factors)
 
     def _roles(

@@ -9,7 +9,6 @@ version 4). A build whose operators take other arguments is not recognized.
 from __future__ import annotations
 
 import re
-from functools import cache
 from typing import Any
 
 from streamfx.torch_private import OpOverload
@@ -29,7 +28,6 @@ ARGUMENTS = {
 }
 
 
-@cache
 def operator_name(target: Any) -> str | None:
     """Return an operator's name, such as `aten::mm`; None for a Python function.
 

@@ -75,7 +75,7 @@ def count_changes(numbers: range, kinds: tuple[str, ...]) -> int:
     failures, changed, began = 0, 0, time.monotonic()
     for done, number in enumerate(numbers, 1):
         outcome = change_over.tried(numbered(number, kinds))
-        if isinstance(outcome, change_over.Failure):
+        if isinstance(outcome, Failure):
             failures += 1
             print(f"\n{number}: {outcome.sort}\n{outcome}", flush=True)
         else:

@@ -8,7 +8,7 @@ import torch
 from tests.random_decoders.checking import Failure, executed, small_and_interpreted, sort_of
 from tests.random_decoders.specification import Decoder
 from tests.support.background import Imitation, imitated
-from tests.support.exactness import assert_small, errors, outcome, started
+from tests.support.exactness import assert_small, errors, fresh, gradient_errors, outcome
 
 POLLS = (1, 2)  # the answers arrive as the n-th step after the jobs were submitted begins
 
@@ -33,10 +33,15 @@ def changes_of(decoder: Decoder) -> int:
         with TemporaryDirectory() as folder, small_and_interpreted(), imitated(Path(folder), Imitation(polls=polls)) as process:
             call = torch.compile(model, backend="streambp", options=options)
             found = [outcome(call, model, inputs, reduce) for _ in range(1 + polls)]
-            finish_open_step = started(call, model, inputs, reduce)  # eager bodies
-            found += [outcome(call, model, inputs, reduce), finish_open_step(), outcome(call, model, inputs, reduce)]
-        for step in found:
-            assert_small(errors(step, eager), names["tolerance"], f"steps whose bodies change over after {polls} polls")
+            open_loss = reduce(call(**fresh(inputs)))  # of a step with eager bodies
+            found.append(outcome(call, model, inputs, reduce))
+            model.zero_grad(set_to_none=True)
+            open_loss.backward()
+            gradients = {name: None if weight.grad is None else weight.grad.clone() for name, weight in model.named_parameters()}
+            found.append(outcome(call, model, inputs, reduce))
+        of_open_step = gradient_errors(gradients, {name: eager.gradients[name] for name in gradients})
+        for step in (of_open_step, *(errors(one, eager) for one in found)):
+            assert_small(step, names["tolerance"], f"steps whose bodies change over after {polls} polls")
         numbers = [number for _, _, number in process.snapshots]
         assert not process.started or numbers[-1] >= 1, "bodies were compiled, and did not change over"
         changed += sum(number >= 1 for number in numbers)

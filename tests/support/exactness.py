@@ -78,28 +78,18 @@ def call(function: Callable[..., Any], inputs: Inputs) -> Any:
 
 def outcome(function: Callable[..., Any], model: nn.Module, inputs: Inputs, reduce: Reduce = scalar_of) -> Outcome:
     """Run forward and backward, with gradients cleared before."""
-    return started(function, model, inputs, reduce)()
-
-
-def started(function: Callable[..., Any], model: nn.Module, inputs: Inputs, reduce: Reduce = scalar_of) -> Callable[[], Outcome]:
-    """Run forward; return a function that clears gradients, and runs backward. Other steps may come in between."""
     own = fresh(inputs)
     model.zero_grad(set_to_none=True)
     outputs = call(function, own)
     attached = frozenset(name for name, item in named_outputs(outputs).items() if item.requires_grad)
-
-    def finish() -> Outcome:
-        model.zero_grad(set_to_none=True)
-        reduce(outputs).backward()
-        given = {f"input{pytree.keystr(path)}": item for path, item in pytree.tree_flatten_with_path(own)[0]}
-        asked = {name: item for name, item in given.items() if isinstance(item, Tensor) and item.requires_grad}
-        gradients = {name: item.grad for name, item in (*model.named_parameters(), *asked.items())}
-        made = {f"gradient of {name}": item for name, item in gradients.items()}
-        values = {f"value of {name}": item for name, item in (*model.named_parameters(), *given.items())}
-        together = in_one_memory({**named_tensors(outputs), **made, **values})
-        return Outcome(named_tensors(outputs), {name: clone(item) for name, item in gradients.items()}, together, attached)
-
-    return finish
+    reduce(outputs).backward()
+    given = {f"input{pytree.keystr(path)}": item for path, item in pytree.tree_flatten_with_path(own)[0]}
+    asked = {name: item for name, item in given.items() if isinstance(item, Tensor) and item.requires_grad}
+    gradients = {name: item.grad for name, item in (*model.named_parameters(), *asked.items())}
+    made = {f"gradient of {name}": item for name, item in gradients.items()}
+    values = {f"value of {name}": item for name, item in (*model.named_parameters(), *given.items())}
+    together = in_one_memory({**named_tensors(outputs), **made, **values})
+    return Outcome(named_tensors(outputs), {name: clone(item) for name, item in gradients.items()}, together, attached)
 
 
 def clone(gradient: Tensor | None) -> Tensor | None:
