@@ -308,6 +308,7 @@ BLOCKS: dict[str, Callable[[Figures], str]] = {
     "on the frontier": on_the_frontier,
     "steps on an H100": measured.steps,
     "attention on an H100": measured.attention,
+    "a first step": measured.first_step,
 }
 
 

@@ -1,10 +1,12 @@
-"""Tables of what GPUs printed: docs/measured holds lines of `python -m benchmarks.gpu`, under a line of conditions."""
+"""Tables of docs/measured: lines of `python -m benchmarks.gpu`, under a line of conditions; and of a first step, by phase."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from benchmarks.tables import markdown
 
 FOLDER = Path(__file__).parents[1] / "docs" / "measured"
 WAYS = {
@@ -66,3 +68,8 @@ def attention(_: dict[str, dict[str, Any]]) -> str:
             ]
             lines.append(f"| {check.split()[2]} | {case.split()[0]} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def first_step(_: dict[str, dict[str, Any]]) -> str:
+    """Processor seconds of a first step, by phase and number of layers."""
+    return markdown(json.loads((FOLDER / "first-step.json").read_text())["first_step"])

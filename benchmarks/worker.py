@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks.phases import first_step_seconds
 from benchmarks.training import Training
 
 
@@ -61,6 +62,13 @@ def analysis_seconds(training: Training) -> dict[str, Any]:
     return {name: found[name] for name in ("tracing", "passes", "nodes")}
 
 
+def first_step(training: Training) -> dict[str, Any]:
+    """Processor seconds of the first step by phase, on one thread: others count while they wait. Modules are loaded."""
+    torch.set_num_threads(1)
+    warm(training)
+    return first_step_seconds(training)
+
+
 def _timed(training: Training) -> dict[str, float]:
     training.prepare()
     wall, processor = time.perf_counter(), time.process_time()
@@ -68,7 +76,7 @@ def _timed(training: Training) -> dict[str, float]:
     return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - processor}
 
 
-QUESTIONS = {"warm": warm, "compile": compile_seconds, "analysis": analysis_seconds}
+QUESTIONS = {"warm": warm, "compile": compile_seconds, "analysis": analysis_seconds, "first step": first_step}
 
 
 def main() -> None:

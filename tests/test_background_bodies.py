@@ -20,10 +20,9 @@ from streamfx.runtime.background_bodies import wait_for_compiled_bodies
 from streamfx.runtime.body_jobs import BodyJob, UnknownOperatorError, decode_graph, encode_graph, find_operator
 from streamfx.runtime.compile_process import Answer
 from streamfx.runtime.step_bodies import StepBodies
-from tests.random_decoders.checking import executed, small_and_interpreted
+from tests.random_decoders.change_over import changes_of
 from tests.random_decoders.kinds import numbered
 from tests.support.background import Imitation, imitated
-from tests.support.exactness import errors, outcome
 from tests.support.small import Causal, tokens
 from tests.support.spread import only
 from tests.support.stretches import for_sizes
@@ -298,26 +297,9 @@ def test_eager_bodies_take_no_more_memory(tmp_path: Path) -> None:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("number", only(range(2), range(500)))
-def test_random_decoders_are_exact_at_each_change(number: int, tmp_path: Path) -> None:
+def test_random_decoders_are_exact_at_each_change(number: int) -> None:
     """Bodies change over in each of several steps; all steps have eager's gradients."""
-    decoder = numbered(number)
-    names = executed(decoder)
-    model, inputs, tolerance = names["model"], names["inputs"], names["tolerance"]
-    options = {name: value for name, value in names["options"].items() if name not in ("also", "bodies")}
-    if (decoder.calls, decoder.precision, decoder.adjoints) != ("one", "float64", "exact"):
-        pytest.skip("called in other ways, or not in float64")
-    eager = outcome(model, model, inputs, names["reduce"])
-    if not all(bool(gradient.isfinite().all()) for gradient in eager.gradients.values() if gradient is not None):
-        pytest.skip("eager's gradients are not finite")
-    for polls in (1, 2):
-        torch._dynamo.reset()
-        with small_and_interpreted(), imitated(tmp_path, Imitation(polls=polls)) as process:
-            call = torch.compile(model, backend="streambp", options=options)
-            for _ in range(polls + 4):
-                found = errors(outcome(call, model, inputs, names["reduce"]), eager)
-                assert all(error <= tolerance for error in found.values()), (decoder, found)
-        numbers = [number for _, _, number in process.snapshots]
-        assert not numbers or numbers[-1] >= 1 or not process.started
+    changes_of(numbered(number))
 
 
 @pytest.mark.compiled

@@ -23,10 +23,13 @@ from benchmarks.gpu.command import CLOSING, ROOT, START, Journal, Schedule
 from benchmarks.gpu.models import TINY
 from benchmarks.gpu.process import Worker, WorkerTimeoutError
 from benchmarks.gpu.table import MOST_LINES
+from benchmarks.phases import AFTER_PASSES, BEFORE_PASSES, SECOND, TOTAL, first_step_seconds
 from benchmarks.settings import Settings
 from benchmarks.training import Training
 from benchmarks.turns import Outcome, in_turns
 from benchmarks.ways import WAYS
+from streamfx.options import Options
+from streamfx.passes import pipeline
 from tests.support.spread import only
 from tests.support.tables import named_cases
 
@@ -58,6 +61,15 @@ def test_a_way_that_cannot_run_has_a_reason(capsys: pytest.CaptureFixture[str]) 
 def test_ratios_compare_runs_of_one_round() -> None:
     one, other = Outcome(later=[{"s": 1.0}, {"s": 10.0}, {"s": 2.0}]), Outcome(later=[{"s": 2.0}, {"s": 20.0}, {"s": 2.0}])
     assert one.over(other, "s") == 0.5
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+def test_phases_of_a_first_step_add_up() -> None:
+    found = first_step_seconds(Training("streambp, eager bodies", **DECODER, options={"chunk_size": 8, "loss_chunk_size": 8}))
+    names = {a_pass.name for a_pass in pipeline(Options())}
+    assert names <= found.keys() and {*BEFORE_PASSES, *AFTER_PASSES} == found.keys() - names
+    assert sum(found.values()) - found[TOTAL] - found[SECOND] == pytest.approx(found[TOTAL])
 
 
 def test_figures_are_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from benchmarks.settings import Rows, Settings
 from benchmarks.suites.analysis import analysis
 from benchmarks.suites.compilation import compilation
+from benchmarks.suites.first_step import first_step
 from benchmarks.suites.growth import growth
 from benchmarks.suites.head import head
 from benchmarks.suites.host import host
@@ -23,6 +24,6 @@ SUITES: dict[str, Callable[[Settings], Rows]] = {
     suite.__name__: suite
     for suite in (
         *(step, masks, objectives, head, mlp, longest, operations, growth, recurrences),
-        *(compilation, analysis, host, short),
+        *(compilation, analysis, first_step, host, short),
     )
 }

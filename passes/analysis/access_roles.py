@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import ClassVar
 
 from torch import fx
@@ -69,12 +69,12 @@ class _Analysis:
 
         `separate_reductions`: why reductions over ranks cannot run in loops; None if they can.
         """
-        self.joint, self.axes = joint, axes
-        self.fallbacks, self.separate_reductions = fallbacks, separate_reductions
+        self.joint, self.axes, self.fallbacks, self.separate_reductions = joint, axes, fallbacks, separate_reductions
         self.roles: dict[fx.Node, dict[AxisLabel, Role]] = {}
         self.storage_classes: dict[fx.Node, tuple[StorageClass, ...]] = {}
         self.reasons: dict[fx.Node, str] = {}
         self._sequence_dims: dict[fx.Node, tuple[int, ...]] = {}
+        self._sequence_labels = cache(self._find_sequence_labels)
 
     def run(self) -> AccessFacts:
         """Visit the graph in program order; return roles, storage classes, and why operators are not chunked."""
@@ -122,7 +122,7 @@ class _Analysis:
             self._sequence_dims[node] = self.axes.sequence_dims(self.axes.shapes[node])
         return self._sequence_dims[node]
 
-    def _sequence_labels(self, node: fx.Node) -> list[AxisLabel]:
+    def _find_sequence_labels(self, node: fx.Node) -> list[AxisLabel]:
         """Return the axis labels of an operator that range over the sequence, or over an axis derived from it."""
         labels = self.axes.labels.get(node, {})
         return [label for label, dim in labels.items() if self.axes.sequence_factor(dim) is not None]
@@ -315,9 +315,9 @@ class _Analysis:
     def _has_sequence_twice(self, node: fx.Node) -> bool:
         """Return whether a dimension is a product of two sequence axes, `(t t)`, so that rows cannot be sliced."""
         members = self.axes.sequence.members if self.axes.sequence else {}
-        operands: list[DimAxes] = [self.axes.shapes[operand] for operand in tensor_operands(node)]
-        dims = (dim for value in (*operands, *self.axes.results[node]) for dim in value)
-        return any(sum(factor in members for factor in self.axes.table.resolve(dim)) > 1 for dim in dims)
+        shapes = [*(self.axes.shapes[operand] for operand in tensor_operands(node)), *self.axes.results[node]]
+        factors = (self.axes.table.resolve(dim) for shape in shapes for dim in shape)
+        return any(len(found) > 1 and sum(factor in members for factor in found) > 1 for found in factors)
 
     def _roles(
         self, node: fx.Node, signature: Signature, labels: list[AxisLabel], orientation: dict[tuple[fx.Node, AxisLabel], Role]

@@ -248,6 +248,8 @@ def _attention_axis(joint: JointGraph, axes: AxisFacts) -> AxisFactor | None:
     """
     votes: Counter[AxisFactor] = Counter()  # for each axis, how many values or fused attentions have it twice
     for node, signature in axes.signatures.items():
+        if not signature.keys:
+            continue
         factors = {label: set(axes.table.resolve(dim)) for label, dim in axes.labels[node].items()}
         keys = {factor for label in signature.keys for factor in factors.get(label, ())}
         votes.update(keys & {factor for label, dim in factors.items() if label not in signature.keys for factor in dim})

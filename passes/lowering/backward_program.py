@@ -6,6 +6,7 @@ after the forward program, which returns these values.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 from typing import Any
 
@@ -53,8 +54,9 @@ class BackwardBuilder(HostProgramBuilder):
 
     def _is_saved(self, node: fx.Node) -> bool:
         """Return whether the forward program can save a value for this program."""
-        is_dropped = self.plan.is_dropped(node)
-        return is_tensor(node) and self.forward.has(node) and not is_dropped and node not in self._recomputed
+        if not self.forward.has(node) or not is_tensor(node):
+            return False
+        return not self.plan.is_dropped(node) and node not in self._recomputed
 
     def value(self, node: fx.Node) -> fx.Node | None:
         """Return the node of a value, adding a placeholder if the forward program can save it; None if it cannot.
@@ -159,17 +161,19 @@ class BackwardBuilder(HostProgramBuilder):
             else:
                 previous.append(placeholder)
             previous = placeholder
+        times_saved = Counter(self.forward.env[node] for node in self.saved)
         for node, placeholder in self.saved.items():
-            placeholder.meta[EXCLUSIVE] = self._is_saved_exclusively(node)
+            is_saved_once = times_saved[self.forward.env[node]] == 1
+            placeholder.meta[EXCLUSIVE] = is_saved_once and self._is_used_here_only(node)
         saved = self.nodes_to_save() + [self.forward.states[node] for node in self.states]
         objects = [self.forward.env[node] for node in self.objects]
         return saved, objects + [self.forward.symbol(symbol) for symbol in self.symbol_values]
 
-    def _is_saved_exclusively(self, node: fx.Node) -> bool:
+    def _is_used_here_only(self, node: fx.Node) -> bool:
         """Return whether a saved value is a loop's result that the forward program passes to this program only."""
         value = self.forward.env[node]
-        is_saved_once = [self.forward.env[other] for other in self.saved].count(value) == 1 and node not in self.joint.outputs
-        return is_saved_once and not value.users and is_owned_here(find_view_base(value), self.forward.module)
+        is_private = node not in self.joint.outputs and not value.users
+        return is_private and is_owned_here(find_view_base(value), self.forward.module)
 
 
 def _is_unchanged_input(node: fx.Node) -> bool:

@@ -38,10 +38,11 @@ class BodyInputs:
     """
 
     def __init__(self) -> None:
-        """Begin with an empty graph. `placeholders` maps (feed, source) to the placeholder."""
+        """Begin with an empty graph. `placeholders` maps (feed, source) to the placeholder, `numbers` sizes to theirs."""
         self.graph = fx.Graph()
         self.last_placeholder: fx.Node | None = None
         self.placeholders: dict[Any, fx.Node] = {}
+        self.numbers: dict[Size, fx.Node] = {}
         self.feeds: list[Feed] = []
         self.sources: list[fx.Node | None] = []
         self.buffers: list[Buffer] = []
@@ -67,8 +68,10 @@ class BodyInputs:
         """Return a size as an argument: a literal, or a placeholder whose value is computed for each chunk."""
         if isinstance(size, int):
             return size
-        self.symbols |= free_symbols([size])
-        return self.feed("n", Number(size), None)
+        if size not in self.numbers:
+            self.symbols |= free_symbols([size])
+            self.numbers[size] = self.feed("n", Number(size), None)
+        return self.numbers[size]
 
     def input_rows(self, value: fx.Node, source: fx.Node, dims: Sequence[SequenceAccess]) -> fx.Node:
         """Return the placeholder for the rows that an operator reads of a value that exists between loops.

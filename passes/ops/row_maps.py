@@ -39,6 +39,8 @@ SINGLE = of_kind(Kind.SELECT, Kind.UNBIND) | {aten.select_scatter.default, aten.
 READS = of_kind(Kind.SLICE, Kind.SELECT)
 OVERWRITES = of_kind(Kind.OVERWRITE_ROWS)
 EMBEDS = of_kind(Kind.PAD) | {aten.slice_backward.default, aten.select_backward.default}
+# the results of all others consist of no other value's rows (`find_sources`)
+MOVES_ROWS = READS | OVERWRITES | EMBEDS | of_kind(Kind.CONCAT, Kind.STACK) | {operator.getitem, aten.add.Tensor}
 
 
 class RowSlice(NamedTuple):

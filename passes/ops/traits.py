@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,12 +52,18 @@ def is_random(node: fx.Node) -> bool:
     """
     if node.target is draw_seed:
         return True
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if not _may_draw(node.target):
         return False
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":  # the meaning of its arguments is unknown
         return True
     arguments = bound_arguments(node)
     return arguments.get("dropout_p", arguments.get("p", 1.0)) != 0.0
+
+
+@lru_cache(1 << 10)
+def _may_draw(target: Any) -> bool:
+    """Return whether an operator is marked as one that draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def is_expensive(node: fx.Node) -> bool:

@@ -325,18 +325,17 @@ class _StageFinder:
             reordered = move_last_stage_first(self.backward, stage_of_recomputed, num_stages - 1)
             self.backward = self.move_up_operators_on_sums(reordered)
         position = {node: i for i, node in enumerate(self.backward)}
-        uses_of_stage: list[list[int]] = [[] for _ in range(num_stages)]
+        first_use, last_use = [len(self.backward)] * num_stages, [-1] * num_stages  # of the values that a stage recomputes
         for node in self.backward:
             for source in node.all_input_nodes:
                 if source in stage_of and source not in stored and self.occupies_memory(source):
-                    uses_of_stage[stage_of[source]].append(position[node])
+                    last_use[stage_of[source]] = position[node]
+                    first_use[stage_of[source]] = min(first_use[stage_of[source]], position[node])
         costs = self.cut_costs(self.backward, position)
         bounds = [0]
         for stage in range(num_stages - 1, 0, -1):
-            last_own_use = max((use for uses in uses_of_stage[stage:] for use in uses), default=-1)
-            next_use = min((use for uses in uses_of_stage[:stage] for use in uses), default=len(self.backward))
-            min_bound = max(last_own_use + 1, bounds[-1])
-            candidates = range(min_bound, max(next_use, min_bound) + 1)
+            min_bound = max(max(last_use[stage:]) + 1, bounds[-1])
+            candidates = range(min_bound, max(min(first_use[:stage]), min_bound) + 1)
             bound = min(candidates, key=lambda i: (costs[i - 1] if i else 0, i))
             while bound and costs[bound - 1] >= PROHIBITIVE_COST:  # a query-by-key value is never stored for a later segment
                 bound += 1

@@ -6,6 +6,7 @@ variant that later passes read. For example, all attention kernels become `strea
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from streamfx.ir.facts import Facts
 from streamfx.ir.joint import erase_unused, joint_graph
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import DRAW
+from streamfx.passes.ops.hub_kernels import operator_name
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.rewrite.attention import flash_attn, flex, gqa, sdpa_variants, shifted_scores, sink, softmax, softmax_sink
 from streamfx.passes.rewrite.attention.head_groups import split_heads_into_groups
@@ -157,10 +159,16 @@ def canonicalize(graph: fx.Graph, num_results: int | None = None) -> None:
     write to them: they are not merged with equal values.
     """
     simplify(graph, RULES, num_results)
-    while simplify(graph, LATE_RULES, num_results):
+    while _has_target(graph, LATE_RULES) and simplify(graph, LATE_RULES, num_results):
         simplify(graph, RULES, num_results)
     remove_undone_permutations(graph, GROUPED_MM_HANDLERS)
     erase_unused(graph)
+
+
+def _has_target(graph: fx.Graph, rules: Iterable[RewriteRule]) -> bool:
+    """Return whether a graph has an operator to which a rule may apply."""
+    targets = {target for rule in rules for target in rule.targets}
+    return any(node.target in targets or operator_name(node.target) in targets for node in graph.nodes)
 
 
 def record_draws(graph: fx.Graph) -> None:

@@ -116,7 +116,7 @@ def introduces_axes(node: fx.Node) -> bool:
     Such operators are not merged: `arange(n)` for the batch and for the sequence are equal if both have n rows, but after a
     merge, the analysis of axes would take both dimensions for one axis.
     """
-    return not any(is_tensor(source) for source in node.all_input_nodes) or node.target in ADDS_AXES
+    return node.target in ADDS_AXES or not any(map(is_tensor, node.all_input_nodes))
 
 
 def merge_key(node: fx.Node) -> Any:

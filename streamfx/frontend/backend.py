@@ -26,10 +26,12 @@ from streamfx.errors import IntegrationError, NotStreamedError, OptionError, Ove
 from streamfx.fallbacks import strict_error, try_step, warn_if_partly_on_meta
 from streamfx.frontend.associative_scan_match import replace_scan_trees
 from streamfx.frontend.capture import initial_facts
+from streamfx.frontend.gc_pause import pause_gc
 from streamfx.frontend.mask_buffers import MaskGuard, WatchedInput, patterns_of, watched_inputs
 from streamfx.frontend.quick_bound import find_fitting_lengths
 from streamfx.frontend.split_graphs import TwoSequencesError
 from streamfx.frontend.ssd_matmul import replace_ssd_products
+from streamfx.frontend.stack_room import call_with_room
 from streamfx.frontend.unchunked_choice import ChunkableCompilation, FitsUnchunkedError
 from streamfx.frontend.weight_ids import weight_ids
 from streamfx.ir.facts import Facts
@@ -54,7 +56,6 @@ from streamfx.tools.report.fallback_reasons import check_budget
 from streamfx.tools.report.notices import note, priced, warn_about_lost_writes, warn_if_no_gain, warn_if_torch_untested
 from streamfx.tools.report.printer import show_product
 from streamfx.torch_private import (
-    NoMaskForCudnn,
     aot_autograd,
     default_partition,
     dynamo_input_indices,
@@ -62,13 +63,14 @@ from streamfx.torch_private import (
     keep_saved_tensors,
     min_cut_rematerialization_partition,
     mutated_inputs,
+    no_function_modes,
     reset_tracing_on_error,
     static_inputs,
 )
 from streamfx.torch_private.autograd import inputs_in_results, inputs_with_gradients
 from streamfx.torch_private.dynamo import register_backend_names, unwrap_errors
 from streamfx.torch_private.inductor import InductorFailedError, compile_dynamo_graph
-from streamfx.torch_private.symbolic_sizes import FirstProxyOfSymbol, pair_dimensions
+from streamfx.torch_private.symbolic_sizes import pair_dimensions, tracing_modes
 
 COMPILE = 'it is a backend: write torch.compile(model, backend="streambp"), or streamfx.enable(model)'
 
@@ -105,7 +107,7 @@ def streambp(
         warn_about_lost_writes(module.graph)
         compilation, start = Compilation(module, resolve_options(options)), time.perf_counter()
         with show_activity("tracing", compilation.options.progress):
-            run = compilation.compile(example_inputs)
+            run = call_with_room(compilation.compile, example_inputs)
         note(compilation.facts, time.perf_counter() - start, unchunked=compilation.is_trained_unchunked)
         return run
 
@@ -149,7 +151,7 @@ class Compilation(ChunkableCompilation):
             self.is_trained_unchunked = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
             return self._compile_unchunked(inputs)
         try:
-            with reset_tracing_on_error(), NoMaskForCudnn(), FirstProxyOfSymbol():
+            with pause_gc(), reset_tracing_on_error(), tracing_modes(inputs):
                 return self._compile(inputs)
         except FitsUnchunkedError:
             return self._compile_unchunked(inputs)
@@ -190,8 +192,8 @@ class Compilation(ChunkableCompilation):
         compiler = aot_autograd(
             fw_compiler=self.run_forward,
             bw_compiler=self.run,
-            inference_compiler=self.run_inference,
-            partition_fn=self.partition_stagewise,
+            inference_compiler=no_function_modes()(self.run_inference),
+            partition_fn=no_function_modes()(self.partition_stagewise),
             decompositions=DECOMPOSITIONS,
         )
         strict = self.options.strict

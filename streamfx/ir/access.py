@@ -66,7 +66,7 @@ class Layout:
     """Axes, roles, and spans combined: locate the rows of a value, and the rows that a chunk reads.
 
     `truncations` has the recurrences whose gradients reach back a limited number of rows. The graph and its facts must not
-    change while a layout is in use, because `operand_accesses` caches its results.
+    change while a layout is in use, because `operand_accesses` and `placements` cache results.
     """
 
     axes: AxisFacts
@@ -76,6 +76,7 @@ class Layout:
     _accesses: dict[tuple[fx.Node, Span | None], tuple[OperandAccess, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
+    _placements: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def rows(self, dim: Dim) -> RowRange:
         """Return the rows of the sequence that a sequence dimension holds, as (offset, length, rows per block).
@@ -107,8 +108,12 @@ class Layout:
         )
 
     def placements(self, value: fx.Node) -> tuple[Placement, ...]:
-        """Return the placement of the sequence in each sequence dimension of a value."""
-        return tuple(self.placement(value, dim_index) for dim_index in self.axes.sequence_dims(self.axes.shapes[value]))
+        """Return the placement of the sequence in each sequence dimension of a value. Results are cached."""
+        placements = self._placements.get(value)
+        if placements is None:
+            dims = self.axes.sequence_dims(self.axes.shapes[value])
+            placements = self._placements[value] = tuple(self.placement(value, dim_index) for dim_index in dims)
+        return placements
 
     def full_shape(self, value: fx.Node) -> tuple[Size, ...]:
         """Return the sizes of all dimensions of a value, for all rows of the sequence."""
@@ -124,7 +129,7 @@ class Layout:
 
     def is_recomputed_per_consumer(self, node: fx.Node) -> bool:
         """Return whether each consumer recomputes a query-by-key value, such as a mask, for its own key positions."""
-        return self.access.storage_class(node) is StorageClass.PAIR and node in self.key_spans.recomputed_per_consumer
+        return node in self.key_spans.recomputed_per_consumer and self.access.storage_class(node) is StorageClass.PAIR
 
     def operand_accesses(self, node: fx.Node, consumer_span: Span | None = None) -> tuple[OperandAccess, ...]:
         """Return the rows that an operator reads inside a loop, one `OperandAccess` per tensor operand.
@@ -151,10 +156,10 @@ class Layout:
         signature, roles = self.axes.signatures[node], self.access.roles.get(node, {})
         for operand, labels_of_dims in zip(tensor_operands(node), signature.operands, strict=True):
             sequence_dims: list[SequenceAccess] = []
-            for dim_index in self.axes.sequence_dims(self.axes.shapes[operand]):
-                label = next(label for label in labels_of_dims[dim_index] if label in roles)
+            for placement in self.placements(operand):
+                label = next(label for label in labels_of_dims[placement.dim] if label in roles)
                 selector = self._selector(node, label, roles[label], consumer_span)
-                sequence_dims.append(SequenceAccess(self.placement(operand, dim_index), roles[label], selector))
+                sequence_dims.append(SequenceAccess(placement, roles[label], selector))
             yield OperandAccess(operand, tuple(sequence_dims))
 
     def _selector(self, node: fx.Node, label: AxisLabel, role: Role, consumer_span: Span | None) -> Selector:

@@ -175,7 +175,8 @@ class AccessFacts:
 
     def is_in_loop(self, node: fx.Node) -> bool:
         """Return whether any result of a node is computed chunk by chunk."""
-        return any(storage_class not in NOT_IN_LOOPS for storage_class in self.storage_classes.get(node, ()))
+        storage_classes = self.storage_classes.get(node, ())
+        return bool(storage_classes) and not all(map(NOT_IN_LOOPS.__contains__, storage_classes))
 
 
 @dataclass(frozen=True)

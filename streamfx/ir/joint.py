@@ -251,6 +251,8 @@ def int_argument(node: fx.Node, position: int) -> int:
 
 def tensor_operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the tensor arguments in call order, with repetitions."""
+    if not node.kwargs and not any(isinstance(argument, (list, tuple, dict, slice)) for argument in node.args):
+        return tuple(filter(is_tensor, node.args))  # type: ignore[arg-type]
     operands: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), lambda argument: operands.append(argument) if is_tensor(argument) else None)
     return tuple(operands)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import sympy
@@ -42,7 +43,8 @@ def product(sizes: Iterable[Size]) -> Size:
     """Return the product of sizes; 1 if there are none."""
     total: Size = 1
     for size in sizes:
-        total = total * size
+        if type(size) is not int or size != 1:  # most are 1, and a product of expressions is slow
+            total = size if type(total) is int and total == 1 else total * size
     return simplified(total)
 
 
@@ -82,4 +84,10 @@ def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
 
 def free_symbols(sizes: Iterable[Size]) -> set[sympy.Symbol]:
     """Return the symbols (dynamic sizes) in some sizes."""
-    return {symbol for size in sizes if isinstance(size, sympy.Expr) for symbol in size.free_symbols}
+    return {symbol for size in sizes if type(size) is not int and isinstance(size, sympy.Expr) for symbol in _symbols_of(size)}
+
+
+@lru_cache(1 << 12)
+def _symbols_of(expression: sympy.Expr) -> frozenset[sympy.Symbol]:
+    """Return the symbols in an expression; sympy looks for them in each call."""
+    return frozenset(expression.free_symbols)

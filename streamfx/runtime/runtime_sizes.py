@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -21,6 +22,8 @@ from streamfx.ir.program import START, STOP, RowRange, ShiftedRows
 from streamfx.ir.sizes import Real, Size, Truth, free_symbols, simplified
 from streamfx.ir.span import Span
 from streamfx.torch_private import PythonPrinter
+
+_cached = lru_cache(1 << 12)  # equal layers have equal sizes, and sympy is slow
 
 
 class member_count(sympy.Function):
@@ -108,6 +111,7 @@ def rows_before(
     return min(max(-first - shift, 0), count + reach)
 
 
+@_cached
 def rows_in_chunk(row_range: RowRange, length: Size) -> Size:
     """Return the number of rows of a derived axis in the current chunk, as an expression; `length`: rows of the sequence."""
     if row_range.offset == 0 and row_range.length == length and row_range.block == 1:
@@ -115,6 +119,7 @@ def rows_in_chunk(row_range: RowRange, length: Size) -> Size:
     return member_count(START, STOP, length, *_member_arguments(row_range))
 
 
+@_cached
 def first_in_chunk(row_range: RowRange, length: Size) -> Size:
     """Return the first row of a derived axis in the current chunk, as an expression; `length`: rows of the sequence."""
     if row_range.offset == 0 and row_range.length == length and row_range.block == 1:
@@ -127,16 +132,19 @@ def _member_arguments(row_range: RowRange) -> tuple[Any, ...]:
     return (row_range.offset, row_range.length, row_range.block) if row_range.block != 1 else (row_range.offset, row_range.length)
 
 
+@_cached
 def rows_shifted(shifted: ShiftedRows, num_rows: Size, length: Size) -> Size:
     """Return the number of rows that the current chunk reads of a shifted axis with `num_rows` rows, as an expression."""
     return shifted_count(START, STOP, length, *_shift_arguments(shifted, num_rows))
 
 
+@_cached
 def first_shifted(shifted: ShiftedRows, num_rows: Size, length: Size) -> Size:
     """Return the first row that the current chunk reads of a shifted axis with `num_rows` rows, as an expression."""
     return shifted_start(START, STOP, length, *_shift_arguments(shifted, num_rows))
 
 
+@_cached
 def rows_before_shifted(shifted: ShiftedRows, num_rows: Size, length: Size) -> Size:
     """Return the number of rows that the current chunk would read before row 0 of a shifted axis, as an expression."""
     return shifted_before(START, STOP, length, *_shift_arguments(shifted, num_rows))
@@ -149,11 +157,13 @@ def _shift_arguments(shifted: ShiftedRows, num_rows: Size) -> tuple[Any, ...]:
     return shifted.rows.offset, shifted.rows.length, shifted.by, num_rows, *window
 
 
+@_cached
 def rows_in_span(row_range: RowRange, span: Span, length: Size) -> Size:
     """Return the number of rows of the current chunk's span in a derived axis, as an expression."""
     return span_count(START, STOP, length, *_bound_arguments(span), row_range.offset, row_range.length)
 
 
+@_cached
 def first_in_span(row_range: RowRange, span: Span, length: Size) -> Size:
     """Return the first row of the current chunk's span in a derived axis, as an expression."""
     return span_start(START, STOP, length, *_bound_arguments(span), row_range.offset, row_range.length)

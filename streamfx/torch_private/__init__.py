@@ -9,7 +9,7 @@ torch versions on which it was tested. AOTAutograd stores a description of each 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +76,7 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "mutated_inputs",
     "no_dispatch",
+    "no_function_modes",
     "no_modes",
     "no_saved_tensor_hooks",
     "placeholder_source",
@@ -284,6 +285,15 @@ def reentrant_dispatch() -> Iterator[None]:
 def no_modes() -> Any:
     """Return a context in which operators bypass the active dispatch modes, such as a FakeTensorMode (2.11, 2.13)."""
     return torch.utils._python_dispatch._disable_current_modes()
+
+
+@contextmanager
+def no_function_modes() -> Iterator[None]:
+    """Context manager: no `TorchFunctionMode` is active. An active one sees each access to a tensor's shape (2.11, 2.13)."""
+    with ExitStack() as restored:
+        for _ in range(torch._C._len_torch_function_stack()):
+            restored.enter_context(torch.overrides._pop_mode_temporarily())
+        yield
 
 
 @contextmanager

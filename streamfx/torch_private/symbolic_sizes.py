@@ -11,7 +11,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from streamfx.node_meta import VALUE
-from streamfx.torch_private import Compiler, no_modes
+from streamfx.torch_private import Compiler, NoMaskForCudnn, fake_mode_of, no_modes
 
 _assumed_sizes: ContextVar[Mapping[Any, int] | None] = ContextVar("streamfx_assumed_sizes", default=None)
 
@@ -76,6 +76,20 @@ class FirstProxyOfSymbol(TorchFunctionMode):
         if tracer is not None and not isinstance(tracer.sympy_expr_tracker, _FirstProxies):
             tracer.sympy_expr_tracker = _FirstProxies(tracer.sympy_expr_tracker)
         return func(*args, **(kwargs or {}))
+
+
+def tracing_modes(inputs: Sequence[Any]) -> ExitStack:
+    """Return a context with the modes that a trace of these inputs needs: `NoMaskForCudnn`, and `FirstProxyOfSymbol`.
+
+    On a CPU, cuDNN does not run; without symbols, no size is dynamic. An active mode makes each access to a tensor slower
+    (2.11, 2.13).
+    """
+    modes, fake_mode = ExitStack(), fake_mode_of(inputs)
+    if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs):
+        modes.enter_context(NoMaskForCudnn())
+    if fake_mode is None or (fake_mode.shape_env is not None and fake_mode.shape_env.var_to_range):
+        modes.enter_context(FirstProxyOfSymbol())
+    return modes
 
 
 def pair_dimensions(graph: fx.Graph) -> None:

@@ -12,6 +12,7 @@ from collections import defaultdict
 
 import torch
 
+from tests.random_decoders import change_over
 from tests.random_decoders.checking import Failure, peaks_of, smallest, tried
 from tests.random_decoders.kinds import KINDS, numbered
 from tests.random_decoders.program import needed, program
@@ -25,6 +26,9 @@ def main() -> int:
     parser.add_argument("--shrink", type=int, default=150, help="how many programs to try for each sort of failure")
     parser.add_argument("--compiled", action="store_true", help="compile all of them with torch.compile, which takes longer")
     parser.add_argument("--kinds", nargs="*", default=(), choices=tuple(KINDS), help="only decoders of these kinds")
+    parser.add_argument(
+        "--change-over", action="store_true", help="only steps in which eager bodies change over to compiled ones"
+    )
     parser.add_argument("--show", action="store_true", help="only print the programs")
     parser.add_argument("--memory", action="store_true", help="only compare peaks of steps with those without streamfx")
     parser.add_argument("--keep", nargs=2, metavar=("KIND", "NUMBER"), help="only print a decoder for found.txt")
@@ -43,6 +47,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     if arguments.memory:
         return compare_memory(numbers, tuple(arguments.kinds))
+    if arguments.change_over:
+        return count_changes(numbers, tuple(arguments.kinds))
     failures = survey(numbers, arguments.compiled, tuple(arguments.kinds))
     for sort, found in failures.items():
         print(f"\n=== {len(found)} x {sort}; numbers {[number for number, _ in found][:20]}")
@@ -62,6 +68,22 @@ def survey(numbers: range, all_compiled: bool, kinds: tuple[str, ...] = ()) -> d
         wrong, each = sum(map(len, failures.values())), (time.monotonic() - began) / done
         sys.stderr.write(f"\r{done} of {len(numbers)}, {wrong} wrong of {len(failures)} sorts, {each:.2f} s each")
     return failures
+
+
+def count_changes(numbers: range, kinds: tuple[str, ...]) -> int:
+    """Print each decoder with a step that is not exact, and how many changed over; return 1 if any step is not exact."""
+    failures, changed, began = 0, 0, time.monotonic()
+    for done, number in enumerate(numbers, 1):
+        outcome = change_over.tried(numbered(number, kinds))
+        if isinstance(outcome, Failure):
+            failures += 1
+            print(f"\n{number}: {outcome.sort}\n{outcome}", flush=True)
+        else:
+            changed += outcome > 0
+        each = (time.monotonic() - began) / done
+        sys.stderr.write(f"\r{done} of {len(numbers)}, {changed} changed over, {failures} wrong, {each:.2f} s each")
+    print(f"\n{changed} of {len(numbers)} decoders changed over, {failures} are not exact")
+    return int(failures > 0)
 
 
 def compare_memory(numbers: range, kinds: tuple[str, ...]) -> int:

@@ -78,7 +78,7 @@ class Permutations:
             handler = more_handlers.get(overload_name(node.target), HANDLERS.get(node.target))
             if handler is not None:
                 handler(self, node)
-            if node not in self.permuted and node not in self.restored and node not in self.inverse:
+            if self.permuted and node not in self.permuted and node not in self.restored and node not in self.inverse:
                 _propagate(self, node)
 
     def record(self, node: fx.Node, order: fx.Node, twin: fx.Node, dim: int | None = 0) -> None:
@@ -104,6 +104,8 @@ def remove_undone_permutations(graph: fx.Graph, more_handlers: Mapping[str, Hand
     """
     orders = Permutations(graph)
     orders.find(more_handlers)
+    if not orders.permuted and not orders.restored:
+        return
     replacements = _select_replacements(orders)
     reachable = _reachable(graph, replacements)
     for node in orders.permuted.keys() & reachable:

@@ -20,7 +20,7 @@ from streamfx.ir.sizes import simplified
 from streamfx.ir.writer import GraphWriter
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.constants import find_fill
-from streamfx.passes.ops.row_maps import Piece, RowSlice, find_sources, row_read, row_write
+from streamfx.passes.ops.row_maps import MOVES_ROWS, Piece, RowMove, RowSlice, find_sources, row_read, row_write
 from streamfx.passes.rewrite.pattern import REST, op, rewrite_rule
 
 aten = torch.ops.aten
@@ -84,12 +84,30 @@ def cat_of_slices_to_value(node: fx.Node, writer: GraphWriter) -> fx.Node | None
     return None if piece is None or piece.is_added else piece.value  # type: ignore[return-value]
 
 
-@rewrite_rule(op(aten.add.Tensor, op(aten.slice_backward.default, REST, name="first"), op(aten.slice_backward.default, REST)))
-def sum_of_padded_slices_to_value(node: fx.Node, writer: GraphWriter, first: fx.Node) -> fx.Node | None:
+@rewrite_rule(
+    op(
+        aten.add.Tensor,
+        op(aten.slice_backward.default, REST, name="first"),
+        op(aten.slice_backward.default, REST, name="second"),
+    )
+)
+def sum_of_padded_slices_to_value(node: fx.Node, writer: GraphWriter, first: fx.Node, second: fx.Node) -> fx.Node | None:
     """slice_backward(x[:2], 0, 2) + slice_backward(x[2:], 2, 4) -> x + 0.0"""
-    write = row_write(first)
-    piece = None if write is None else _only_piece(node, write.rows.dim, write.part)
+    write, *others = (row_write(gradient) for gradient in (first, second))
+    if write is None or any(other is not None and _is_separate_value(other) for other in (write, *others)):
+        return None
+    piece = _only_piece(node, write.rows.dim, write.part)
     return None if piece is None else writer.call(aten.add.Tensor, piece.value, 0.0)
+
+
+def _is_separate_value(write: RowMove) -> bool:
+    """Return whether a write fills some rows, not all, with a value that consists of no other value's rows.
+
+    This is a quick check: the gradient of a rotary embedding is a sum of two such writes.
+    """
+    num_rows, length = write.rows.stop - write.rows.start, shape_of_node(write.tensor)[write.rows.dim]
+    is_static = isinstance(num_rows, int) and isinstance(length, int)
+    return is_static and 0 < num_rows < length and write.part.target not in MOVES_ROWS
 
 
 def _only_piece(node: fx.Node, dim: int, part: fx.Node) -> Piece | None:
