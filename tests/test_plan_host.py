@@ -65,8 +65,9 @@ def one_rank() -> Iterator[None]:
 
 
 def decoder(adapters: bool) -> nn.Module:
+    """With `adapters`, all weights but those of queries are frozen."""
     model = Nested(LAYERS, WIDTH, VOCABULARY)
-    if adapters:  # of rank 64
+    if adapters:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".q." in name)
     return model
