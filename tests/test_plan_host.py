@@ -1,5 +1,6 @@
 """`streamfx plan --offload parameters`: plans against steps of FSDP2 with `CPUOffloadPolicy` on one gloo rank, and times."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from streamfx.tools.planner.host_weights import HostWeights, Unit
 from streamfx.tools.planner.models import build_model
 from streamfx.tools.planner.overlap import Copies, OverlapInterval, Seconds
 from streamfx.tools.planner.shards import ALONE, state_bytes
-from tests.support.collectives import data_of
+from tests.support.collectives import data_of, worst
 from tests.support.engines import Nested, layers_of
 from tests.support.spread import only
 from tests.test_plan import TINY
@@ -78,16 +79,19 @@ def free(parameter: Tensor) -> None:
 
 
 def measured(adapters: bool, offload: str) -> int:
-    """The most bytes on the device in a step, with inputs."""
+    """The most bytes on the device in a step, with inputs; gradients are eager's."""
     torch._dynamo.reset()
     with one_rank():
         model = decoder(adapters)
+        truth = copy.deepcopy(model)
         mesh = init_device_mesh("cpu", (1,))
         for module in (*layers_of(model), model):
             fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
         data = data_of(0, LENGTH, VOCABULARY)
         with streamfx.enable(model, **OPTIONS, offload=offload):
             model(*data).backward()  # compiles
+            truth(*data).backward()
+            assert worst(model, truth) < 1e-5
             model.zero_grad()
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -132,6 +136,7 @@ def bytes_of(model: nn.Module, within: str = "") -> int:
     return sum(parameter.nbytes for name, parameter in model.named_parameters() if within in name)
 
 
+@pytest.mark.long
 def test_copies_and_the_optimizers_step_take_time() -> None:
     given: dict[str, Any] = {"seq": 128, "optimizer": "adamw", "baselines": False, "offload": "parameters,inputs"}
     found, model = streamfx.plan(TINY, host_memory="1MiB", **given).summary(), build_model(TINY)
@@ -169,6 +174,8 @@ def test_the_command_takes_several_values() -> None:
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(streamfx.PlanError, match="without a list of layers"):
         HostWeights.of(nn.Linear(2, 2), 0, in_backward=False, is_pinned=False)
+    with pytest.raises(streamfx.PlanError, match="no loop of the step"):
+        HostWeights.of(decoder(False), 0, in_backward=False, is_pinned=False).places(())
 
 
 TEN = Work(flops=10)

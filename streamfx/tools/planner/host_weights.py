@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from streamfx.argument_checks import require
 from streamfx.cost.categories import GRADIENTS, OPTIMIZER, PARAMETERS, STAGE_INPUTS, STREAM_GRADIENT, WEIGHTS
 from streamfx.cost.curve import Curve, Point
 from streamfx.cost.memory import bytes_like
@@ -33,6 +34,8 @@ from streamfx.tools.planner.overlap import Copies, OverlapInterval, Seconds
 from streamfx.tools.report.communication import HALVES
 from streamfx.tools.report.stage_table import loops_of
 
+BY_LAYER = "weights on the host are copied to the device layer by layer"
+WITHOUT = "call the layers of a ModuleList one after the other, or omit offload='parameters'"
 LAYERS_IN_FLIGHT = 2  # layers whose gradients are on the host at once if the optimizer takes them in the backward pass
 
 
@@ -85,12 +88,7 @@ class HostWeights:
         Raise `PlanError` if the model has no layers.
         """
         modules = layers_of(model)
-        if not modules:
-            raise PlanError(
-                "weights on the host are copied to the device layer by layer",
-                found=f"a {type(model).__name__} without a list of layers",
-                do="put the layers into a ModuleList, or omit offload='parameters'",
-            )
+        require(bool(modules), PlanError, BY_LAYER, f"a {type(model).__name__} without a list of layers", WITHOUT)
         names = {module: name for name, module in model.named_modules()}
         layers = {names[layer]: Unit.of(layer.parameters()) for layer in modules}
         in_layers = {parameter for layer in modules for parameter in layer.parameters()}
@@ -116,25 +114,26 @@ class HostWeights:
         return next((name for name in self.layers if f"{stage}.".startswith(f"{name}.")), None)
 
     def places(self, graphs: Iterable[Facts]) -> dict[str, str | None]:
-        """Return the name of each loop's layer, by the loop's name."""
-        return {
+        """Return the name of each loop's layer, by the loop's name. Raise `PlanError` if no loop is in a layer."""
+        found = {
             loop.spec.name: self.place_of(stage.name)
             for facts in graphs
             if facts.program is not None
             for stage in facts.stages
             for loop in loops_of(stage, facts)
         }
+        require(any(found.values()), PlanError, BY_LAYER, "no loop of the step that is in a layer of the model", WITHOUT)
+        return found
 
     def added_to(self, curve: Curve, places: Mapping[str, str | None], stream: Stream) -> Curve:
         """Return the curve of a step of one graph with the memory that a graph for each layer adds on the device.
 
         In the given curve, parameters take no memory, and each gradient is freed once it is complete. A layer's weights are there
         from the start of its first loop to that of the next layer's first loop. A weight that is being copied is there twice.
-        If no loop is known to be in a layer, all loops are assumed to be in the largest one.
         """
-        is_known = any(places.values())
-        starts = sorted((loop.start, places.get(loop.name) if is_known else loop.name) for loop in curve.loops)
-        place, previous, points, position = None if starts else "", None, list[Point](), 0
+        starts = sorted(((loop.start, places.get(loop.name)) for loop in curve.loops), key=lambda start: start[0])
+        place: str | None = None
+        previous, points, position = place, list[Point](), 0
         for point in curve.points:
             before = place
             while position < len(starts) and starts[position][0] <= point.work:
@@ -143,7 +142,7 @@ class HostWeights:
             is_backward = curve.backward_start is not None and point.work >= curve.backward_start
             added = {WEIGHTS: self.rest.weights, STAGE_INPUTS: 0 if stream.first_waits else stream.first}
             if place is not None:
-                unit = self.layers.get(place, self.largest)
+                unit = self.layers[place]
                 added[WEIGHTS] += unit.weights + (unit.largest if place != before else 0)
                 if is_backward:
                     added |= self._added_in_backward(place, previous, stream)
@@ -169,7 +168,7 @@ class HostWeights:
             inputs += stream.first if stream.first_waits else 0
         if previous is None:
             return {GRADIENTS: gradients, STAGE_INPUTS: inputs}
-        gradients += self.layers.get(previous, self.largest).gradients
+        gradients += self.layers[previous].gradients
         return {GRADIENTS: gradients, STAGE_INPUTS: inputs, STREAM_GRADIENT: stream.bytes}
 
     def stream_of(self, graphs: Sequence[Facts], intervals: Sequence[OverlapInterval]) -> Stream:

@@ -24,7 +24,7 @@ from streamfx.tools.planner.inputs import Inputs, check_inputs
 from streamfx.tools.planner.model_names import DEVICES, GROUP, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS
 from streamfx.tools.planner.models import TYPES, build_model
 from streamfx.tools.planner.objectives import objective_by_name
-from streamfx.tools.planner.offload import Check, checks_of_host_weights, split_offload
+from streamfx.tools.planner.offload_argument import Check, checks_of_host_weights, split_offload
 from streamfx.tools.planner.overlap import devices_per_host
 from streamfx.tools.planner.predict import Prediction
 from streamfx.tools.planner.report import PlanReport
@@ -132,6 +132,7 @@ def _run_request(request: SimpleNamespace) -> PlanReport:
     device = device_by_name(request.device)
     updates, weights = request.optimizer_in_backward, None
     if request.on_host:
+        request.baselines = False  # they have all weights on the device
         state = None if request.optimizer == "none" else optimizer_bytes
         weights = HostWeights.of(model, state, updates, is_pinned=device.kind.type == "cuda")
         request.options = {"save": min_save_level(request.options.get("offload", "none")), **request.options, "keep_every": 1}
