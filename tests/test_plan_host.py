@@ -188,7 +188,7 @@ def test_the_device_waits_for_weights_and_for_slow_gradients() -> None:
     intervals = [OverlapInterval("forward", TEN, copies=Copies(left=11), stage=name) for name in ("a.x", "b")]
     intervals += [OverlapInterval("backward", TEN, copies=Copies(fetched=4), stage=name) for name in ("b", "a.x")]
     for in_backward, gradients in ((False, 2), (True, 12)):
-        weights = HostWeights(layers, Unit(1, 2, 1), 0, {}, 26, in_backward)
+        weights = HostWeights(layers, Unit(1, 2, 1), 0, 0, {}, 26, in_backward)
         assert weights.waiting_seconds(intervals, seconds) == 4 * 3 + 1 + 2 * 1 + 2 * 4 + gradients + 12 + 2
     assert weights.step_seconds(intervals, seconds, 1.0) == (26, 6)
     assert weights.step_seconds(intervals, seconds, 2.0) == (13, 1)

@@ -70,13 +70,14 @@ class HostWeights:
     """A model whose weights are on the host.
 
     `layers` are its layers by name, `rest` the other parameters. `late` are the bytes of the rest's gradients that backward
-    computes last (those of embeddings). `host` has the bytes on the host by term. An optimizer's step reads and writes
-    `step_bytes` there; it runs in hooks on parameters if `in_backward`.
+    computes last (those of embeddings), `late_sums` those of their sums in float32. `host` has the bytes on the host by term.
+    An optimizer's step reads and writes `step_bytes` there; it runs in hooks on parameters if `in_backward`.
     """
 
     layers: Mapping[str, Unit]
     rest: Unit
     late: int
+    late_sums: int
     host: Mapping[str, int]
     step_bytes: int
     in_backward: bool
@@ -94,13 +95,19 @@ class HostWeights:
         in_layers = {parameter for layer in modules for parameter in layer.parameters()}
         rest = Unit.of(parameter for parameter in model.parameters() if parameter not in in_layers)
         host = _bytes_on_host(model, bytes_pinned_by_torch if is_pinned else int, in_backward, layers.values(), rest)
-        late = Unit.of(set(_embeddings(model)) - in_layers).gradients
+        embeddings = [weight for weight in set(_embeddings(model)) - in_layers if weight.requires_grad]
+        late, late_sums = Unit.of(embeddings).gradients, sum(4 * weight.numel() for weight in embeddings)
         step_bytes = 0 if state is None else 3 * Unit.of(model.parameters()).gradients + 2 * state
-        return HostWeights(layers, rest, late, {**host, OPTIMIZER: state or 0}, step_bytes, in_backward)
+        return HostWeights(layers, rest, late, late_sums, {**host, OPTIMIZER: state or 0}, step_bytes, in_backward)
 
     @property
     def largest(self) -> Unit:
         return max(self.layers.values())
+
+    @property
+    def first(self) -> str:
+        """The name of the first layer."""
+        return next(iter(self.layers))
 
     @property
     def parameter_bytes(self) -> int:
@@ -146,10 +153,12 @@ class HostWeights:
                 added[WEIGHTS] += unit.weights + (unit.largest if place != before else 0)
                 if is_backward:
                     added |= self._added_in_backward(place, previous, stream)
+                    if place == self.first and stream.first:  # embedding and first layer are one stage of one graph
+                        added[GRADIENTS] -= min(self.late_sums, max(0, point.terms.get(GRADIENTS, 0) - unit.gradients))
             points.append(point.shifted(NO_WORK, added))
         embedding = {
             WEIGHTS: self.rest.weights,
-            GRADIENTS: self.rest.gradients + self.largest.gradients,
+            GRADIENTS: self.rest.gradients + self.late_sums + self.largest.gradients,
             STREAM_GRADIENT: stream.bytes,
         }
         copied = {GRADIENTS: 2 * self.rest.gradients}  # FSDP2 copies them into one tensor
@@ -163,9 +172,7 @@ class HostWeights:
         """
         gradients, inputs = self.rest.gradients - self.late, 0 if stream.first_waits else stream.first
         inputs -= stream.ahead.get(place, 0)
-        if place == next(iter(self.layers)) and stream.first:  # embedding and first layer are one stage of one graph
-            gradients -= self.late
-            inputs += stream.first if stream.first_waits else 0
+        inputs += stream.first if stream.first_waits and place == self.first else 0
         if previous is None:
             return {GRADIENTS: gradients, STAGE_INPUTS: inputs}
         gradients += self.layers[previous].gradients
@@ -192,10 +199,9 @@ class HostWeights:
 
     def with_first_input(self, intervals: Sequence[OverlapInterval], stream: Stream) -> tuple[OverlapInterval, ...]:
         """Return the intervals with the copies of the first layer's input, which one graph does not copy."""
-        first = next(iter(self.layers))
         size, found, halves = stream.first if stream.first_waits else 0, list(intervals), set()
         for i, interval in enumerate(intervals):
-            if self.place_of(interval.stage) == first and interval.half not in halves:
+            if self.place_of(interval.stage) == self.first and interval.half not in halves:
                 copies = Copies(left=size) if interval.half == HALVES[0] else Copies(fetched=size)
                 found[i] = replace(interval, copies=interval.copies.plus(copies))
                 halves.add(interval.half)
