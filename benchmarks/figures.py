@@ -14,6 +14,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,14 @@ OTHERS = ("peak_bytes", "launches", "seconds", "compiled_seconds")
 WIRE = ("bytes", "far_bytes", "bytes_per_second", "seconds", "waited_seconds", "early_reductions")
 HOST = ("bytes_of_all", "copied_bytes", "bytes_per_second", "seconds", "waited_seconds")
 
+STEP = ("by_term", "memory", "step_seconds", "step_waited_seconds")
+
 Figures = dict[str, dict[str, Any]]
 
 LONGEST = "--memory 80GiB --max-length --no-baselines"
 QUANTIZED = "--quantize nf4 --lora-rank 32 --max-length --no-baselines"
 CONTEXT = f"--optimizer adamw --shard zero3 --offload {LONGEST}"
+ON_HOST = "--host-memory 1TB --optimizer adamw_master --optimizer-in-backward --offload parameters,inputs --no-baselines"
 COMMANDS = {
     "Qwen3-8B, all": f"Qwen3-8B {LONGEST}",
     "Llama-3.1-8B, nf4": f"Llama-3.1-8B {QUANTIZED} --memory 80GiB",
@@ -52,6 +56,7 @@ COMMANDS = {
     "Qwen3-8B, a sequence on 32": f"Qwen3-8B --world 32 --context 32 {CONTEXT}",
     "Llama-3.1-8B, a sequence on 8": f"Llama-3.1-8B --world 8 --context 8 {CONTEXT}",
     "Llama-3.1-8B, a sequence on 32": f"Llama-3.1-8B --world 32 --context 32 {CONTEXT}",
+    "Qwen3-32B, weights on the host": f"Qwen3-32B --seq 131072 --memory 80GiB {ON_HOST}",
     "a step of 8,192": "Qwen3-8B --seq 8192",
     "a step of 32,768": "Qwen3-8B --seq 32768",
     "a step of 131,072": "Qwen3-8B --seq 131072",
@@ -94,6 +99,9 @@ def made(command: str, commit: str) -> dict[str, Any]:
         figures["wire"] = {name: found["wire"][name] for name in WIRE}
     if found["host"] is not None:
         figures["host"] = {name: found["host"][name] for name in HOST}
+        if "by_term" in found["host"]:
+            figures["peak_by_term"] = found["peak_by_term"]
+            figures["host"] |= {name: found["host"][name] for name in STEP}
     if (checkpointing := found["ways"].get("gradient checkpointing")) is not None:
         figures["checkpointing"] = {name: checkpointing[name] for name in OTHERS}
     if (in_chunks := found["ways"].get(CHUNKED)) is not None:
@@ -225,6 +233,27 @@ def in_context(figures: Figures) -> str:
     return "\n".join([*lines, *(f"| {' | '.join([name, *cells])} |" for name, cells in rows.items())])
 
 
+def weights_on_the_host(figures: Figures) -> str:
+    """A plan with weights, gradients and the optimizer's state on the host: what the device and the host hold, and times."""
+    found = figures["Qwen3-32B, weights on the host"]
+    host = found["host"]
+    lines = [f"`{found['command']}`", "", "| on the device | | on the host | |", "|---|---|---|---|"]
+    cells = [
+        [("peak", found["peak_bytes"]), *((name, size) for name, size in found["peak_by_term"].items() if size >= GIB // 4)],
+        [(f"of {_gib(host['memory'])}", host["bytes_of_all"]), *host["by_term"].items()],
+    ]
+    for pair in zip_longest(*cells):
+        lines += ["| " + " | ".join("| " if cell is None else f"{cell[0]} | {_gib(cell[1])}" for cell in pair) + " |"]
+    step = {"seconds": host["step_seconds"], "waited_seconds": host["step_waited_seconds"]}
+    times = {
+        "time of a step": f"{found['seconds']:.0f} s",
+        "copied to the device and to the host": _gib(host["copied_bytes"]),
+        "copy time (exposed)": _times(host),
+        "time of the optimizer's step on the host (exposed)": _times(step),
+    }
+    return "\n".join([*lines, "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in times.items())])
+
+
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size < 100 * GIB else f"{size / GIB:,.0f} GiB"
 
@@ -305,6 +334,7 @@ BLOCKS: dict[str, Callable[[Figures], str]] = {
     "chunks": chunks,
     "divided": divided,
     "in context": in_context,
+    "weights on the host": weights_on_the_host,
     "on the frontier": on_the_frontier,
     "steps on an H100": measured.steps,
     "attention on an H100": measured.attention,

@@ -44,8 +44,9 @@ class Options:
             device's memory ("90%", 0.9), or "auto", the free memory when the step is compiled; the plan makes the step as fast as
             possible within it. None: chunks are small, and memory is not limited.
         offload: forward values to keep in host memory until the backward graph (pinned memory; on a CPU, memory-mapped files):
-            "none"; "inputs", the kept inputs of stages; "attention", these and everything that `save="attention"` keeps, so that
-            attention runs once and its results leave the device. "attention" implies `save="attention"` or more.
+            "none"; "inputs", the kept inputs of stages (with FSDP2, of wrapped modules); "attention", these and everything that
+            `save="attention"` keeps, so that attention runs once and its results leave the device. "attention" implies
+            `save="attention"` or more.
         bodies: the compiler of the loop bodies: "eager"; "inductor", for which the first step waits; "auto", Inductor if a step
             is long enough (on a CPU, bodies run eagerly until another process has compiled them).
         accumulate: dtype of gradient accumulators: "float32", or "same" as the gradient.

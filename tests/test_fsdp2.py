@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # noqa: F401  (in tests/tables)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
@@ -28,6 +28,7 @@ from streamfx.lazy import steps
 from tests.support.collectives import data_of, one_process, step, worst
 from tests.support.engines import (
     LENGTH,
+    OPTIONS,
     TOLERANCE,
     Masked,  # noqa: F401  (in tests/tables)
     Nested,
@@ -167,6 +168,15 @@ def with_loss_parallel(rank: int) -> float:
 
 def stepped(rank: int, engine: Any = fsdp2, **how: Any) -> float:
     return trained(Nested, partial(engine, **how), rank, kind=torch.optim.AdamW)
+
+
+def offloaded_inputs(rank: int) -> float:
+    def engine(model: nn.Module) -> nn.Module:
+        wrapped(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        enable(model, **OPTIONS, offload="inputs")
+        return model
+
+    return trained(Nested, engine, rank, kind=torch.optim.AdamW)
 
 
 WAYS: dict[str, Callable[[int], float]] = named_cases("ways", globals())

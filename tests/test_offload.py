@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 import streamfx
 from streamfx.cost.memory import bytes_like, cost_of
@@ -32,6 +32,8 @@ from streamfx.runtime.offload import free_after_copy, wait_for_copy
 from streamfx.runtime.outer import HostProgramRunner
 from streamfx.tools.planner.overlap import bytes_on_host
 from tests.support.exactness import TOLERANCE, assert_small, compare, value_errors
+from tests.support.sharded import Layer
+from tests.support.spread import only
 from tests.support.stages import Layers, batch
 from tests.support.streams import Device
 
@@ -134,8 +136,8 @@ PLANNED: dict[str, Any] = {"outputs": "dense", "chunk_size": 5, "loss_chunk_size
 class Traced:
     """A decoder's graph, traced once, for many plans; options default to `PLANNED`."""
 
-    def __init__(self, model: Layers) -> None:
-        (self.recorded,) = compare(model.double(), batch(), chunk_size=5).recorder.compilations
+    def __init__(self, model: nn.Module, inputs: tuple[Tensor, ...] | None = None) -> None:
+        (self.recorded,) = compare(model.double(), inputs or batch(), chunk_size=5).recorder.compilations
         self.truth, self.outputs = self.recorded.joint_values(), self.recorded.joint_arguments[1]
         self._facts: dict[str, Facts] = {}
 
@@ -341,3 +343,17 @@ def test_a_budget_is_searched_among_plans_that_keep_attention(traced: Traced) ->
     levels = [tried.candidate.save for tried in known(facts.search_trace).candidates]
     assert levels[0] == "attention" and len(levels) > 1, "what takes the least is found out first"
     assert names_of(facts.plan.kept) == names_of(traced.facts(save="products").plan.kept)
+
+
+# -- a layer that is a graph of its own, as inside FSDP2's hooks
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("needs_gradient", only([True], [True, False]))
+def test_the_input_of_a_layer_waits_on_the_host(device: Device, needs_gradient: bool) -> None:
+    """Only autograd keeps it. An input without a gradient (a table of positions) is the caller's, and stays where it is."""
+    layer = Traced(Layer(8), (torch.randn(1, 13, 8, dtype=torch.float64, requires_grad=needs_gradient),))
+    layer.run(device)
+    device.check()
+    assert len(device.overlaps) == 2 * needs_gradient
+    assert bytes_on_host(layer.facts()) == mmap.PAGESIZE * needs_gradient

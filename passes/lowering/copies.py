@@ -65,7 +65,7 @@ def copy_to_host(graph: fx.Graph, values: Mapping[fx.Node, dict[str, Any]]) -> d
     `values` maps each value to the `meta` of its copy. The copy starts when the value exists; the value is freed after its last
     use, and not before the end of the next region, so that the copy overlaps with that region.
     """
-    regions = _Regions(graph)
+    regions, inputs = _Regions(graph), graph.find_nodes(op="placeholder")
     after_last_use = {value: regions.last_of(value, *value.users).next for value in values}
     free_before = {
         value: regions.last_of(regions.first_node(regions.region_index[value] + 2), node)
@@ -73,7 +73,7 @@ def copy_to_host(graph: fx.Graph, values: Mapping[fx.Node, dict[str, Any]]) -> d
     }
     copies: dict[fx.Node, fx.Node] = {}
     for value, meta in values.items():
-        with graph.inserting_after(value):
+        with graph.inserting_after(inputs[-1] if value.op == "placeholder" else value):
             start = graph.call_function(to_host, (value,))
         with graph.inserting_before(free_before[value]):
             copies[value] = graph.call_function(free_after_copy, (start, value))

@@ -15,9 +15,9 @@ from torch import fx
 from streamfx.cost.memory import bytes_like
 from streamfx.ir.dynamic_lengths import Lengths
 from streamfx.ir.facts import Facts, StorageClass
-from streamfx.ir.joint import is_tensor
+from streamfx.ir.joint import is_parameter, is_tensor
 from streamfx.ir.stage_plan import ChunkSize, StagePlan
-from streamfx.node_meta import VALUE
+from streamfx.node_meta import MUTATED, VALUE
 from streamfx.options import Options, min_save_level
 from streamfx.passes.partition.checkpoint_policy import kept_values
 from streamfx.passes.partition.chunk_sizes import chunk_sizes, model_bytes
@@ -104,16 +104,18 @@ class ChunkPlan:
 
     def choose_offloaded(self, facts: Facts, interloop: InterloopValues) -> tuple[tuple[fx.Node, ...], ...]:
         """Return the values that wait on the host if they are kept: sequence-shaped values at cuts, and the values that
-        `save` keeps at the level that `offload` names. Graph outputs stay on the device.
+        `save` keeps at the level that `offload` names. Graph outputs stay on the device. Inputs of the graph are at a cut, too:
+        if each layer is a separate graph (FSDP2), they are the residual stream, which nothing but autograd keeps.
         """
         if self.options.offload == "none":
             return ()
         outputs = set(facts.joint.outputs)
         kept = self._kept_at(self.options.offload, facts, interloop)
-        rows_at_cuts = (
+        rows_at_cuts = [
             tuple(node for node in stage.outputs if facts.access.storage_class(node) is StorageClass.ROWS)
             for stage in facts.stages
-        )
+        ]
+        rows_at_cuts[:1] = [(*inputs_with_rows(facts), *stage_rows) for stage_rows in rows_at_cuts[:1]]
         return tuple(
             tuple(node for node in (*stage_rows, *stage_kept) if node not in outputs)
             for stage_rows, stage_kept in zip(rows_at_cuts, kept, strict=True)
@@ -136,6 +138,19 @@ class ChunkPlan:
             else tuple(node for node in stage.outputs if _is_read_by_next_stage_only(node, stage_index, facts))
             for stage_index, stage in enumerate(stages)
         )
+
+
+def inputs_with_rows(facts: Facts) -> tuple[fx.Node, ...]:
+    """Return the sequence-shaped inputs with a gradient that are contiguous, and neither parameters nor mutated."""
+    return tuple(
+        primal
+        for _, primal, _ in facts.joint.trained
+        if facts.access.storage_class(primal) in (StorageClass.ROWS, StorageClass.WHOLE)
+        and primal not in facts.axes.static
+        and not is_parameter(primal)
+        and not primal.meta.get(MUTATED, False)
+        and primal.meta[VALUE].is_contiguous()
+    )
 
 
 def are_small(kept: Sequence[Sequence[fx.Node]], facts: Facts) -> bool:

@@ -82,7 +82,7 @@ def engine_of(model: nn.Module) -> str:
     if wrapped:
         return (
             f"FSDP2 (fully_shard): {wrapped} wrapped modules, each a separate graph inside its hooks; values between modules are "
-            "saved, as with checkpointing, so keep_every and offload apply within each module"
+            "saved, as with checkpointing, so keep_every applies within each module"
         )
     wrapped = sum(map(is_fsdp_wrapper, model.modules()))
     if wrapped:

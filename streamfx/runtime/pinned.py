@@ -46,6 +46,11 @@ def bytes_pinned(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+def bytes_pinned_by_torch(size: int) -> int:
+    """Return the bytes of PyTorch's pinned memory that a value of this size occupies: a power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
 @dataclass(eq=False)
 class PinnedBlock:
     memory: mmap.mmap
@@ -164,7 +169,7 @@ class PinnedBlocks:
             return block
         self.registers = False
         forget_error(self.device)
-        rounded_by_torch = 1 << (size - 1).bit_length()
+        rounded_by_torch = bytes_pinned_by_torch(size)
         log.warning(
             NOT_REGISTERED,
             format_bytes(rounded),

@@ -26,9 +26,9 @@ from streamfx.tools.planner.model_names import (
     config_file,
 )
 
-BACKEND_OPTIONS = ("chunk_size", "loss_chunk_size", "save", "keep_every", "offload")
+BACKEND_OPTIONS = ("chunk_size", "loss_chunk_size", "save", "keep_every")
 PLAN_ARGUMENTS = (
-    *("seq", "batch", "memory", "host_memory", "dtype", "lora_rank", "quantize", "optimizer", "optimizer_in_backward"),
+    *("seq", "batch", "memory", "host_memory", "dtype", "lora_rank", "quantize", "optimizer", "optimizer_in_backward", "offload"),
     *("world", "shard", "tensor", "context", "max_length", "max_batch", "frontier", "objective", "group", "device"),
 )
 
@@ -106,10 +106,13 @@ def _add_search_and_options(parser: argparse.ArgumentParser) -> None:
     add("--keep-every", type=int, metavar="K", help="set the option keep_every instead of planning it")
     add(
         "--offload",
-        choices=OFFLOADS,
+        action="append",
+        default=[],
         nargs="?",
         const=OFFLOADS[0],
-        help="offload stage inputs (inputs, the default) or also attention results to the host until the backward pass",
+        metavar="VALUES",
+        help="keep on the host: inputs of stages (inputs, the default), also attention results (attention), and weights with "
+        "their gradients and optimizer state (parameters); several as parameters,inputs",
     )
     add("--device", default="H100", help=f"device to plan for, with its kernels and rates: {', '.join(DEVICES)}, or here")
     add("--no-baselines", action="store_true", help="omit the baselines: eager mode with and without gradient checkpointing")

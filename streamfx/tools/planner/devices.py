@@ -70,6 +70,7 @@ class Device:
         return max(computing + (work.moved + EXPOSED_ACCUMULATION * work.total_bytes) / self.bandwidth, waits)
 
 
+HOST_BANDWIDTH = EFFICIENCY * 307e9  # bytes/s of a host's memory: published rate of 8 channels of DDR5-4800
 LAUNCH_SECONDS = 5e-6  # seconds of the host per operator
 EXPOSED_ACCUMULATION = (
     0.5  # fraction of accumulator traffic that is not hidden: 0.28 to 0.66 on an H100, for weights of a layer and the head

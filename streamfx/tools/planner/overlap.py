@@ -10,7 +10,7 @@ copied to the host and back (`runtime/offload.py`). A stage takes the longest of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -44,7 +44,8 @@ NO_TRAFFIC, NO_COPIES = Traffic(), Copies()
 class OverlapInterval:
     """Consecutive loops of one stage in the forward or backward graph, with their communication and their copies.
 
-    `exposed` is the communication without overlap: a loop, or a value between loops, needs its result at once.
+    `exposed` is the communication without overlap: a loop, or a value between loops, needs its result at once. `stage` is the
+    name of the stage, if it is known.
     """
 
     half: str
@@ -53,6 +54,7 @@ class OverlapInterval:
     reduced: Traffic = NO_TRAFFIC
     exposed: Traffic = NO_TRAFFIC
     copies: Copies = NO_COPIES
+    stage: str = ""
 
 
 class Seconds(NamedTuple):
@@ -77,8 +79,9 @@ def generate_segments(facts: Facts, cost: Cost) -> tuple[OverlapInterval, ...]:
         elsewhere = total_traffic(wire[half][REDUCTIONS] for name, wire in sent.items() if name not in names)
         if elsewhere.calls:  # gradients computed by a loop of the forward graph
             intervals.append(OverlapInterval(half, reduced=elsewhere))
-        for _, run in groupby(names, key=lambda name: stage_of.get(name, -1)):
-            intervals.append(_interval_of(half, list(run), cost, sent, copies[half]))
+        for index, run in groupby(names, key=lambda name: stage_of.get(name, -1)):
+            stage = facts.stages[index].name if index >= 0 else ""
+            intervals.append(replace(_interval_of(half, list(run), cost, sent, copies[half]), stage=stage))
     return tuple(intervals)
 
 

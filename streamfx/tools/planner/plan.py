@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +15,16 @@ from streamfx.argument_checks import as_python_number, check_call, choices_hint,
 from streamfx.budget import FORMS, budget_bytes, is_budget, parse_amount
 from streamfx.errors import OptionError, PlanError
 from streamfx.frontend.gc_pause import pause_gc
-from streamfx.options import NAMES, Options, merge_options, resolve_options
+from streamfx.options import NAMES, Options, merge_options, min_save_level, resolve_options
 from streamfx.tools.inspect.side_effect_guard import serialized
 from streamfx.tools.planner.context import check_heads, check_plan
 from streamfx.tools.planner.devices import device_by_name, local_device
+from streamfx.tools.planner.host_weights import HostWeights
 from streamfx.tools.planner.inputs import Inputs, check_inputs
 from streamfx.tools.planner.model_names import DEVICES, GROUP, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS
 from streamfx.tools.planner.models import TYPES, build_model
 from streamfx.tools.planner.objectives import objective_by_name
+from streamfx.tools.planner.offload_argument import Check, checks_of_host_weights, split_offload
 from streamfx.tools.planner.overlap import devices_per_host
 from streamfx.tools.planner.predict import Prediction
 from streamfx.tools.planner.report import PlanReport
@@ -59,6 +61,7 @@ def plan(
     quantize: str | None = None,
     optimizer: str = "none",
     optimizer_in_backward: bool = False,
+    offload: str | Sequence[str] = (),
     world: int = 1,
     shard: str = "ddp",
     tensor: int = 1,
@@ -82,15 +85,14 @@ def plan(
             a built-in name), or a model on the meta device that returns a loss or logits.
         inputs: a function of (batch, length) that returns the arguments of a custom model, tensors of these sizes by name.
         seq, batch, max_length, max_batch: tokens and sequences per device; whether to find the largest that fit.
-        frontier: whether to also list plans from the smallest peak to the fastest step.
-        memory, host_memory: of a device ("80G"), and of a host with up to 8 devices for offloaded stage inputs.
+        device, memory, host_memory: "H100" or another, or "here"; its memory ("80G"), and that of a host with up to 8 devices.
         dtype, lora_rank, quantize: dtype of parameters; rank of adapters; "nf4", "int8" or "fp8" for frozen weights of layers.
-        optimizer, optimizer_in_backward: "adamw", "adamw8bit", "sgd", "none"; whether it frees gradients in the backward pass.
+        optimizer, optimizer_in_backward: "adamw", "sgd", "none" and others; whether it frees gradients in the backward pass.
+        offload: values on the host: "inputs" or "attention" (the option), "parameters" (FSDP2's `CPUOffloadPolicy`), or both.
         world, shard: devices, which shard nothing ("ddp"), the state ("zero1"), gradients ("zero2"), or weights, too ("zero3").
         tensor, context: how many of them for tensor parallelism (by the configuration's plan) and context parallelism (Ulysses).
-        device: the device whose kernels and rates apply: "H100" and others, or "here".
         objective, group: "sft"; "dpo", for `batch` pairs; "grpo", for `batch` groups of `group` answers; both with a reference.
-        baselines, noted: whether to trace the baselines, too; a callback for each prediction.
+        frontier, baselines, noted: whether to list plans up to the fastest step, and trace baselines; a callback for predictions.
         options, keywords: the backend's options, as a dictionary or `streamfx.Options`, and by their names.
     Returns:
         The report: it prints as a page, and `summary()` is a dictionary.
@@ -111,6 +113,7 @@ def plan(
 
 def _run_request(request: SimpleNamespace) -> PlanReport:
     """Check the arguments of `plan`, build the model on the meta device, and predict one step or search for the largest."""
+    request.on_host, request.options = split_offload(request.offload, request.options)
     for is_refused, asked, found, do in chain(_checks_of_values(request), _checks_of_combinations(request)):
         require(not is_refused, PlanError, asked, found, do)
     objective = objective_by_name(request.objective, request.group)
@@ -127,9 +130,13 @@ def _run_request(request: SimpleNamespace) -> PlanReport:
         check_plan(model)
     optimizer_bytes = state_bytes(model, request.optimizer, ranks)
     device = device_by_name(request.device)
-    step = TrainingStep(
-        name, model, objective, device, request.inputs, optimizer_bytes, request.noted, ranks, request.optimizer_in_backward
-    )
+    updates, weights = request.optimizer_in_backward, None
+    if request.on_host:
+        request.baselines = False  # they have all weights on the device
+        state = None if request.optimizer == "none" else optimizer_bytes
+        weights = HostWeights.of(model, state, updates, is_pinned=device.kind.type == "cuda")
+        request.options = {"save": min_save_level(request.options.get("offload", "none")), **request.options, "keep_every": 1}
+    step = TrainingStep(name, model, objective, device, request.inputs, optimizer_bytes, request.noted, ranks, updates, weights)
     memory, host = (
         None if size is None else budget_bytes(size, local_device()) for size in (request.memory, request.host_memory)
     )
@@ -148,9 +155,6 @@ def _backend_options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any
         asked = f"streamfx.plan(...) has no argument {name!r}, and the backend no such option"
         raise OptionError(asked, found=f"{name}={keywords[name]!r}", do=f"{hint}help(streamfx.plan) lists them")
     return merge_options(options, keywords, "streamfx.plan(...)")
-
-
-Check = tuple[bool, str, str, str]  # whether a request is refused, and the error: asked, found, do
 
 
 def _checks_of_values(request: SimpleNamespace) -> Iterator[Check]:
@@ -197,9 +201,11 @@ def _checks_of_combinations(request: SimpleNamespace) -> Iterator[Check]:
     yield request.group != GROUP and request.objective != "grpo", asked, found, do
     offload = "none" if request.host_memory is None else resolve_options(request.options).offload
     found = f"host_memory={request.host_memory!r}, and offload={offload!r}"
-    do = "give offload='inputs' (--offload) or 'attention', or omit host_memory"
+    do = "give offload='inputs' (--offload), 'attention' or 'parameters', or omit host_memory"
     asked = "host_memory has no effect: it limits offloaded values"
-    yield request.host_memory is not None and offload == "none", asked, found, do
+    yield request.host_memory is not None and offload == "none" and not request.on_host, asked, found, do
+    if request.on_host:
+        yield from checks_of_host_weights(request)
     world, shard, tensor, context = request.world, request.shard, request.tensor, request.context
     asked = f"tensor={tensor} times context={context} must divide the number of devices"
     yield world % (tensor * context) != 0, asked, f"a world of {world}", f"give a multiple of {tensor * context}"

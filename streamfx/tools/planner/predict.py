@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,10 +15,13 @@ from streamfx.cost.curve import Curve
 from streamfx.cost.memory import Cost
 from streamfx.cost.work import NO_WORK, Work, total_work
 from streamfx.errors import PlanError
+from streamfx.ir.facts import Facts
+from streamfx.runtime.pinned import bytes_pinned
 from streamfx.tools.inspect.eager import LayerWrapper, eager_cost
 from streamfx.tools.inspect.explain import OURS, Explanation
 from streamfx.tools.inspect.tracing import traced
 from streamfx.tools.planner.frontier import FrontierPlan, frontier_of
+from streamfx.tools.planner.host_weights import HostWeights
 from streamfx.tools.planner.models import loss_of
 from streamfx.tools.planner.overlap import OverlapInterval, bytes_on_host, generate_segments
 from streamfx.tools.planner.shards import rank_bytes
@@ -63,6 +66,7 @@ class Prediction:
     flows: tuple[list[LoopTraffic], ...] = ()
     curves: Mapping[str, tuple[Curve, int]] = field(default_factory=dict, compare=False, repr=False)
     frontier: tuple[FrontierPlan, ...] = ()
+    host_weights: HostWeights | None = None
 
     @property
     def flops(self) -> int:
@@ -83,16 +87,17 @@ def predict(
     optimizer_in_backward: bool = False,
     extra_baselines: Mapping[str, tuple[nn.Module, LayerWrapper]] = MappingProxyType({}),
     with_frontier: bool = False,
+    host_weights: HostWeights | None = None,
 ) -> Prediction:
     """Trace a step of a model on the meta device, as compiled with `options`.
 
     The optimizer has a state of `optimizer_bytes`; with `optimizer_in_backward` it runs in the backward pass. The baselines are
     eager mode, gradient checkpointing, and those in `extra_baselines`. `with_frontier` adds the frontier of memory and time.
+    With `host_weights`, weights, gradients and the optimizer's state are on the host, except in the baselines.
     """
     may_trace_subset = not has_ranks()  # collectives have one order across all layers
-    explanation = Explanation(
-        traced(loss_of(model), (), inputs, dict(options), baselines, may_trace_subset), optimizer_in_backward
-    )
+    call = traced(loss_of(model), (), inputs, dict(options), baselines, may_trace_subset)
+    explanation = Explanation(call, optimizer_in_backward or host_weights is not None)
     input_bytes = sum({id(value): value.nbytes for value in inputs.values()}.values())
     constant_terms = {PARAMETERS: weight_bytes(model), OPTIMIZER: optimizer_bytes, INPUTS: input_bytes}
     constant_bytes = sum(constant_terms.values())
@@ -112,7 +117,7 @@ def predict(
         curves[name] = curve_of_call(cost), cost.flops
     if with_frontier and len(facts) != 1:
         raise PlanError("a frontier has the plans of one graph", found=f"{len(facts)} graphs", do="omit frontier")
-    return Prediction(
+    prediction = Prediction(
         length=length,
         batch=next(iter(inputs.values())).shape[0],
         peak_bytes=peak,
@@ -129,6 +134,25 @@ def predict(
         flows=tuple(map(flow_of, facts)),
         frontier=frontier_of(facts[0], explanation.call.options, constant_bytes) if with_frontier else (),
         curves={way: (curve.shifted(NO_WORK, constant_terms), flops) for way, (curve, flops) in curves.items()},
+    )
+    return prediction if host_weights is None else _with_host_weights(prediction, host_weights, facts_by_call)
+
+
+def _with_host_weights(prediction: Prediction, weights: HostWeights, graphs: Sequence[Facts]) -> Prediction:
+    """Return a prediction with the weights of one layer on the device, instead of all parameters and the optimizer's state."""
+    curve, flops = prediction.curves[OURS]
+    on_host = {PARAMETERS: -weights.parameter_bytes, OPTIMIZER: -weights.host[OPTIMIZER]}
+    stream = weights.stream_of(graphs, prediction.overlap_intervals)
+    curve = weights.added_to(curve.shifted(NO_WORK, on_host), weights.places(graphs), stream)
+    at_peak = max(curve.points, key=lambda point: point.total)
+    return replace(
+        prediction,
+        peak_bytes=at_peak.total,
+        peak_by_term={name: size for name, size in sorted(at_peak.terms.items(), key=lambda item: -item[1]) if size},
+        curves={**prediction.curves, OURS: (curve, flops)},
+        host_bytes=prediction.host_bytes + sum(weights.host.values()) + (bytes_pinned(stream.first) if stream.first_waits else 0),
+        overlap_intervals=weights.with_first_input(prediction.overlap_intervals, stream),
+        host_weights=weights,
     )
 
 

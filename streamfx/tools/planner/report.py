@@ -12,7 +12,8 @@ from streamfx.cost.categories import OPTIMIZER
 from streamfx.cost.comm import Traffic, total_traffic
 from streamfx.cost.work import Work
 from streamfx.tools.inspect.explain import OURS
-from streamfx.tools.planner.devices import REACHED, Device
+from streamfx.tools.planner.devices import HOST_BANDWIDTH, REACHED, Device
+from streamfx.tools.planner.host_report import host_lines, host_summary
 from streamfx.tools.planner.overlap import NO_TRAFFIC, Seconds, devices_per_host, waiting_seconds
 from streamfx.tools.planner.predict import Prediction, StepPrediction
 from streamfx.tools.planner.search import Limits
@@ -40,7 +41,6 @@ ASSUMED = "{rates}; element-wise work fused if compiled; 5 us of host time per k
 PUBLISHED_RATES, MEASURED_RATES = "60 % of published rates", "the shares of published rates measured on an H100"
 ASSUMED_HERE = "rates of one product and one copy; element-wise work fused if compiled"
 ASSUMED_WIRE = "60 % of published rates in one direction; rings; near within a machine of 8 devices, else far"
-ASSUMED_HOST = "60 % of the published rate of each device's own link; copied while loops run"
 UNLIMITED = Limits()
 COMPILED = "compiled_seconds"
 TIMES = ("seconds", COMPILED)
@@ -136,7 +136,7 @@ class PlanReport(Exports):
             "flops": prediction.flops,
             "baseline_flops": twice[0] if twice else None,
             "flops_by_kind": self._flops_by_kind(),
-            "seconds": self._seconds(prediction.work) + sum(self._waited()),
+            "seconds": self._seconds(prediction.work) + sum(self._waited()) + self._step_seconds()[1],
             "optimizer_in_backward": self.updates,
             "world": self.ranks.world,
             "shard": self.ranks.shard,
@@ -190,23 +190,22 @@ class PlanReport(Exports):
 
     def _host_copies(self) -> dict[str, Any] | None:
         """Return the bytes kept on the host and copied, or None if there are none. Times are None if the rate is unknown."""
-        size, devices = self.prediction.host_bytes, devices_per_host(self.ranks.world)
-        if not size:
-            return None
-        limit, rate = None if self.limits.host is None else self.limits.host * devices, self.device.to_host
-        copied = sum(interval.copies.left + interval.copies.fetched for interval in self.prediction.overlap_intervals)
-        times = {"seconds": self.device.copying(copied), "waited_seconds": self._waited()[1]} if rate else {}
-        return {
-            "bytes": size,
-            "devices": devices,
-            "bytes_of_all": size * devices,
-            "memory": limit,
-            "copied_bytes": copied,
-            "bytes_per_second": rate,
-            "seconds": None,
-            "waited_seconds": None,
-            **times,
-        }
+        limit, device, devices = self.limits.host, self.device, devices_per_host(self.ranks.world)
+        return host_summary(self.prediction, limit, device, devices, self._waited()[1], self._step_seconds())
+
+    def _step_seconds(self) -> tuple[float, float]:
+        """Return the seconds of the optimizer's step on the host, and those that the device waits for it; 0 without one there."""
+        weights = self.prediction.host_weights
+        return (
+            (0.0, 0.0)
+            if weights is None
+            else weights.step_seconds(self.prediction.overlap_intervals, self._rates, HOST_BANDWIDTH)
+        )
+
+    @property
+    def _rates(self) -> Seconds:
+        """The times of loops, of communication and of copies on the device."""
+        return Seconds(lambda interval: self._seconds(interval.work), self.device.sending, self.device.copying)
 
     def _sent_in_step(self) -> dict[str, Any] | None:
         """Return the data each device sends in a step, or None if it sends nothing."""
@@ -228,12 +227,15 @@ class PlanReport(Exports):
         if self.ranks.shard == ZERO1:
             after_step = total_traffic(interval.reduced for interval in overlap_intervals).halved
             overlap_intervals = tuple(replace(interval, reduced=interval.reduced.halved) for interval in overlap_intervals)
-        rates = Seconds(lambda interval: self._seconds(interval.work), device.sending, device.copying)
-        sent, copied = waiting_seconds(overlap_intervals, rates)
+        if (weights := self.prediction.host_weights) is not None:
+            return 0.0, weights.waiting_seconds(overlap_intervals, self._rates)
+        sent, copied = waiting_seconds(overlap_intervals, self._rates)
         return device.sending(after_step) + sent, copied
 
     def _counted_text(self) -> str:
         """Describe which values the memory figures include."""
+        if self.prediction.host_weights is not None:
+            return "with the weights and gradients that are on the device"
         state = "with optimizer state" if self.prediction.peak_by_term.get(OPTIMIZER) else "without optimizer state"
         gradients = "gradients until the optimizer takes them" if self.updates else "gradients"
         return f"with parameters and {gradients}, {state}"
@@ -276,7 +278,7 @@ class PlanReport(Exports):
         for term, size in step.peak_by_term.items():
             yield f"             {format_bytes(size):>10}  {term}"
         yield from self._reserve_lines()
-        yield from self._host_lines(summary["host"])
+        yield from host_lines(summary["host"])
         yield ""
         header = ("", "peak", "compute", f"time on {self.device.name}", "if compiled")
         rows = [("streambp", summary), *summary["ways"].items()]
@@ -332,21 +334,6 @@ class PlanReport(Exports):
         if ranks.near == 1:
             return f" on each of {ranks.world} devices, {ranks.shard}"
         return f" on each {ranks.near} of {ranks.world} devices, {ranks.shard}{split}, sequences split by {ranks.context}"
-
-    def _host_lines(self, host: dict[str, Any] | None) -> Iterator[str]:
-        """Yield the bytes that wait on the host, the bytes copied there and back, and the time it takes."""
-        if host is not None:
-            limit = "" if host["memory"] is None else f" of {format_bytes(host['memory'])}"
-            all_devices = f", {format_bytes(host['bytes_of_all'])}{limit} for the {host['devices']} of a machine"
-            devices = all_devices if host["devices"] > 1 else limit
-            yield f"  host     {format_bytes(host['bytes'])} offloaded until the backward pass{devices}"
-            copied, rate = f"{format_bytes(host['copied_bytes'])} copied to the host and back", host["bytes_per_second"]
-            if rate is None:
-                yield f"           {copied}, in a time that is not counted: the rate is unknown"
-            else:
-                duration, waited = in_seconds(host["seconds"]), in_seconds(host["waited_seconds"])
-                yield f"           {copied} at {format_bytes(int(rate))} per second: {duration}, of which {waited} are waited for"
-                yield f"           {ASSUMED_HOST}"
 
     def _wire_lines(self, wire: dict[str, Any] | None) -> Iterator[str]:
         """Yield the bytes that each device sends, and the time it takes."""

@@ -174,6 +174,7 @@ STATES: dict[str, Callable[[Tensor], int]] = {
     "none": lambda parameter: 0,
     "sgd": lambda parameter: 0,  # without momentum
     "adamw": lambda parameter: 2 * parameter.nbytes,
+    "adamw_master": lambda parameter: 12 * parameter.numel(),  # weights and both moments in float32
     "adamw8bit": lambda parameter: 2 * (parameter.numel() + 4 * -(-parameter.numel() // BLOCK)),
 }
 

@@ -20,6 +20,7 @@ from streamfx.tools.inspect.layers import first_layers, layers_of
 from streamfx.tools.planner.baselines import Baseline, baselines_of, find_longest
 from streamfx.tools.planner.context import part_of_a_sequence
 from streamfx.tools.planner.devices import Device
+from streamfx.tools.planner.host_weights import HostWeights
 from streamfx.tools.planner.inputs import Inputs, checked_inputs
 from streamfx.tools.planner.models import loss_of
 from streamfx.tools.planner.objectives import Objective
@@ -48,7 +49,7 @@ FEW_LAYERS = 4  # layers; with fewer, no stage has the same neighbors as the inn
 class TrainingStep:
     """A training step of a model whose optimizer has `state` bytes. With `updates`, the optimizer runs in the backward pass.
 
-    `noted` is called with each prediction.
+    `noted` is called with each prediction. `host_weights` are weights on the host, if they are planned there.
     """
 
     name: str
@@ -60,6 +61,7 @@ class TrainingStep:
     noted: Callable[[Prediction], None] | None
     ranks: Sharding
     updates: bool = False
+    host_weights: HostWeights | None = None
 
     def at(
         self,
@@ -85,6 +87,7 @@ class TrainingStep:
                 self.updates,
                 extra_baselines,
                 with_frontier,
+                self.host_weights,
             )
         if self.inputs is not None:  # the first custom input may lack a batch dimension
             prediction = replace(prediction, batch=batch)
@@ -109,7 +112,8 @@ class TrainingStep:
         self, limits: Limits, options: Mapping[str, Any], batch: int, seq: int, baselines: bool, with_frontier: bool
     ) -> PlanReport:
         """Predict a step within the limits, with a length that saves memory if this one does not, and its frontier if asked."""
-        budget = {} if limits.device is None else {"memory_budget": max(limits.device - self.state, 1)}
+        limit = limits.device if self.host_weights is None else None  # FSDP2's layers are compiled one by one, without a budget
+        budget = {} if limit is None else {"memory_budget": max(limit - self.state, 1)}
         try:
             prediction = self.at(batch, seq, {**options, **budget}, baselines, with_frontier=with_frontier)
         except OverBudgetError as error:

@@ -280,7 +280,8 @@ def _plan_tables(summary: Mapping[str, Any]) -> Iterator[Table]:
     if (host := summary["host"]) is not None:
         all_devices = f"of {host['devices']} devices", format_bytes(host["bytes_of_all"])
         sizes = ("of this device", format_bytes(host["bytes"])), all_devices
-        yield Table("Offloaded to the host until the backward pass", ("", "bytes"), sizes)
+        title = "On the host" if "by_term" in host else "Offloaded to the host until the backward pass"
+        yield Table(title, ("", "bytes"), sizes)
     if summary["choices"]:
         candidates = tuple(map(candidate_cells, summary["choices"]))
         note = "The first that fits the budget runs."
