@@ -13,7 +13,7 @@ from streamfx.budget import format_bytes
 from streamfx.errors import PlanError
 from streamfx.options import OFFLOADS, SAVE_LEVELS
 from streamfx.progress import show_activity
-from streamfx.tools.cli.arguments import add_html_argument, written_as_html
+from streamfx.tools.cli.arguments import SEQ_HELP, add_html_argument, token_count, written_as_html
 from streamfx.tools.planner.model_names import (
     DEVICES,
     GROUP,
@@ -26,6 +26,7 @@ from streamfx.tools.planner.model_names import (
     config_file,
 )
 
+SIZES = "80G and 80GiB are 80 x 2^30 bytes, 80GB are 80 x 10^9, 0.9 and 90%% are a share of the memory of this machine's device"
 BACKEND_OPTIONS = ("chunk_size", "loss_chunk_size", "save", "keep_every", "offload")
 PLAN_ARGUMENTS = (
     *("seq", "batch", "memory", "host_memory", "dtype", "lora_rank", "quantize", "optimizer", "optimizer_in_backward"),
@@ -62,9 +63,9 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 def _add_step(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of the step, its memory limits, and what is trained."""
     add = parser.add_argument
-    add("--seq", type=int, default=4096, metavar="TOKENS", help="tokens per sequence (default: %(default)s)")
+    add("--seq", type=token_count, default=4096, metavar="TOKENS", help=f"{SEQ_HELP} (default: %(default)s)")
     add("--batch", type=int, default=1, metavar="N", help="sequences per step and device (default: %(default)s)")
-    add("--memory", metavar="SIZE", help="memory budget of a device, such as 80G; the plan is then the fastest that fits")
+    add("--memory", metavar="SIZE", help=f"memory budget of a device; the plan is then the fastest that fits. {SIZES}")
     add("--host-memory", metavar="SIZE", help="memory for offloaded values on each host of up to 8 devices, such as 1TiB")
     add("--dtype", choices=TYPES, default="bfloat16", help="dtype of parameters (default: %(default)s)")
     add("--lora-rank", type=int, metavar="R", help="train LoRA adapters of this rank instead of all parameters")
@@ -100,8 +101,8 @@ def _add_search_and_options(parser: argparse.ArgumentParser) -> None:
     add("--max-length", action="store_true", help="find the longest sequence that fits into --memory")
     add("--max-batch", action="store_true", help="find the largest batch of --seq that fits into --memory")
     add("--frontier", action="store_true", help="also list plans from the smallest peak to the fastest step")
-    add("--chunk-size", type=int, metavar="ROWS", help="set the option chunk_size instead of planning it")
-    add("--loss-chunk-size", type=int, metavar="ROWS", help="set the option loss_chunk_size instead of planning it")
+    add("--chunk-size", type=token_count, metavar="ROWS", help="set the option chunk_size instead of planning it")
+    add("--loss-chunk-size", type=token_count, metavar="ROWS", help="set the option loss_chunk_size instead of planning it")
     add("--save", choices=SAVE_LEVELS, help="set the option save instead of planning it")
     add("--keep-every", type=int, metavar="K", help="set the option keep_every instead of planning it")
     add(
