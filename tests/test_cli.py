@@ -173,6 +173,9 @@ def test_a_configuration_has_many_names(cached: Path, tmp_path: Path, monkeypatc
     shipped = model_names.FOLDER / "Qwen3-8B.json"
     assert config_file("Qwen3-8B") == config_file("qwen3-8b") == config_file("Qwen/Qwen3-8B") == config_file(shipped) == shipped
     assert config_file("some-org/some-model") == config_file(cached.parent) == cached
+    newer = model_names.FOLDER / "Llama-3.3-70B.json"
+    assert config_file("meta-llama/Meta-Llama-3.3-70B-Instruct") == config_file("llama-3.3-70b") == newer
+    assert config_file("google/gemma-3-12b-it") == config_file("Gemma-3-12B-pt") == model_names.FOLDER / "Gemma-3-12B.json"
     monkeypatch.chdir(tmp_path)
     Path("Qwen").mkdir()
     assert config_file("Qwen/Qwen3-8B") == shipped
