@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from streamfx.tools.cli import main
 from streamfx.tools.inspect.layers import first_layers
 from streamfx.tools.planner.model_names import builtin_names
 from streamfx.tools.planner.models import build_model, configuration
+from streamfx.tools.planner.recipe import recipe_of
+from streamfx.tools.planner.shards import Sharding
 from tests.support.tables import named_cases
 
 pytestmark = pytest.mark.compiled
@@ -46,6 +49,42 @@ def test_a_plan_has_all_figures(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "gradient checkpointing, whole layers": summary["baseline_flops"],
     }
     assert [(stage["kind"], stage["chunk_size"]) for stage in summary["stages"]] == [("streamed", size) for size in (64, 64, 32)]
+
+
+def test_the_recipe_of_a_plan_has_its_options() -> None:
+    given: dict[str, Any] = {"chunk_size": 16, "save": "inputs", "offload": "inputs"}
+    report = streamfx.plan(TINY, seq=64, baselines=False, options=given)
+    assert options_in(report.summary()["recipe"]) == given
+    lines = str(report).splitlines()
+    assert lines[-2].split(maxsplit=1) == ["write", report.summary()["recipe"]["enable"]]
+
+
+def options_in(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that the two lines of a recipe pass."""
+    recorder = SimpleNamespace(enable=lambda model, **options: options, compile=lambda model, backend, options: options)
+    names = {"streamfx": recorder, "torch": recorder, "model": None}
+    enabled, compiled = (eval(recipe[key], names) for key in ("enable", "compile"))
+    assert enabled == compiled == recipe["options"]
+    return dict(enabled)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", [{"memory": "12MiB"}, {"memory": "24MiB", "max_length": True}], ids=str)
+def test_the_recipe_of_a_plan_gives_the_planned_step(given: dict[str, Any]) -> None:
+    """Also if the memory has to hold the state of an optimizer."""
+    summary = streamfx.plan(TINY, seq=2048, optimizer="adamw8bit", baselines=False, **given).summary()
+    same = streamfx.plan(TINY, seq=summary["length"], baselines=False, optimizer="adamw8bit", **options_in(summary["recipe"]))
+    kept = ("peak_bytes", "flops", "stages")
+    assert [same.summary()[key] for key in kept] == [summary[key] for key in kept]
+
+
+def test_the_recipe_for_several_devices_has_sharding_and_launch() -> None:
+    options = streamfx.Options(reshard=False, save="inputs").as_dict()
+    recipe = recipe_of(options, Sharding(16, "zero2", 2))
+    assert recipe["enable"] == 'streamfx.enable(model, save="inputs", reshard=False)'
+    assert 'tp_plan="auto"' in recipe["shard"] and "reshard_after_forward=False" in recipe["shard"]
+    assert "--nnodes 2 " in recipe["launch"] and recipe["launch"].endswith("--nproc-per-node 8 train.py")
+    assert "--nproc-per-node 6 " in recipe_of(options, Sharding(12))["launch"]
 
 
 def test_predicted_flops_are_those_of_a_run() -> None:

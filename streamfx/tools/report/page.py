@@ -281,6 +281,9 @@ def _plan_tables(summary: Mapping[str, Any]) -> Iterator[Table]:
         all_devices = f"of {host['devices']} devices", format_bytes(host["bytes_of_all"])
         sizes = ("of this device", format_bytes(host["bytes"])), all_devices
         yield Table("Offloaded to the host until the backward pass", ("", "bytes"), sizes)
+    if summary["fits"] is not False:
+        lines = tuple((name, text) for name, text in summary["recipe"].items() if isinstance(text, str))
+        yield Table("Code and command of this step", ("", "write"), lines)
     if summary["choices"]:
         candidates = tuple(map(candidate_cells, summary["choices"]))
         note = "The first that fits the budget runs."
