@@ -19,14 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from streamfx.errors import ModelError
 from streamfx.tools.planner.model_names import TYPES, builtin_names, config_file
 from streamfx.tools.report.paths import checked_path, is_there
-
-if TYPE_CHECKING:
-    from streamfx.tools.report.exports import Exports
 
 REFUSED, WRONG_USAGE, NOT_SO, INTERRUPTED = 1, 2, 3, 130  # exit codes
 TOKEN_UNITS = {"K": 1 << 10, "M": 1 << 20}
@@ -96,14 +93,14 @@ def add_html_argument(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def written_as_html(arguments: argparse.Namespace) -> Iterator[list[Exports]]:
+def written_as_html(arguments: argparse.Namespace) -> Iterator[list[Any]]:
     """Write the report appended to the yielded list; a path that cannot be written is refused before any tracing.
 
     Two reports are compared on one page.
     """
     if arguments.html is not None:
         checked_path(arguments.html)
-    reports: list[Exports] = []
+    reports: list[Any] = []  # explanations and plans, or a table
     yield reports
     if arguments.html is not None:
         report, *others = reports

@@ -20,6 +20,12 @@ OBJECTIVES = ("sft", "dpo", "grpo")
 OPTIMIZERS = ("none", "sgd", "adamw", "adamw8bit")
 SCHEMES = ("nf4", "int8", "fp8")
 SHARDS = ("ddp", "zero1", "zero2", "zero3")
+BACKEND_OPTIONS = ("chunk_size", "loss_chunk_size", "save", "keep_every", "offload")  # those of the command line
+PLAN_ARGUMENTS = (
+    *("seq", "batch", "memory", "host_memory", "dtype", "lora_rank", "quantize", "optimizer", "optimizer_in_backward"),
+    *("world", "shard", "tensor", "context", "max_length", "max_batch", "frontier", "objective", "group", "device"),
+)
+TOKEN_COUNTS = ("seq", "chunk_size", "loss_chunk_size")
 DEVICES = ("A100", "H100", "H200", "B200", "L40S", "RTX4090", "MI300X")
 
 

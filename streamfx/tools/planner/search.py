@@ -32,6 +32,7 @@ from streamfx.tools.planner.predict import Prediction
 
 FIRST_LENGTH = 65536  # per device; if stage inputs are offloaded, `OFFLOAD_LENGTH_FACTOR` times as many fit
 OFFLOAD_LENGTH_FACTOR = 4
+LENGTH_MULTIPLE = 256  # the longest length per rank is rounded to a multiple of this
 MAX_TRACES = 6
 MIN_GUESS_RATIO = 1.5  # ratio of sizes from which the growth of the chunk work matters
 MIN_RELATIVE_GAIN = 0.01  # relative gain below which the search ends
