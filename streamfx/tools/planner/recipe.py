@@ -15,6 +15,7 @@ ENGINES = {
     ZERO2: "fully_shard(layer, reshard_after_forward=False) for each layer, then the same for the model",
     ZERO3: "fully_shard(layer) for each layer, then fully_shard(model)",
 }
+NO_PART_OF_A_STEP = ("check_passes", "progress")  # options of a session, not of the step
 
 
 def recipe_of(options: Mapping[str, Any], ranks: Sharding) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def recipe_of(options: Mapping[str, Any], ranks: Sharding) -> dict[str, Any]:
 
     `options` are all options of the planned step; only those without a default value are written.
     """
-    given = Options(**options).given()
+    given = {name: value for name, value in Options(**options).given().items() if name not in NO_PART_OF_A_STEP}
     by_keyword = "".join(f", {name}={_literal(value)}" for name, value in given.items())
     by_name = ", ".join(f'"{name}": {_literal(value)}' for name, value in given.items())
     recipe = {

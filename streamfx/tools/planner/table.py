@@ -39,7 +39,7 @@ from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, IN_CHUNKS
 
 CARDS = (24, 40, 48, 80, 141, 192)  # GiB
 MIN_LENGTH = 4096  # shorter sequences are not worth a row
-BASELINE_LENGTHS = (8192, 131072)  # of the traces of a baseline
+BASELINE_LENGTHS = (MIN_LENGTH, 131072)  # of the traces of a baseline
 LORA_RANK, QUANTIZE = 16, "nf4"
 STREAMFX = "streamfx"
 WAYS = {CHECKPOINTING: CHECKPOINTING, IN_CHUNKS: CHUNKED}  # baselines of the table
