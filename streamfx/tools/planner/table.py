@@ -1,31 +1,31 @@
 """Longest sequences by the memory of a card and by way of training, with streamfx and with gradient checkpointing.
 
-Cards share traces. Streamfx's memory curve at one length is extrapolated to each card, as in `search.py`; a trace of a few layers
-at the longest length gives the growth of a chunk's work. Peaks of checkpointing are convex in the length, and are interpolated
-between two traces.
+Cards share traces. Streamfx's memory curve at one length is extrapolated to each card, as in `search.py`; two traces of a few
+layers give the growth of a chunk's work, and of other values, some of which are weights. Peaks of checkpointing are convex in the
+length, and are interpolated between two traces.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from streamfx.cost.categories import OPTIMIZER
+from streamfx.cost.categories import OPTIMIZER, OTHER
 from streamfx.errors import PlanError
 from streamfx.progress import show_activity
 from streamfx.tools.inspect.layers import first_layers, layers_of
 from streamfx.tools.planner.baselines import baselines_of
 from streamfx.tools.planner.search import (
+    CHUNK_TERMS,
     FIRST_LENGTH,
     LENGTH_MULTIPLE,
-    MIN_GUESS_RATIO,
     OFFLOAD_LENGTH_FACTOR,
     TARGET_SHARE,
-    Growth,
     growth_of,
     size_within,
     with_least_memory,
@@ -125,16 +125,15 @@ def length_table(request: SimpleNamespace, step_of: Callable[[SimpleNamespace], 
 
 
 def _streamed_lengths(step: TrainingStep, request: SimpleNamespace) -> tuple[int, ...]:
-    """Return the longest length on each card, extrapolated from one trace of the model and one of a few of its layers."""
+    """Return the longest length on each card, extrapolated from one trace of the model and two of a few of its layers."""
     num_layers = len(layers_of(step.model))
     options = with_least_memory(request.batch, num_layers + 1, request.options)
     first = FIRST_LENGTH * (1 if options.get("offload", "none") == "none" else OFFLOAD_LENGTH_FACTOR)
     prediction = step.at(request.batch, first, options)
-    growth: Growth = {}
-    longest = _rounded(size_within(_target(CARDS[-1]), first, prediction, growth))
-    if longest >= MIN_GUESS_RATIO * first and num_layers > 2 * FEW_LAYERS:
-        with first_layers(step.model, FEW_LAYERS):
-            growth = growth_of(first, prediction, longest, step.at(request.batch, longest, options))
+    far = max(_rounded(size_within(_target(CARDS[-1]), first, prediction, {})), 2 * first)
+    with first_layers(step.model, FEW_LAYERS) if num_layers > 2 * FEW_LAYERS else nullcontext():
+        few = [step.at(request.batch, length, options) for length in (first, far)]
+    growth = growth_of(first, few[0], far, few[1], (*CHUNK_TERMS, OTHER))
     return tuple(_rounded(size_within(_target(card), first, prediction, growth)) for card in CARDS)
 
 
