@@ -41,7 +41,7 @@ MIN_LENGTH = 4096  # shorter sequences are not worth a row
 BASELINE_LENGTHS = (MIN_LENGTH, 131072)  # of the traces of a baseline
 LORA_RANK, QUANTIZE = 16, "nf4"
 STREAMFX = "streamfx"
-TARGET_SHARE = 0.99  # fraction of the memory that a length may take: no trace confirms it, and estimates of one model were off by 0.2 and 0.5 %
+TARGET_SHARE = 0.99  # of the memory: no trace confirms a length, and two estimates were off by 0.2 and 0.5 %
 WAYS = {CHECKPOINTING: CHECKPOINTING, IN_CHUNKS: CHUNKED}  # baselines of the table
 
 
