@@ -117,12 +117,11 @@ def test_a_command_parses_to_its_request() -> None:
 
 
 REFUSED = (
-    "--seq 2K --memory 3M",
+    "--seq 2K --memory 2M",
     "--seq 2K --memory 2500K --optimizer adamw",
     "--seq 4K --memory 3M --lora-rank 8",
     "--seq 2K --memory 5M --save products --chunk-size 1K",
-    "--memory 1500K --max-length",
-    "--seq 2K --memory 1M --world 2 --shard zero2",
+    "--seq 2K --memory 1800K --world 2 --shard zero2",
 )
 
 
