@@ -152,9 +152,9 @@ def _planned(arguments: argparse.Namespace) -> PlanReport | LengthTable:
 
     arguments.optimizer = arguments.optimizer or (TABLE_OPTIMIZER if arguments.table else "none")
     searched = arguments.max_length or arguments.max_batch
-    with trace_progress(MAX_TRACES if searched else 1) as show_prediction:
-        with resume_gc() if searched or arguments.table else pause_gc():
-            return _plan_for(arguments, show_prediction)
+    collected = resume_gc() if searched or arguments.table else pause_gc()
+    with trace_progress(MAX_TRACES if searched else 1) as show_prediction, collected:
+        return _plan_for(arguments, show_prediction)
 
 
 @contextmanager
