@@ -1,7 +1,8 @@
 """A status line for slow work (tracing, planning, compiling), erased when the work is done.
 
 It shows only long activities, and only if standard error is a terminal and this is the first process on its machine.
-There is one line per process. If `progress=True` and there is no terminal, each text is a separate line.
+There is one line per process. If `progress=True` and there is no terminal, each text is a separate line. A command without a
+terminal (`periodic_lines`) writes a line every `INTERVAL` seconds, also if the text has not changed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Literal
 
 ProgressOption = bool | Literal["auto"]
 DELAY = 2.0  # seconds before the line appears
+INTERVAL = 10.0  # seconds between two lines of a command without a terminal
 WIDTH = 78  # of a text: a longer text would wrap, and only one line is erased
 ERASE = "\r\x1b[K"
 
@@ -36,6 +38,7 @@ class _StatusLine:
         self._activities: list[_Activity] = []
         self._timer: threading.Timer | None = None
         self._shown = ""
+        self.is_periodic = False
 
     def begin(self, activity: _Activity) -> None:
         """Add an activity; the first one starts a timer that shows the line once `DELAY` is over."""
@@ -43,10 +46,29 @@ class _StatusLine:
             self._activities.append(activity)
             if len(self._activities) == 1:
                 remaining = DELAY - (time.monotonic() - activity.since)
-                self._timer = threading.Timer(max(remaining, 0.0), self.refresh)
-                self._timer.daemon = True
-                self._timer.start()
+                if self.writes_periodically:
+                    self._start_timer(INTERVAL, self._write_periodically)
+                else:
+                    self._start_timer(max(remaining, 0.0), self.refresh)
             self.refresh()
+
+    def _start_timer(self, seconds: float, function: Callable[[], None]) -> None:
+        self._timer = threading.Timer(seconds, function)
+        self._timer.daemon = True
+        self._timer.start()
+
+    @property
+    def writes_periodically(self) -> bool:
+        """Whether a command without a terminal runs."""
+        return self.is_periodic and not _is_terminal()
+
+    def _write_periodically(self) -> None:
+        """Write the text and its duration as a line, now and every `INTERVAL` seconds until all activities are done."""
+        with self._lock:
+            if self._activities:
+                seconds = time.monotonic() - self._activities[0].since
+                _write_to_terminal(f"{self._text()} {seconds:.0f} s\n")
+                self._start_timer(INTERVAL, self._write_periodically)
 
     def end(self, activity: _Activity) -> None:
         """Remove an activity; the last one erases the line."""
@@ -63,23 +85,35 @@ class _StatusLine:
             self._shown = ""
 
     def refresh(self) -> None:
-        """Write the line with all current activities, if the first has taken `DELAY` seconds and the text has changed.
+        """Write the line with all current activities, if the first has taken `DELAY` seconds and the text has changed."""
+        with self._lock:
+            if not self._activities or self.writes_periodically or time.monotonic() - self._activities[0].since < DELAY:
+                return
+            if (text := self._text()) != self._shown:
+                self._shown = text
+                _write_to_terminal(f"{ERASE}{text}" if _is_terminal() else f"{text}\n")
+
+    def _text(self) -> str:
+        """Return the line with all current activities.
 
         An activity is omitted if the text of the one around it begins with the same words: "planning" inside of "planning".
         """
-        with self._lock:
-            texts = [activity.text for activity in self._activities]
-            distinct_texts = [
-                text for text, outer_text in zip(texts, ["", *texts], strict=False) if not outer_text.startswith(text)
-            ]
-            text = f"streamfx: {', '.join(distinct_texts)} ..."[:WIDTH]
-            if not self._activities or text == self._shown or time.monotonic() - self._activities[0].since < DELAY:
-                return
-            self._shown = text
-            _write_to_terminal(f"{ERASE}{text}" if _is_terminal() else f"{text}\n")
+        texts = [activity.text for activity in self._activities]
+        distinct_texts = [text for text, outer_text in zip(texts, ["", *texts], strict=False) if not outer_text.startswith(text)]
+        return f"streamfx: {', '.join(distinct_texts)} ..."[:WIDTH]
 
 
 _line = _StatusLine()
+
+
+@contextmanager
+def periodic_lines() -> Iterator[None]:
+    """Context manager for a command: without a terminal, show activities as a line every `INTERVAL` seconds."""
+    previous, _line.is_periodic = _line.is_periodic, True
+    try:
+        yield
+    finally:
+        _line.is_periodic = previous
 
 
 @contextmanager
@@ -106,8 +140,12 @@ def show_activity(text: str, option: ProgressOption = "auto", since: float | Non
 
 
 def is_shown(option: ProgressOption) -> bool:
-    """Return whether the option `progress` shows a line here: True always; "auto" on a terminal, in the first local process."""
-    return option is True or (option == "auto" and _is_terminal() and os.environ.get("LOCAL_RANK", "0") == "0")
+    """Return whether the option `progress` shows a line here.
+
+    True always; "auto" on a terminal or in a command, in the first local process.
+    """
+    is_seen = _is_terminal() or _line.is_periodic
+    return option is True or (option == "auto" and is_seen and os.environ.get("LOCAL_RANK", "0") == "0")
 
 
 class Tally:

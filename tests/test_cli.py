@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_explain_prints_a_report_or_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", str(folder), "--seq", "64", "--options", '{"chunk_size": 16}', "--strict"]) == 0
+    assert main(["explain", str(folder), "--seq", "0.0625K", "--options", '{"chunk_size": 16}', "--strict"]) == 0
     assert "every stage streams" in capsys.readouterr().out
     for factory, length in (("made", 32), ("decoder", 40)):  # a custom decoder gets ids and labels
         assert main(["explain", MINE + factory, "--seq", "40", "--json"]) == 0
@@ -88,6 +88,22 @@ def test_doctor_runs_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["entry_point"] == "found"
     assert found["self_test"]["ok"] and found["self_test"]["max_error"] < 1e-12
+
+
+def test_version_help_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    """A bare command prints its help; a wrong number of tokens is wrong usage."""
+    assert main([]) == 2
+    assert "explain" in capsys.readouterr().err
+    for command, code, said in (
+        ("--version", 0, f"streamfx {streamfx.__version__}"),
+        ("plan Qwen3-8B --seq 12x", 2, "'12x' is no number of tokens"),
+        ("explain Qwen3-8B --seq 1.0001K", 2, "'1.0001K' is no number of tokens"),
+        ("plan Qwen3-8B --chunk-size 1KB", 2, "'1KB' is no number of tokens"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(command.split())
+        shown = capsys.readouterr()
+        assert ended.value.code == code and said in shown.out + shown.err
 
 
 def interrupted(*_: object) -> Any:
@@ -157,6 +173,9 @@ def test_a_configuration_has_many_names(cached: Path, tmp_path: Path, monkeypatc
     shipped = model_names.FOLDER / "Qwen3-8B.json"
     assert config_file("Qwen3-8B") == config_file("qwen3-8b") == config_file("Qwen/Qwen3-8B") == config_file(shipped) == shipped
     assert config_file("some-org/some-model") == config_file(cached.parent) == cached
+    newer = model_names.FOLDER / "Llama-3.3-70B.json"
+    assert config_file("meta-llama/Meta-Llama-3.3-70B-Instruct") == config_file("llama-3.3-70b") == newer
+    assert config_file("google/gemma-3-12b-it") == config_file("Gemma-3-12B-pt") == model_names.FOLDER / "Gemma-3-12B.json"
     monkeypatch.chdir(tmp_path)
     Path("Qwen").mkdir()
     assert config_file("Qwen/Qwen3-8B") == shipped

@@ -18,7 +18,7 @@ from streamfx.tools.inspect.explain import OURS
 from streamfx.tools.planner import frontier
 from streamfx.tools.planner.baselines import ON_HOST, find_longest
 from streamfx.tools.planner.predict import Prediction
-from streamfx.tools.planner.search import Limits, SearchedSize, find_largest, gains_from, growth_of
+from streamfx.tools.planner.search import Limits, SearchedSize, find_largest, gains_from, growth_of, size_within
 from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, IN_CHUNKS, MIN_GAIN, times
 from tests.test_plan import TINY
 
@@ -109,6 +109,12 @@ def test_each_moment_is_extrapolated_to_the_limit(few_layers: bool) -> None:
     best = find_largest(step, Limits(500_000), {}, 1000, LENGTH, 9, *growth)
     assert best is not None and 0.99 * 449_000 / 6 < best[0] <= 449_000 / 6
     assert len(step.traced) == (2 if few_layers else 3)
+
+
+def test_a_category_grows_as_measured_or_in_proportion() -> None:
+    found = replace(prediction(100, 7000), peak_by_term={"parameters": 1000, "stage inputs": 1000, "other": 5000})
+    assert size_within(10_000, 100, found, {}) == 100 + 3000 // 60
+    assert size_within(10_000, 100, found, {"other": 5, "chunk work": 7}) == 100 + 3000 // 15
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamfx import progress
-from streamfx.progress import ERASE, Tally, show_activity
+from streamfx.progress import ERASE, Tally, periodic_lines, show_activity
 from tests.support.small import Causal, tokens
 
 pytestmark = pytest.mark.compiled
@@ -87,6 +87,21 @@ def test_a_long_activity_is_shown_while_it_runs(terminal: Terminal, monkeypatch:
     monkeypatch.setattr(progress, "DELAY", 100.0)
     with show_activity("compiling", since=time.monotonic() - 101):
         assert lines(terminal) == ["streamfx: waiting ...", "streamfx: compiling ..."]
+
+
+def test_a_command_without_a_terminal_writes_lines_periodically(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the text stays the same; nothing is erased."""
+    monkeypatch.setattr(progress, "INTERVAL", 0.02)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=(stream := io.StringIO())))
+    with periodic_lines(), show_activity("planning"):
+        end = time.monotonic() + 30
+        while stream.getvalue().count("\n") < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+    shown = stream.getvalue().splitlines()
+    assert len(shown) >= 2 and set(shown) == {"streamfx: planning ... 0 s"}
+    with show_activity("training"):  # not of a command
+        assert not progress.is_shown("auto")
 
 
 def test_an_error_erases_the_line(terminal: Terminal) -> None:

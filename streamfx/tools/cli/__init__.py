@@ -13,10 +13,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+from streamfx import __version__
 from streamfx.errors import StreamFXError, describe_error
 from streamfx.frontend.gc_pause import pause_gc
+from streamfx.progress import periodic_lines
 from streamfx.tools.cli import compare_command, doctor, explain_command, plan_command, verify_command
-from streamfx.tools.cli.arguments import INTERRUPTED, REFUSED, CommandResult
+from streamfx.tools.cli.arguments import INTERRUPTED, REFUSED, WRONG_USAGE, CommandResult
 
 CODES = "exit codes: 0 done, 1 refused (with an error message), 2 wrong usage, 3 the answer is no, 130 Ctrl-C"
 COMMANDS = (explain_command, verify_command, compare_command, plan_command, doctor)
@@ -27,7 +29,8 @@ def parser() -> argparse.ArgumentParser:
     arguments_parser = argparse.ArgumentParser(
         prog="streamfx", description="Train decoders on long sequences: inspect a step before you run it.", epilog=CODES
     )
-    subparsers = arguments_parser.add_subparsers(dest="command", required=True, metavar="command")
+    arguments_parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = arguments_parser.add_subparsers(dest="command", metavar="command")
     for command in COMMANDS:
         command.add(subparsers).set_defaults(run=command.run)
     return arguments_parser
@@ -44,8 +47,12 @@ def command() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code (see `arguments.py`); refusals go to standard error, without a traceback."""
     parsed = parser().parse_args(arguments)
+    if parsed.command is None:  # as ruff and hf do: help, and the exit code of wrong usage
+        parser().print_help(sys.stderr)
+        return WRONG_USAGE
     try:
-        answer = parsed.run(parsed)
+        with periodic_lines():
+            answer = parsed.run(parsed)
     except StreamFXError as error:
         print(error, file=sys.stderr)
         return REFUSED

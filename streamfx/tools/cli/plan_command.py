@@ -13,12 +13,14 @@ from streamfx.budget import format_bytes
 from streamfx.errors import PlanError
 from streamfx.options import OFFLOADS, SAVE_LEVELS
 from streamfx.progress import show_activity
-from streamfx.tools.cli.arguments import add_html_argument, written_as_html
+from streamfx.tools.cli.arguments import SEQ_HELP, add_html_argument, token_count, written_as_html
 from streamfx.tools.planner.model_names import (
+    BACKEND_OPTIONS,
     DEVICES,
     GROUP,
     OBJECTIVES,
     OPTIMIZERS,
+    PLAN_ARGUMENTS,
     SCHEMES,
     SHARDS,
     TYPES,
@@ -26,15 +28,13 @@ from streamfx.tools.planner.model_names import (
     config_file,
 )
 
-BACKEND_OPTIONS = ("chunk_size", "loss_chunk_size", "save", "keep_every")
-PLAN_ARGUMENTS = (
-    *("seq", "batch", "memory", "host_memory", "dtype", "lora_rank", "quantize", "optimizer", "optimizer_in_backward", "offload"),
-    *("world", "shard", "tensor", "context", "max_length", "max_batch", "frontier", "objective", "group", "device"),
-)
+TABLE_OPTIMIZER = "adamw8bit"
+SIZES = "80G and 80GiB are 80 x 2^30 bytes, 80GB are 80 x 10^9, 0.9 and 90%% are a share of the memory of this machine's device"
 
 if TYPE_CHECKING:
     from streamfx.tools.planner.predict import Prediction
     from streamfx.tools.planner.report import PlanReport
+    from streamfx.tools.planner.table import LengthTable
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -62,14 +62,18 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 def _add_step(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of the step, its memory limits, and what is trained."""
     add = parser.add_argument
-    add("--seq", type=int, default=4096, metavar="TOKENS", help="tokens per sequence (default: %(default)s)")
+    add("--seq", type=token_count, default=4096, metavar="TOKENS", help=f"{SEQ_HELP} (default: %(default)s)")
     add("--batch", type=int, default=1, metavar="N", help="sequences per step and device (default: %(default)s)")
-    add("--memory", metavar="SIZE", help="memory budget of a device, such as 80G; the plan is then the fastest that fits")
+    add("--memory", metavar="SIZE", help=f"memory budget of a device; the plan is then the fastest that fits. {SIZES}")
     add("--host-memory", metavar="SIZE", help="memory for offloaded values on each host of up to 8 devices, such as 1TiB")
     add("--dtype", choices=TYPES, default="bfloat16", help="dtype of parameters (default: %(default)s)")
     add("--lora-rank", type=int, metavar="R", help="train LoRA adapters of this rank instead of all parameters")
     add("--quantize", choices=SCHEMES, help="freeze the model, and store its layers' weights in fewer bits")
-    add("--optimizer", choices=OPTIMIZERS, default="none", help="optimizer whose state is counted (default: %(default)s)")
+    add(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        help=f"optimizer whose state is counted (default: none; with --table {TABLE_OPTIMIZER})",
+    )
     add(
         "--optimizer-in-backward",
         action="store_true",
@@ -99,9 +103,10 @@ def _add_search_and_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--max-length", action="store_true", help="find the longest sequence that fits into --memory")
     add("--max-batch", action="store_true", help="find the largest batch of --seq that fits into --memory")
+    add("--table", action="store_true", help="longest sequences by card (24 to 192 GiB), for all parameters, LoRA and QLoRA")
     add("--frontier", action="store_true", help="also list plans from the smallest peak to the fastest step")
-    add("--chunk-size", type=int, metavar="ROWS", help="set the option chunk_size instead of planning it")
-    add("--loss-chunk-size", type=int, metavar="ROWS", help="set the option loss_chunk_size instead of planning it")
+    add("--chunk-size", type=token_count, metavar="ROWS", help="set the option chunk_size instead of planning it")
+    add("--loss-chunk-size", type=token_count, metavar="ROWS", help="set the option loss_chunk_size instead of planning it")
     add("--save", choices=SAVE_LEVELS, help="set the option save instead of planning it")
     add("--keep-every", type=int, metavar="K", help="set the option keep_every instead of planning it")
     add(
@@ -134,21 +139,24 @@ def _second_plan(arguments: argparse.Namespace) -> argparse.Namespace | None:
     """Return the arguments of the plan to compare with, if any."""
     if arguments.beside is None:
         return None
-    if arguments.html is None:
-        raise PlanError("--beside compares two plans in an HTML file", found="no --html", do="add --html FILE")
+    if arguments.html is None or arguments.table:
+        found = "no --html" if arguments.html is None else "--table"
+        raise PlanError("--beside compares two plans in an HTML file", found=found, do="add --html FILE, and omit --table")
     other: argparse.Namespace = arguments.parser.parse_args(
         [arguments.model, *shlex.split(arguments.beside)], argparse.Namespace(**vars(arguments))
     )
     return other
 
 
-def _planned(arguments: argparse.Namespace) -> PlanReport:
+def _planned(arguments: argparse.Namespace) -> PlanReport | LengthTable:
     """Return the plan that the arguments ask for, and show its progress."""
     from streamfx.frontend.gc_pause import pause_gc, resume_gc
     from streamfx.tools.planner.search import MAX_TRACES
 
+    arguments.optimizer = arguments.optimizer or (TABLE_OPTIMIZER if arguments.table else "none")
     searched = arguments.max_length or arguments.max_batch
-    with trace_progress(MAX_TRACES if searched else 1) as show_prediction, resume_gc() if searched else pause_gc():
+    collected = resume_gc() if searched or arguments.table else pause_gc()
+    with trace_progress(MAX_TRACES if searched else 1) as show_prediction, collected:
         return _plan_for(arguments, show_prediction)
 
 
@@ -176,15 +184,15 @@ def trace_progress(max_traces: int) -> Iterator[Callable[[Prediction], None]]:
         yield show_prediction
 
 
-def _plan_for(arguments: argparse.Namespace, show_prediction: Callable[[Prediction], None]) -> PlanReport:
-    """Call `streamfx.plan` with the parsed arguments; `show_prediction` is called after each trace."""
-    from streamfx.tools.planner.plan import plan
+def _plan_for(arguments: argparse.Namespace, show_prediction: Callable[[Prediction], None]) -> PlanReport | LengthTable:
+    """Call `streamfx.plan`, or `plan_table`, with the parsed arguments; `show_prediction` is called after each trace."""
+    from streamfx.tools.planner.plan import plan, plan_table
 
-    option_values = {name: getattr(arguments, name) for name in BACKEND_OPTIONS}
-    return plan(
+    option_values = {name: getattr(arguments, name) for name in BACKEND_OPTIONS if name not in PLAN_ARGUMENTS}
+    return (plan_table if arguments.table else plan)(
         arguments.model,
         **{name: getattr(arguments, name) for name in PLAN_ARGUMENTS},
         baselines=not arguments.no_baselines,
         options={name: value for name, value in option_values.items() if value is not None},
-        noted=show_prediction,
+        noted=None if arguments.table else show_prediction,
     )

@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from streamfx.progress import show_activity
 from streamfx.tools.cli.arguments import NOT_SO, CommandResult, add_model_arguments, check_model, options_of
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
     from streamfx.tools.inspect.verify import verify
 
     model, args, kwargs = model_and_inputs(arguments, "cpu")
-    with resume_gc():  # this runs real steps, so garbage must be collected
+    with show_activity("verifying"), resume_gc():  # this runs real steps, so garbage must be collected
         report = verify(model, *args, options=options_of(arguments), **kwargs)
     return CommandResult(json.dumps(summary(report), indent=2) if arguments.json else str(report), 0 if report.ok else NOT_SO)
 

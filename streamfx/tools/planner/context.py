@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamfx.errors import PlanError
+from streamfx.tools.planner.models import size_of
 
 NAME = "streamfx_ulysses"
 
@@ -81,11 +82,11 @@ def context_parallel_attention(model: nn.Module, group: Any, ranks: int) -> Iter
 def check_heads(model: nn.Module, tensor: int, context: int) -> None:
     """Refuse a model whose heads cannot be split: by tensor parallelism (weights), then by context parallelism (sequences)."""
     config = getattr(model, "config", None)
-    heads = getattr(config, "num_attention_heads", None)
+    heads = size_of(config, "num_attention_heads")
     asked = f"tensor={tensor} and context={context} must divide the heads"
     if heads is None:
         raise PlanError(asked, found="a model whose configuration has no num_attention_heads", do="give a configuration")
-    keys = getattr(config, "num_key_value_heads", None) or heads
+    keys = size_of(config, "num_key_value_heads") or heads
     if heads % (tensor * context):
         raise PlanError(asked, found=f"{heads} heads", do=f"let tensor * context be one of {_divisors(heads)}")
     if keys % tensor:

@@ -13,12 +13,19 @@ from streamfx.tools.report.paths import is_file, is_there
 
 FOLDER = Path(__file__).parent / "configurations"
 FILE = "config.json"
+VARIANT = re.compile(r"^meta-|-(instruct|base|it|pt)$")  # parts of names that do not change the sizes
 TYPES = ("float32", "bfloat16", "float16")
 GROUP = 8  # default number of answers per prompt in grpo
 OBJECTIVES = ("sft", "dpo", "grpo")
 OPTIMIZERS = ("none", "sgd", "adamw", "adamw_master", "adamw8bit")
 SCHEMES = ("nf4", "int8", "fp8")
 SHARDS = ("ddp", "zero1", "zero2", "zero3")
+BACKEND_OPTIONS = ("chunk_size", "loss_chunk_size", "save", "keep_every", "offload")  # those of the command line
+PLAN_ARGUMENTS = (
+    *("seq", "batch", "memory", "host_memory", "dtype", "lora_rank", "quantize", "optimizer", "optimizer_in_backward", "offload"),
+    *("world", "shard", "tensor", "context", "max_length", "max_batch", "frontier", "objective", "group", "device"),
+)
+TOKEN_COUNTS = ("seq", "chunk_size", "loss_chunk_size")
 DEVICES = ("A100", "H100", "H200", "B200", "L40S", "RTX4090", "MI300X")
 
 
@@ -30,13 +37,13 @@ def builtin_names() -> list[str]:
 def config_file(source: str | Path) -> Path:
     """Find the file of a Hugging Face configuration: in a folder, by its path, in the local cache, or built in.
 
-    An `org/name` is searched in the cache first, then its last part among the built-in names. Nothing is downloaded.
+    An `org/name` is searched in the cache first, then its last part among the built-in names, in any case and without a suffix
+    such as `-Instruct` or `-it`. Nothing is downloaded.
     """
     path = Path(source)
     for candidate in (path / FILE, path):
         if is_file(candidate):
             return candidate
-    names = {name.lower(): name for name in builtin_names()}
     if is_there(path) and path.is_dir():
         raise PlanError(
             f"the folder {str(source)!r} has no {FILE}", do="give the folder of a Hugging Face model, or a configuration"
@@ -44,11 +51,21 @@ def config_file(source: str | Path) -> Path:
     cached = _in_cache(str(source))
     if cached is not None:
         return cached
-    lower_name = str(source).lower()
-    name = names.get(lower_name) or (names.get(lower_name.partition("/")[2]) if lower_name.count("/") == 1 else None)
+    names = {name.lower(): name for name in builtin_names()}
+    name = names.get(_plain_name(str(source)))
     if name is None:
         raise _unknown_name_error(str(source))
     return FOLDER / f"{name}.json"
+
+
+def _plain_name(source: str) -> str:
+    """Return the name of a model in lower case, without its organization and the parts that do not change its sizes.
+
+    >>> _plain_name("Some-8B"), _plain_name("org/Meta-Some-8B-Instruct"), _plain_name("a/b/Some-8B")
+    ('some-8b', 'some-8b', 'a/b/some-8b')
+    """
+    name = source.lower()
+    return VARIANT.sub("", name.partition("/")[2] if name.count("/") == 1 else name)
 
 
 def _in_cache(name: str) -> Path | None:
@@ -76,7 +93,7 @@ def _unknown_name_error(source: str) -> PlanError:
     """Return the error for an unknown configuration, with a similar name if there is one."""
     names = builtin_names()
     names_by_lower = {name.lower(): name for name in names}
-    similar = difflib.get_close_matches(source.lower().rpartition("/")[2], names_by_lower, n=1, cutoff=0.6)
+    similar = difflib.get_close_matches(_plain_name(source).rpartition("/")[2], names_by_lower, n=1, cutoff=0.6)
     hint = f"did you mean {names_by_lower[similar[0]]!r}? " if similar else ""
     download = f"`hf download {source} {FILE}` stores it in the cache, or " if _may_be_of_hub(source) else ""
     return PlanError(

@@ -100,7 +100,7 @@ def language_model(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
 def _check_sizes(config: Any) -> None:
     """Raise `PlanError` for a size below one (transformers would build a model that computes nothing) or too many layers."""
     for name in SIZES:
-        size = getattr(config, name, None)
+        size = size_of(config, name)
         if isinstance(size, int) and size < 1:
             do = f"give {name} as a whole number, 1 or more"
             raise PlanError(f"a configuration of type {config.model_type!r} has an invalid size", found=f"{name} = {size}", do=do)
@@ -108,6 +108,14 @@ def _check_sizes(config: Any) -> None:
     if isinstance(layers, int) and layers > MAX_LAYERS:
         asked = f"plans are limited to {MAX_LAYERS:,} layers"
         raise PlanError(asked, found=f"{LAYERS} = {layers:,}", do=f"give {LAYERS} as a number up to {MAX_LAYERS:,}")
+
+
+def size_of(config: Any, name: str) -> Any:
+    """Return a size of a configuration; None if it has none, or one for each layer, which transformers refuses to return."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
 
 
 class LoraLinear(nn.Module):

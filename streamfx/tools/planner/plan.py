@@ -13,9 +13,10 @@ from torch import nn
 
 from streamfx.argument_checks import as_python_number, check_call, choices_hint, describe_value, did_you_mean, require
 from streamfx.budget import FORMS, budget_bytes, is_budget, parse_amount
-from streamfx.errors import OptionError, PlanError
+from streamfx.errors import OptionError, OverBudgetError, PlanError
 from streamfx.frontend.gc_pause import pause_gc
 from streamfx.options import NAMES, Options, merge_options, min_save_level, resolve_options
+from streamfx.tools.inspect.layers import layers_of
 from streamfx.tools.inspect.side_effect_guard import serialized
 from streamfx.tools.planner.context import check_heads, check_plan
 from streamfx.tools.planner.devices import device_by_name, local_device
@@ -24,13 +25,15 @@ from streamfx.tools.planner.inputs import Inputs, check_inputs
 from streamfx.tools.planner.model_names import DEVICES, GROUP, OBJECTIVES, OPTIMIZERS, SCHEMES, SHARDS
 from streamfx.tools.planner.models import TYPES, build_model
 from streamfx.tools.planner.objectives import objective_by_name
-from streamfx.tools.planner.offload_argument import Check, checks_of_host_weights, split_offload
+from streamfx.tools.planner.offload_argument import PARAMETERS, Check, checks_of_host_weights, split_offload
 from streamfx.tools.planner.overlap import devices_per_host
 from streamfx.tools.planner.predict import Prediction
+from streamfx.tools.planner.remedies import Planner, with_remedy
 from streamfx.tools.planner.report import PlanReport
-from streamfx.tools.planner.search import Limits
+from streamfx.tools.planner.search import Limits, with_least_memory
 from streamfx.tools.planner.shards import ZERO1, Sharding, state_bytes
 from streamfx.tools.planner.step import TrainingStep
+from streamfx.tools.planner.table import LengthTable, length_table
 
 CHOICES = {  # argument: its values, and the error for another name
     "dtype": (tuple(TYPES), "there is no dtype {!r} to plan for"),
@@ -108,12 +111,52 @@ def plan(
         1024
     """
     given = {name: as_python_number(value) for name, value in locals().items() if name not in ("options", "keywords")}
-    return _run_request(SimpleNamespace(**given, options=_backend_options(options, keywords)))
+    return _run_or_advise(_request(given, _backend_options(options, keywords)))
+
+
+@serialized
+def plan_table(model: Any, *, options: Mapping[str, Any] | Options | None = None, **arguments: Any) -> LengthTable:
+    """Return the longest sequences of a model by card and by way of training. It takes the arguments of `plan`.
+
+    Raises:
+        PlanError, OptionError: the request is invalid.
+    """
+    return length_table(_request({**_defaults(), **arguments, "model": model}, _backend_options(options, {})), step_of)
+
+
+def _request(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> SimpleNamespace:
+    """Return the arguments of `plan`; of `offload`, the values of the option are among the options."""
+    on_host, options = split_offload(arguments["offload"], options)
+    offload = PARAMETERS if on_host else ()
+    return SimpleNamespace(**{**arguments, "offload": offload, "on_host": on_host, "options": options})
+
+
+def _defaults() -> dict[str, Any]:
+    """Return the default values of the arguments of `plan`."""
+    return {name: parameter.default for name, parameter in inspect.signature(plan).parameters.items()}
+
+
+def _run_or_advise(request: SimpleNamespace) -> PlanReport:
+    """Run a request; if it does not fit into `memory`, raise the error with a command that fits."""
+    try:
+        return _run_request(request)
+    except OverBudgetError as refusal:
+        if request.memory is None:  # the budget is an option, so the remedy is that of the option
+            raise
+        raise with_remedy(refusal, request, Planner(limits_of, _run_request, _predict_least), _defaults()) from None
 
 
 def _run_request(request: SimpleNamespace) -> PlanReport:
-    """Check the arguments of `plan`, build the model on the meta device, and predict one step or search for the largest."""
-    request.on_host, request.options = split_offload(request.offload, request.options)
+    """Predict one step, or search for the largest."""
+    step, limits = step_of(request), limits_of(request)
+    arguments = limits, request.options, request.batch, request.seq, request.baselines
+    if request.max_length or request.max_batch:
+        return step.searched(*arguments, request.max_batch, allow_few_layers=not isinstance(request.model, nn.Module))
+    return step.planned(*arguments, request.frontier)
+
+
+def step_of(request: SimpleNamespace) -> TrainingStep:
+    """Check the arguments of `plan`, and build the model on the meta device."""
     for is_refused, asked, found, do in chain(_checks_of_values(request), _checks_of_combinations(request)):
         require(not is_refused, PlanError, asked, found, do)
     objective = objective_by_name(request.objective, request.group)
@@ -136,15 +179,29 @@ def _run_request(request: SimpleNamespace) -> PlanReport:
         state = None if request.optimizer == "none" else optimizer_bytes
         weights = HostWeights.of(model, state, updates, is_pinned=device.kind.type == "cuda")
         request.options = {"save": min_save_level(request.options.get("offload", "none")), **request.options, "keep_every": 1}
-    step = TrainingStep(name, model, objective, device, request.inputs, optimizer_bytes, request.noted, ranks, updates, weights)
-    memory, host = (
-        None if size is None else budget_bytes(size, local_device()) for size in (request.memory, request.host_memory)
-    )
-    limits = Limits(memory, None if host is None else host // devices_per_host(request.world))
-    arguments = limits, request.options, request.batch, request.seq, request.baselines
-    if request.max_length or request.max_batch:
-        return step.searched(*arguments, request.max_batch, allow_few_layers=not isinstance(request.model, nn.Module))
-    return step.planned(*arguments, request.frontier)
+    return TrainingStep(name, model, objective, device, request.inputs, optimizer_bytes, request.noted, ranks, updates, weights)
+
+
+def limits_of(request: SimpleNamespace) -> Limits:
+    """Return the memory of a device, and the share of each device in the memory of a host."""
+    memory, host = (None if size is None else _bytes_of(size) for size in (request.memory, request.host_memory))
+    return Limits(memory, None if host is None else host // devices_per_host(request.world))
+
+
+def _predict_least(request: SimpleNamespace, rows: int | None) -> Prediction:
+    """Predict the plan with the least memory, with chunks of so many rows or of the usual number."""
+    step = step_of(request)
+    sequences = step.objective.sequences * request.batch
+    chunks = {} if rows is None else {"chunk_size": rows, "loss_chunk_size": rows}
+    if request.context > 1:  # the budget search keeps all stage inputs if ranks exchange rows
+        chunks = {"keep_every": 1, **chunks}
+    options = {**chunks, **request.options}
+    return step.at(request.batch, request.seq, with_least_memory(sequences, len(layers_of(step.model)) + 1, options))
+
+
+def _bytes_of(size: int | float | str) -> int:
+    """Return the bytes of an amount; a share is one of this machine's device."""
+    return budget_bytes(size, local_device())
 
 
 def _backend_options(options: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:

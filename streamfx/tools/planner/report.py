@@ -16,6 +16,7 @@ from streamfx.tools.planner.devices import HOST_BANDWIDTH, REACHED, Device
 from streamfx.tools.planner.host_report import host_lines, host_summary
 from streamfx.tools.planner.overlap import NO_TRAFFIC, Seconds, devices_per_host, waiting_seconds
 from streamfx.tools.planner.predict import Prediction, StepPrediction
+from streamfx.tools.planner.recipe import recipe_of
 from streamfx.tools.planner.search import Limits
 from streamfx.tools.planner.shards import ALONE, ZERO1, Sharding
 from streamfx.tools.report.diagram import Diagram, diagram_of
@@ -159,6 +160,7 @@ class PlanReport(Exports):
                 }
                 for plan in prediction.frontier
             ],
+            "recipe": recipe_of(prediction.explained["options"], self.ranks, prediction.host_weights is not None),
             **{key: prediction.explained[key] for key in ("stages", "sequence", "options", "stopped", "not_checkpointed")},
         }
 
@@ -313,9 +315,20 @@ class PlanReport(Exports):
         if summary["frontier"]:
             yield ""
             yield from table_lines(list(frontier_cells(summary)), left=1)
+        if summary["fits"] is not False:
+            yield ""
+            yield from self._recipe_lines(summary["recipe"])
         if summary["stopped"]:
             yield ""
             yield f"the call could not be traced to its end: {summary['stopped']}"
+
+    def _recipe_lines(self, recipe: dict[str, Any]) -> Iterator[str]:
+        """Yield the code and the command that run this step."""
+        yield f"  write    {recipe['enable']}"
+        yield f"           or {recipe['compile']}"
+        for key in ("shard", "launch"):
+            if key in recipe:
+                yield f"  {key:<8} {recipe[key]}"
 
     def _reserve_lines(self) -> Iterator[str]:
         """Yield the free memory if the step fits, compared with the reserve."""

@@ -8,7 +8,7 @@ have the best spacing. Chunks have as few tokens as still saturate a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -32,6 +32,7 @@ from streamfx.tools.planner.predict import Prediction
 
 FIRST_LENGTH = 65536  # per device; if stage inputs are offloaded, `OFFLOAD_LENGTH_FACTOR` times as many fit
 OFFLOAD_LENGTH_FACTOR = 4
+LENGTH_MULTIPLE = 256  # the longest length per rank is rounded to a multiple of this
 MAX_TRACES = 6
 MIN_GUESS_RATIO = 1.5  # ratio of sizes from which the growth of the chunk work matters
 MIN_RELATIVE_GAIN = 0.01  # relative gain below which the search ends
@@ -179,20 +180,25 @@ def candidate_length(number: int, multiple: int) -> int:
 
 
 def size_within(limit: float, size: int, prediction: Prediction, growth: Growth) -> int:
-    """Return the largest size at which no point of a step exceeds the limit, given a prediction at one size."""
+    """Return the largest size at which no point of a step exceeds the limit, given a prediction at one size.
+
+    Categories in `growth` grow by so many bytes if they are alive at a point; of the others, those in `GROWING` are proportional.
+    """
     sizes = []
     for terms in bytes_at_points(prediction):
-        chunk_growth = sum(growth.get(name, 0) for name in CHUNK_TERMS if terms.get(name))
-        slope = sum(terms.get(name, 0) for name in GROWING) / size + chunk_growth  # bytes per additional token or sequence
+        measured = sum(bytes_per_unit for name, bytes_per_unit in growth.items() if terms.get(name))
+        proportional = sum(terms.get(name, 0) for name in GROWING if name not in growth)
+        slope = proportional / size + measured  # bytes per additional token or sequence
         sizes.append((limit - sum(terms.values())) / max(slope, 1))
     return int(size + min(sizes))
 
 
-def growth_of(size: int, prediction: Prediction, other_size: int, other_prediction: Prediction) -> Growth:
-    """Return the growth of the chunk work between two sizes; both predictions may have any number of layers."""
+def growth_of(
+    size: int, prediction: Prediction, other_size: int, other_prediction: Prediction, names: Sequence[str] = CHUNK_TERMS
+) -> Growth:
+    """Return the growth of some categories between two sizes, by default of the chunk work, for which layers may differ."""
     return {
-        name: (_peak_of_term(name, other_prediction) - _peak_of_term(name, prediction)) / (other_size - size)
-        for name in CHUNK_TERMS
+        name: (_peak_of_term(name, other_prediction) - _peak_of_term(name, prediction)) / (other_size - size) for name in names
     }
 
 

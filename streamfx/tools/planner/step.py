@@ -10,9 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from streamfx.budget import format_bytes
+from streamfx.cost.categories import OPTIMIZER
 from streamfx.cost.repeats import Repeat
 from streamfx.errors import OverBudgetError, StreamFXError, describe_error
 from streamfx.frontend.gc_pause import pause_gc
+from streamfx.ir.facts import known
 from streamfx.kernels.device_kinds import pretend_device
 from streamfx.log import log
 from streamfx.tools.inspect.eager import eager_cost, find_layer_repetition
@@ -28,6 +30,7 @@ from streamfx.tools.planner.predict import Prediction, predict, weight_bytes
 from streamfx.tools.planner.report import PlanReport
 from streamfx.tools.planner.search import (
     FIRST_LENGTH,
+    LENGTH_MULTIPLE,
     OFFLOAD_LENGTH_FACTOR,
     Growth,
     Limits,
@@ -40,8 +43,6 @@ from streamfx.tools.planner.search import (
 from streamfx.tools.planner.shards import Sharding
 from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, IN_CHUNKS, MIN_GAIN, why_nothing_streams
 
-OFFLOAD = "offload stage inputs to the host (--offload, offload='inputs'), then it fits: {takes}"
-LENGTH_MULTIPLE = 256  # the longest length per rank is rounded to a multiple of this
 FEW_LAYERS = 4  # layers; with fewer, no stage has the same neighbors as the inner stages of the full model
 
 
@@ -117,31 +118,26 @@ class TrainingStep:
         try:
             prediction = self.at(batch, seq, {**options, **budget}, baselines, with_frontier=with_frontier)
         except OverBudgetError as error:
-            raise self._advise_offload(error, limits, {**options, **budget}, batch, seq) from None
+            raise error if limits.device is None else self._refusal(error, limits.device, batch, seq) from None
         report = PlanReport(self.name, prediction, self.device, limits, ranks=self.ranks, updates=self.updates)
         is_compared = limits.device is None and CHECKPOINTING in prediction.baselines
         if not is_compared or why_nothing_streams(prediction.stages) is not None or _saves_memory(prediction):
             return report
         return replace(report, gains_from=self._gains_from(batch, seq, options))
 
-    def _advise_offload(
-        self, refusal: OverBudgetError, limits: Limits, options: Mapping[str, Any], batch: int, seq: int
-    ) -> OverBudgetError:
-        """Extend the error by the advice to offload stage inputs if the step then fits."""
-        if options.get("offload", "none") != "none":
-            return refusal
-        try:
-            prediction = self.at(batch, seq, {**options, "offload": "inputs"})
-        except StreamFXError:
-            return refusal
-        if not limits.hold(prediction):
-            return refusal
-        memory_text = f"{format_bytes(prediction.peak_bytes)} at the peak, {format_bytes(prediction.host_bytes)} on the host"
-        advised = OverBudgetError(
-            refusal.asked, refusal.found, refusal.where, f"{OFFLOAD.format(takes=memory_text)}; or {refusal.do}"
+    def _refusal(self, error: OverBudgetError, limit: int, batch: int, seq: int) -> OverBudgetError:
+        """Return the error of the budget search for a device's whole memory, of which the optimizer's state takes a part."""
+        terms = {name: size for name, size in {**error.terms, OPTIMIZER: self.state}.items() if size}
+        largest = sorted(terms.items(), key=lambda item: -item[1])[:4]
+        smallest = error.smallest + self.state
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+        refusal = OverBudgetError(
+            f"a step of {batch:,} x {seq:,} tokens does not fit into {format_bytes(limit)}",
+            found=f"the smallest possible peak is {format_bytes(smallest)} ({smallest} bytes): {parts}",
+            do="give more memory, a shorter sequence, or a smaller model",
         )
-        advised.smallest, advised.terms = refusal.smallest, refusal.terms
-        return advised
+        refusal.smallest, refusal.terms = smallest, terms
+        return refusal
 
     def _gains_from(self, batch: int, seq: int, options: Mapping[str, Any]) -> int | None:
         """Return a length above `seq` with a memory gain, confirmed by a trace; None if there is none."""
@@ -160,22 +156,29 @@ class TrainingStep:
         """Return the longest length of each baseline, if it can be traced."""
         if not self._has_baselines:
             return {}
-        assert limits.device is not None
         inputs = self._inputs(batch, first_length)
-        constant_bytes, repeat = self._constant_bytes(inputs), self._layer_repetition(inputs)
+        peak_at = self.baseline_peaks(batch, first_length)
+        constant_bytes = self._constant_bytes(inputs)
+        lengths = {
+            name: find_longest(partial(peak_at, baseline), constant_bytes, known(limits.device), first_length, LENGTH_MULTIPLE)
+            for name, baseline in baselines_of(self.model).items()
+        }
+        return {name: length for name, length in lengths.items() if length is not None}
+
+    def baseline_peaks(self, batch: int, first_length: int) -> Callable[[Baseline, int], int | None]:
+        """Return a function of a baseline and a length that returns the peak, or None if it cannot be traced.
+
+        All its traces use the layer repetition at `first_length`.
+        """
+        repeat = self._layer_repetition(self._inputs(batch, first_length))
 
         def peak_at(baseline: Baseline, length: int) -> int | None:
-            """Return the peak of a baseline, or None if it cannot be traced."""
             (model, wrapper), inputs = baseline, self._inputs(batch, length)
             with pretend_device(self.device.kind), pause_gc():
                 cost = eager_cost(loss_of(model), inputs, wrapper, repeat)
             return None if cost is None else cost.peak + self._constant_bytes(inputs)
 
-        lengths = {
-            name: find_longest(partial(peak_at, baseline), constant_bytes, limits.device, first_length, LENGTH_MULTIPLE)
-            for name, baseline in baselines_of(self.model).items()
-        }
-        return {name: length for name, length in lengths.items() if length is not None}
+        return peak_at
 
     def _constant_bytes(self, inputs: Mapping[str, Tensor]) -> int:
         """Return the constant memory: parameters, buffers, optimizer state and inputs."""
@@ -224,9 +227,7 @@ class TrainingStep:
         best = find_largest(at, limits, fixed_options, first_size, sought, layers + 1, work)
         if best is None:
             asked = f"no {'batch' if max_batch else 'length'} fits into {format_bytes(limits.device)}"
-            refusal = OverBudgetError(asked, do="give more memory, or a smaller model")
-            least = (1, seq) if max_batch else (batch, sought.multiple)
-            raise self._advise_offload(refusal, limits, with_least_memory(sequences, layers + 1, fixed_options), *least)
+            raise OverBudgetError(asked, do="give more memory, or a smaller model")
         size, prediction = best
         length, largest_batch = (None, size) if max_batch else (size, None)
         baseline_lengths = self.lengths(limits, batch, first_size) if baselines and not max_batch else {}

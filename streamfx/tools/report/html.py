@@ -9,13 +9,13 @@ from typing import Any
 
 from streamfx.budget import format_bytes
 from streamfx.tools.report.chart import COURSE_COLOURS, WIDTH, colour_of, comparison_chart, frontier_chart, stacked_chart
-from streamfx.tools.report.page import Page
+from streamfx.tools.report.page import Page, Table
 from streamfx.tools.report.side_by_side import comparison_of
 from streamfx.tools.report.stage_titles import SpanFigure, Stage
 from streamfx.tools.report.text import in_flops, in_seconds
 from streamfx.tools.report.timeline import MemoryTimeline, Timeline
 
-TEMPLATE, COMPARISON, PICTURE = "report.html.j2", "comparison.html.j2", "picture.svg.j2"
+TEMPLATE, COMPARISON, PICTURE, TABLE = "report.html.j2", "comparison.html.j2", "picture.svg.j2", "table.html.j2"
 MAX_POINTER_MOMENTS = 1400  # of the data that the page shows at the pointer
 SPAN_SIZE, MAX_SPAN_CHUNKS = 132, 12  # picture of rows by keys: its size, and the number of chunks that it shows
 
@@ -51,6 +51,11 @@ def comparison_html_of(page: Page, other: Page) -> str:
     chart = replace(comparison_chart(compared.timeline), backward_start=None)  # each step has its own
     contents = {"page": compared, "beside": chart, "width": WIDTH}
     return str(_environment().get_template(COMPARISON).render(contents))
+
+
+def table_html(title: str, subtitle: str, table: Table) -> str:
+    """Return one table as an HTML document."""
+    return str(_environment().get_template(TABLE).render(title=title, subtitle=subtitle, found=table))
 
 
 def picture_of(timeline: Timeline) -> str:

@@ -282,6 +282,9 @@ def _plan_tables(summary: Mapping[str, Any]) -> Iterator[Table]:
         sizes = ("of this device", format_bytes(host["bytes"])), all_devices
         title = "On the host" if "by_term" in host else "Offloaded to the host until the backward pass"
         yield Table(title, ("", "bytes"), sizes)
+    if summary["fits"] is not False:
+        lines = tuple((name, text) for name, text in summary["recipe"].items() if isinstance(text, str))
+        yield Table("Code and command of this step", ("", "write"), lines)
     if summary["choices"]:
         candidates = tuple(map(candidate_cells, summary["choices"]))
         note = "The first that fits the budget runs."
