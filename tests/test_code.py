@@ -59,7 +59,7 @@ def explanation() -> streamfx.Explanation:
 def test_the_code_of_a_step_equals_eager_and_shows_keys_and_sums() -> None:
     text = assert_equals_eager(EXAMPLES["causal"].model().double(), {"ids": IDS % 11, "labels": IDS % 11})
     backward = text[text.index("_backward_1(") : text.index("INPUTS = ")]
-    assert "for start in reversed(range(0, length, step)):" in backward
+    assert "for start in reversed(range(0, length, chunk_size)):" in backward
     assert re.search(r"key ?= ?key_all\[:, :, :stop\]", backward) and "grad_key_all[:, :, :stop] += grad_key" in backward
     assert re.search(r"grad_k_weight = torch.zeros.*for start.*grad_k_weight \+= \w+.t\(\) @", backward, re.S)
     assert "# backward of small.py:" in backward and "F.scaled_dot_product_attention(q, k, v, is_causal=True)" in backward
@@ -79,7 +79,7 @@ def test_a_window_is_a_slice_and_equal_layers_share_their_functions() -> None:
     text = assert_equals_eager(made(Window), {"ids": IDS, "labels": IDS})
     assert "first = max(start - 4, 0)" in text and re.search(r"@ \w+\[:, :, first:stop\]", text)
     text = explained(made(lambda: Plain(layers=5)), {"ids": IDS, "labels": IDS}).code()
-    assert re.search(r'"""Run .* 3 like it, ', text) and text.count("for start in range(0, length, step):") == 3
+    assert re.search(r'"""Run .* 3 like it, ', text) and text.count("for start in range(0, length, chunk_size):") == 3
 
 
 def test_an_object_without_text_raises_an_error_that_names_it() -> None:

@@ -74,7 +74,7 @@ class ProgramTexts:
         Example:
             >>> import torch, streamfx
             >>> found = streamfx.explain(torch.nn.Linear(8, 8), torch.randn(2, 64, 8), chunk_size=16)
-            >>> "for start in range(0, length, step):" in found.code()
+            >>> "for start in range(0, length, chunk_size):" in found.code()
             True
         """
         return self._writer().text(stage, half)

@@ -37,7 +37,7 @@ from streamfx.tools.report.as_python.slice_writer import MINUS, SliceWriter
 from streamfx.torch_private import OpOverload
 from streamfx.torch_private.lines import frame_of
 
-RESERVED = ("torch", "aten", "start", "stop", "step", "length", "chunk", "chunks", "math", *dir(builtins))
+RESERVED = ("torch", "aten", "start", "stop", "length", "chunk", "chunk_size", "chunks", "math", *dir(builtins))
 
 
 @dataclass(frozen=True)
@@ -282,17 +282,17 @@ class LoopFunctionWriter:
             self._allocation(name, item, item.zeroed or item.is_sum)
             for name, item in zip(self.buffers, spec.buffers, strict=True)
         ]
-        chunk_index = ["chunk = start // step"] if writer.uses_chunk_index else []
+        chunk_index = ["chunk = start // chunk_size"] if writer.uses_chunk_index else []
         per_chunk = _used_lines([*chunk_index, *writer.per_chunk], self.lines)
         before = _used_lines(writer.before_loop, [*per_chunk, *self.lines, *allocations, *self.returned])
-        yield f"length, step = {length}, {chunk}  # rows of the sequence, rows of a chunk"
+        yield f"length, chunk_size = {length}, {chunk}  # in rows"
         if any(re.search(r"\bchunks\b", line) for line in (*per_chunk, *self.lines, *before, *allocations)):
-            yield "chunks = -(-length // step)"
+            yield "chunks = -(-length // chunk_size)"
         sizes, views = _split_at_names(before, [*(name for _, name in self.results), *self.buffers])
         yield from map(self.module.sizes, (*sizes, *allocations, *views))
-        starts = "range(0, length, step)"
+        starts = "range(0, length, chunk_size)"
         yield f"for start in {f'reversed({starts})' if spec.reverse else starts}:"
-        yield "    stop = min(start + step, length)"
+        yield "    stop = min(start + chunk_size, length)"
         for line in map(self.module.sizes, (*per_chunk, *self.lines)):
             yield "    " + MINUS.sub(r" - \1\2", line)
 

@@ -34,11 +34,14 @@ aten = torch.ops.aten
 HALVES = ("forward", "backward")
 HEAD = '''"""One step of {name} as streamfx runs it: a loop runs a part of the model on one chunk of the sequence after the other.
 
-- `x[:, start:stop]` are the rows of a chunk. Attention reads more rows of its keys, as the slice says: `key_all[:, :stop]`.
-- `first_query` is the position of the chunk's first row among these keys, and `window=(None, 0)` the keys up to a row's own.
-- `grad_weight += ...` adds a chunk's part of the gradient of a weight, which begins with zeros before the loop.
-- A comment is the line of the model's code from which the next lines come.
-- The compiled step also frees each value after its last use, and reuses memory; this module does not.
+- `x[:, start:stop]` are the rows of a chunk. Its queries also read keys of earlier rows: `key_all[:, :stop]` are all keys up to
+  the chunk's end, `key_all[:, first:stop]` those of a window.
+- `first_query` is the place of the chunk's first row among these keys. With `window=(-99, 0)`, a query sees the key of its own
+  row and the 99 before it; None is no limit.
+- `grad_weight += ...` adds a chunk's part of the gradient of a weight. The gradient is zero before the loop.
+- A comment is the line of the model's code from which the next lines come. In backward loops, lines that do not begin with
+  "backward of" are computed again.
+- This module is written from the program that runs, which also frees each value after its last use and reuses memory.
 {usage}"""
 '''
 USAGE = """
@@ -157,7 +160,12 @@ class StepModuleWriter:
             if stage is None and half is None
             else ""
         )
-        head = [HEAD.format(name=self.name, usage=usage), "import torch", "", "import streamfx.frontend.backend  # its operators"]
+        head = [
+            HEAD.format(name=self.name, usage=usage),
+            "import torch",
+            "",
+            "import streamfx.frontend.backend  # registers the operators of streamfx",
+        ]
         code = "\n".join((*functions, *hosts, *definitions, *(line for line in self.module.imports if " = FUNCTIONS" in line)))
         head += [line for line in self.module.imports if re.search(rf"\b{_imported_name(line)}\b", code)]
         head += ["", "aten = torch.ops.aten", ""]
