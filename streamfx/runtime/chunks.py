@@ -17,7 +17,7 @@ class Chunks(Sequence[tuple[int, int]]):
     """
 
     def __init__(self, length: int, step: int, reverse: bool = False) -> None:
-        self._starts = range(0, length, chunk_size) or range(1)
+        self._starts = range(0, length, step) or range(1)
         self.length, self.step, self.reverse = length, step, reverse
 
     def __len__(self) -> int:
