@@ -42,4 +42,16 @@ def cce(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"in parts": in_parts, "liger": liger, "cce": cce}
+def torchs(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    """PyTorch's own, which computes gradients chunk by chunk in its forward pass (since 2.13)."""
+    from torch.nn import LinearCrossEntropyOptions
+
+    return F.linear_cross_entropy(hidden.flatten(0, 1), head, labels.flatten(), options=LinearCrossEntropyOptions())
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "in parts": in_parts,
+    "liger": liger,
+    "cce": cce,
+    "torch": torchs,
+}

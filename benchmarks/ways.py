@@ -15,7 +15,7 @@ class Way:
     """`backend` compiles the step, with `options`; `checkpointing` is "", "early stop" (not reentrant) or "reentrant".
 
     `loss` is the model's own, or a name of `losses.LOSSES`. `functorch` are settings of torch._functorch.config. `package` has to
-    be installed; with `cuda` it runs on a GPU only.
+    be installed; with `cuda` it runs on a GPU only. `mlp_parts` rows of each MLP are checkpointed one after another.
     """
 
     name: str
@@ -26,6 +26,7 @@ class Way:
     functorch: Mapping[str, Any] = field(default_factory=dict)
     package: str = ""
     cuda: bool = False
+    mlp_parts: int = 1
 
     def why_not(self, device: str) -> str:
         """Why it cannot run here; empty if it can."""
@@ -43,6 +44,9 @@ _ALL = (
     Way("checkpointing, loss in parts", checkpointing="early stop", loss="in parts"),
     Way("checkpointing, Liger loss", checkpointing="early stop", loss="liger", package="liger_kernel", cuda=True),
     Way("checkpointing, CCE", checkpointing="early stop", loss="cce", package="cut_cross_entropy", cuda=True),
+    Way("checkpointing, inductor", "inductor", checkpointing="early stop"),
+    Way("checkpointing, linear_cross_entropy", checkpointing="early stop", loss="torch"),
+    Way("checkpointing, linear_cross_entropy, tiled MLP", checkpointing="early stop", loss="torch", mlp_parts=8),
     Way("mini-sequences"),
     Way("aot_eager", "aot_eager"),
     Way("inductor", "inductor"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -73,6 +73,9 @@ class Decoder(Workload):
         if self.way.checkpointing:
             reentrant = self.way.checkpointing == "reentrant"
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        if self.way.mlp_parts > 1:
+            for layer in model.model.layers:
+                layer.mlp.forward = partial(in_parts, layer.mlp.forward, self.way.mlp_parts)
         return model
 
     @property
@@ -110,6 +113,11 @@ class Decoder(Workload):
         labels = inputs.pop("labels")
         hidden = self.module.model(**inputs).last_hidden_state
         return LOSSES[self.way.loss](hidden[:, :-1], self.module.lm_head.weight, labels[:, 1:])
+
+
+def in_parts(mlp: Callable[[Tensor], Tensor], parts: int, x: Tensor) -> Tensor:
+    """An MLP over parts of the rows, each of them checkpointed, as ALST's TiledMLP and Unsloth do."""
+    return torch.cat([checkpoint(mlp, part, use_reentrant=False) for part in x.chunk(parts, 1)], 1)
 
 
 class Preferences(Decoder):

@@ -16,6 +16,7 @@ from benchmarks.suites.masks import masks
 from benchmarks.suites.mlp import mlp
 from benchmarks.suites.objectives import objectives
 from benchmarks.suites.operations import operations
+from benchmarks.suites.peers import peers
 from benchmarks.suites.recurrences import recurrences
 from benchmarks.suites.short import short
 from benchmarks.suites.step import step
@@ -24,6 +25,6 @@ SUITES: dict[str, Callable[[Settings], Rows]] = {
     suite.__name__: suite
     for suite in (
         *(step, masks, objectives, head, mlp, longest, operations, growth, recurrences),
-        *(compilation, analysis, first_step, host, short),
+        *(compilation, analysis, first_step, host, short, peers),
     )
 }
