@@ -120,6 +120,17 @@ def test_loops_over_rows(name: str) -> None:
     assert not streams or not count or all_in_rows(report, operators(report, Recurrence))
 
 
+def test_gradients_of_some_rows_become_one_stack() -> None:
+    """Else all of them, each padded with zeros to the full length, would be alive at once: the loop that adds them reads them."""
+
+    def every_third_row(m: Mixed, x: Tensor) -> Tensor:
+        return m.out(x) + sum((m.mu * x[:, t].tanh() for t in range(4, x.shape[1], 3)), x[:, 1])[:, None]
+
+    report = compared(every_third_row, length=20, chunk_size=4, streams=False)
+    targets = {node.target for facts in report.facts for node in facts.joint.nodes}
+    assert torch.ops.aten.select.int in targets and torch.ops.aten.select_backward.default not in targets
+
+
 def test_a_flag_and_a_counter_in_each_step_stream() -> None:
     """Each step reads the counter twice: a recursive cost estimate without a cache would take exponential time.
 

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.ir.joint import is_tensor, shape_of_node
 from streamfx.passes.ops.row_maps import Piece, RowMove, RowSlice, find_pieces, find_sources, nested_addends, row_read, row_write
+from streamfx.passes.scan.row_access import find_row_accesses
 from tests.support.canonical import same, special
 
 aten = torch.ops.aten
@@ -173,3 +174,19 @@ def test_a_sum_of_equal_sums_is_decomposed_once() -> None:
 
     (result,) = make_fx(doubled)(torch.ones(4, 3)).graph.output_node().all_input_nodes
     assert len(nested_addends(result)) == 61
+
+
+def test_sums_of_rows_that_contain_such_a_sum_become_stacks() -> None:
+    """The gradients of two residual loops: the rows of the first sum are read, and it is an addend of the second one."""
+
+    def residual(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = sum((aten.select_backward(x[:, t].sin(), sizes(x), 1, t) for t in range(x.shape[1])), x)
+        return x
+
+    x = special(2, 5, 3)
+    module = make_fx(residual, tracing_mode="fake")(x)
+    assert len(find_row_accesses(module.graph).concats) == 2
+    assert not module.graph.find_nodes(op="call_function", target=aten.select_backward.default)
+    module.recompile()
+    same(module(x), residual(x), bits=False)

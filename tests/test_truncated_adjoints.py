@@ -165,6 +165,21 @@ def test_attention_and_running_sums_are_never_truncated() -> None:
     assert error(gradients(attention_and_a_sum, {"chunk_size": 4, "adjoints": 1}), gradients(attention_and_a_sum)) < 1e-12
 
 
+def total_after_the_loop(m: Mixed, x: Tensor) -> Tensor:
+    """The gradient of the total is one operand of all steps: it reaches the first row, but passes through no carry."""
+    state, total, made = zeros(x), zeros(x), []
+    for t in range(x.shape[1]):
+        state = (state * m.mu + x[:, t]).tanh()
+        total = total + state
+        made.append(state)
+    return m.out(torch.stack(made, 1)) + total[:, None]
+
+
+def test_a_gradient_that_passes_to_all_rows_at_once_is_refused() -> None:
+    with pytest.raises(OptionError, match="cannot limit the gradient of a state, or of a sum of states"):
+        gradients(total_after_the_loop, {"chunk_size": 4, "adjoints": 5})
+
+
 # -- costs and reports
 
 

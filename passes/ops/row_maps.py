@@ -18,7 +18,7 @@ import math
 import operator
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -352,28 +352,28 @@ class PaddedSum(NamedTuple):
     others: list[fx.Node]
 
 
-def padded_sums(graph: fx.Graph, padding: Any) -> list[PaddedSum]:
-    """Return the sums of results of `padding`, which pads rows with zeros. Partial sums that are used once are decomposed.
+def padded_sums(graph: fx.Graph, padding: Any) -> Iterator[PaddedSum]:
+    """Yield the sums of results of `padding`, which pads rows with zeros. Partial sums that are used once are decomposed.
 
-    Autograd adds such gradients if a loop reads rows one by one, or block by block.
+    Autograd adds such gradients if a loop reads rows one by one, or block by block. The caller may replace each sum before the
+    next one, of which it may be an addend.
     """
     partial_sums: dict[fx.Node, None] = {}  # the padded gradients, and all sums with one of them
     for node in graph.nodes:
         if node.target is padding or (is_same_type_addition(node) and any(item in partial_sums for item in node.args)):
             partial_sums[node] = None
-    sums, order = list[PaddedSum](), {node: i for i, node in enumerate(graph.nodes)} if partial_sums else {}
+    order = {node: i for i, node in enumerate(graph.nodes)} if partial_sums else {}
+    gradient_order = {node: order[node_argument(node)] for node in partial_sums if node.target is padding}
     for total in partial_sums:
         is_addend = len(total.users) == 1 and any(user in partial_sums and user.target is not padding for user in total.users)
         if total.target is padding or is_addend:
             continue
         padded, others = defaultdict[RowSlice, list[RowMove]](list), list[fx.Node]()
-        for addend in nested_addends(total, lambda node: node in partial_sums and len(node.users) == 1):
+        addends = nested_addends(total, lambda node: node in partial_sums and len(node.users) == 1)
+        for addend in sorted(addends, key=lambda node: gradient_order.get(node, -1)):
             move = row_write(addend) if addend.target is padding else None
             if move is not None and move.rows.is_static:
                 padded[move.rows].append(move)
             else:
                 others.append(addend)
-        for moves in padded.values():
-            moves.sort(key=lambda move: order[move.part])
-        sums.append(PaddedSum(total, padded, others))
-    return sums
+        yield PaddedSum(total, padded, others)

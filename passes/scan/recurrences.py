@@ -23,7 +23,7 @@ from torch import fx
 
 from streamfx.ir.axis_table import Dim
 from streamfx.ir.facts import AxisFacts, Facts
-from streamfx.ir.joint import JointGraph, connected_components, joint_graph
+from streamfx.ir.joint import JointGraph, bound_arguments, connected_components, joint_graph
 from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.sizes import shape_of
 from streamfx.ir.writer import GraphWriter
@@ -31,6 +31,7 @@ from streamfx.log import log
 from streamfx.node_meta import VALUE
 from streamfx.passes.analysis.axes import sequence_axes
 from streamfx.passes.ops.collectives import is_collective
+from streamfx.passes.ops.rules.views import MAX_SINGLE_ROWS
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.scan.carry import NoRecurrenceError
 from streamfx.passes.scan.rerolling import reroll, sort_topologically, unrolled_name
@@ -54,7 +55,7 @@ class Recurrences:
         joint = facts.joint
         writer = GraphWriter(joint.graph)
         blocks = stack_sliced_blocks(joint, writer)
-        if not any(is_kind(node, Kind.STACK) or node.target is aten.select_scatter.default for node in joint.graph.nodes):
+        if not _may_have_loops(joint.graph):
             return facts
         rows = find_row_accesses(joint.graph)
         joint = joint_graph(joint.graph, len(joint.primals), len(joint.outputs))
@@ -79,6 +80,14 @@ class Recurrences:
         for plan in plans:
             if not any(call is not None and unrolled_name(call) in facts.fallbacks for call in (plan.forward, plan.backward)):
                 reroll(plan, joint.graph, replacements)
+
+
+def _may_have_loops(graph: fx.Graph) -> bool:
+    """Return whether a graph assembles a value of rows, or adds gradients of more single rows than may stay in loops."""
+    padded_rows = {bound_arguments(node)["index"] for node in graph.nodes if node.target is aten.select_backward.default}
+    return len(padded_rows) > MAX_SINGLE_ROWS or any(
+        is_kind(node, Kind.STACK) or node.target is aten.select_scatter.default for node in graph.nodes
+    )
 
 
 def _families_of_length(joint: JointGraph, rows: RowAccesses, length: int, axes: AxisFacts) -> list[_Family]:

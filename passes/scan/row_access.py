@@ -35,6 +35,7 @@ from streamfx.passes.ops.row_maps import (
     row_read,
     row_write,
 )
+from streamfx.passes.ops.rules.views import MAX_SINGLE_ROWS, is_one_of_many_rows
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.scan.trim import trim_rows, trim_stacks
 
@@ -222,14 +223,17 @@ def may_show_sign_of_zero(value: fx.Node) -> bool:
 def _stack_sums(graph: fx.Graph, writer: GraphWriter) -> None:
     """Replace each sum of zero-padded rows by stacks of rows, plus the other addends, in place.
 
-    select_backward(a, 0) + select_backward(b, 1) -> stack([a, b]). A sum with less than half of its rows is not replaced. Several
-    values of a row come from several loops, in the order of the graph: there is a stack for each loop.
+    select_backward(a, 0) + select_backward(b, 1) -> stack([a, b]). A sum with less than half of its rows is not replaced if they
+    are so few that they may stay in loops; else loops would read all padded rows at once, in full. Several values of a row come
+    from several loops, in the order of the graph: there is a stack for each loop.
     """
     for total, padded, others in padded_sums(graph, aten.select_backward.default):
         num_rows = Counter(rows.dim for rows in padded)
         dim = max(num_rows, key=num_rows.__getitem__, default=0)
         length = shape_of_node(total)[dim]
-        if not isinstance(length, int) or length < MIN_LOOP_ROWS or 2 * num_rows[dim] < length:
+        calls = [moves[0].tensor for rows, moves in padded.items() if rows.dim == dim]
+        may_stream = len(calls) <= MAX_SINGLE_ROWS or not is_one_of_many_rows(calls[0])
+        if not isinstance(length, int) or length < MIN_LOOP_ROWS or (2 * num_rows[dim] < length and may_stream):
             continue
         others += [move.tensor for rows, moves in padded.items() if rows.dim != dim for move in moves]
         gradients = [[move.part for move in padded.get(RowSlice(dim, step, step + 1), ())] for step in range(length)]

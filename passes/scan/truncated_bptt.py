@@ -65,7 +65,11 @@ class TruncatedBPTT:
                 if any(intervals):
                     truncations[node] = Truncation(rows, intervals)
         _check_exchanged_states(facts, rows, depends_on_tangents, truncations)
-        return facts if sequence.length in range(rows + 1) else replace(facts, truncations=truncations)
+        if sequence.length in range(rows + 1):
+            return facts
+        for node in truncations:
+            _check_bypassed_steps(node, rows, depends_on_tangents)
+        return replace(facts, truncations=truncations)
 
 
 def _check_exchanged_states(
@@ -91,6 +95,32 @@ def _check_exchanged_states(
                     where=source_line(node),
                     do="give adjoints='exact', or pass state.detach() to other ranks: then each rank truncates its own gradients",
                 )
+
+
+def _check_bypassed_steps(node: fx.Node, rows: int, depends_on_tangents: Collection[fx.Node]) -> None:
+    """Raise `OptionError` if gradients of an unrolled loop's results reach earlier rows, but not through its carry.
+
+    Such a result depends on the state only by operators whose gradients need no value of the step:
+
+        total = total + state; ... loss(total)      backward: d(total) is one operand of all steps
+
+    An operand without rows that depends on tangents is a gradient of a result of one step (or computed from it). If a step before
+    the last one uses it, other than as a term of a sum of gradients, then the result may be of a later step.
+    """
+    if not isinstance(node.target, UnrolledRecurrence):
+        return
+    plan = node.target.plan
+    shared = zip(plan.shared, node.args[len(plan.rows) :], strict=True)
+    gradients = {value_id for value_id, source in shared if source in depends_on_tangents}
+    sums = _accumulated_sums(plan.steps)
+    for item in (item for step in plan.steps.steps[:-1] for item in step):
+        if item.result_id not in sums and not gradients.isdisjoint(_values_used(item)):
+            raise OptionError(
+                f"adjoints={rows} cannot limit the gradient of a state, or of a sum of states, that passes to all rows at once",
+                found=f"{node.target} gets the gradient of a value after the loop, and uses it before its last row",
+                where=source_line(node),
+                do="give adjoints='exact', write the loop as torch's scan, or stack the states and sum them after the loop",
+            )
 
 
 def _has_rows(node: fx.Node, facts: Facts) -> bool:

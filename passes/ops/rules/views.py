@@ -203,20 +203,22 @@ def _nonnegative_index(index: Any, length: Size) -> Any:
 def _selected_row(call: RuleCall, dim: int, row: Any) -> dict[AxisLabel, Index]:
     """Return how a node accesses the axis `dim` (= its label) of which it selects or writes one row.
 
-    `SingleRow(row)`: only the chunk with that row does. If the row is known only at run time, or if more than
-    `MAX_SINGLE_ROWS` nodes select rows of equal shapes (an unrolled recurrence), the axis is needed in full.
+    `SingleRow(row)`: only the chunk with that row does. A row known only at run time, or one of many, needs the axis in full.
     """
-    shapes, *own_row = _row_arguments(call.node)
+    return full_axes(dim) if isinstance(row, fx.Node) or is_one_of_many_rows(call.node) else {dim: SingleRow(row)}
+
+
+def is_one_of_many_rows(node: fx.Node) -> bool:
+    """Return whether more than `MAX_SINGLE_ROWS` calls of a node's operator select, or write, other rows of equal shapes."""
+    shapes, *own_row = _row_arguments(node)
 
     def differs_only_in_row(other: fx.Node) -> bool:
         """Return whether another call of the operator selects, or writes, another row of a value of equal shape."""
         other_shapes, *other_row = _row_arguments(other)
         return shapes == other_shapes and own_row != other_row
 
-    same_operator = call.node.graph.find_nodes(op="call_function", target=call.node.target)
-    similar_nodes = islice(filter(differs_only_in_row, same_operator), MAX_SINGLE_ROWS + 1)
-    is_many = isinstance(row, fx.Node) or len(list(similar_nodes)) > MAX_SINGLE_ROWS
-    return full_axes(dim) if is_many else {dim: SingleRow(row)}
+    similar_nodes = filter(differs_only_in_row, node.graph.find_nodes(op="call_function", target=node.target))
+    return any(islice(similar_nodes, MAX_SINGLE_ROWS, None))
 
 
 def _row_arguments(node: fx.Node) -> tuple[Any, ...]:
