@@ -2,13 +2,18 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+from streamfx.integrations import enable
 from streamfx.torch_private.eager_frames import compile_function
+from tests.support.engines import all_ranks
+from tests.test_plan_host import one_rank
 
 pytestmark = pytest.mark.compiled
 
@@ -68,3 +73,30 @@ def test_only_functions_of_integers_run_in_eager() -> None:
     torch._dynamo.reset()  # else Dynamo leaves `step` alone
     compile_function(step, backend)(torch.randn(4, 4), None, False)
     assert masks[-1].shape == (4, 4) and len(graphs) == 2
+
+
+class GivenUp(nn.Module):
+    """Dynamo gives up on `forward`, because of the break in its loop, and compiles `mask_of` by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.masks = nn.ModuleList([nn.Linear(4, 4)]), list[Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = mask_of(x, None)
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            self.masks.append(mask)
+            x = layer(x)
+        return loss_of(x)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_enabled_models_get_no_mask(is_sharded: bool) -> None:
+    model = GivenUp()
+    with one_rank() if is_sharded else nullcontext():
+        for module in (*model.layers, model) if is_sharded else ():
+            fully_shard(module, mesh=all_ranks())
+        with enable(model, chunk_size=8):
+            model(torch.randn(16, 4)).backward()
+    assert model.masks == [None]

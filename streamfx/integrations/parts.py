@@ -3,8 +3,8 @@
 Engines with sharded parameters (FSDP) gather weights in a hook before a module's forward and free them in a hook after it. A
 graph across a hook would break there, so each wrapped module's forward is a graph. The remainder of a module that contains
 wrapped ones (the *rest*) breaks at their calls; if Dynamo gives up on its function (a break inside of a loop), its other
-children are compiled separately. *Deferred* outputs (lazy logits) are computed when they are used; *dense* ones are plain
-tensors.
+children are compiled separately, and functions of integers run in eager (`torch_private/eager_frames.py`). *Deferred* outputs
+(lazy logits) are computed when they are used; *dense* ones are plain tensors.
 """
 
 from __future__ import annotations
