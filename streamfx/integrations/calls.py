@@ -29,6 +29,7 @@ from streamfx.torch_private.dynamo import (
     isolation_keywords,
     user_error_of,
 )
+from streamfx.torch_private.eager_frames import compile_function
 
 CACHES = ("past_key_values", "cache_params", "cache")  # "cache" since transformers 5.24
 CHECKPOINTING_HOOK = "make_inputs_require_grads"  # parameter gradients are the same without it
@@ -63,8 +64,8 @@ class Calls:
         keywords = {"dynamic": dynamic, "options": dict(options), **isolation_keywords()}
         self.needs_boundaries = packing.needs_boundaries(self.module)
         wrap = packing.with_boundaries if self.needs_boundaries else _without_boundaries
-        self._with_cache = torch.compile(wrap(self.module._call_impl), backend=streambp, **keywords)
-        self._without_cache = torch.compile(wrap(without_cache(self.module._call_impl)), backend=streambp, **keywords)
+        self._with_cache = compile_function(wrap(self.module._call_impl), streambp, **keywords)
+        self._without_cache = compile_function(wrap(without_cache(self.module._call_impl)), streambp, **keywords)
 
     def install(self) -> None:
         """Replace the module's `__call__` by this object, and the functions of other libraries that would break its graph."""

@@ -3,8 +3,8 @@
 Engines with sharded parameters (FSDP) gather weights in a hook before a module's forward and free them in a hook after it. A
 graph across a hook would break there, so each wrapped module's forward is a graph. The remainder of a module that contains
 wrapped ones (the *rest*) breaks at their calls; if Dynamo gives up on its function (a break inside of a loop), its other
-children are compiled separately. *Deferred* outputs (lazy logits) are computed when they are used; *dense* ones are plain
-tensors.
+children are compiled separately, and functions of integers run in eager (`torch_private/eager_frames.py`). *Deferred* outputs
+(lazy logits) are computed when they are used; *dense* ones are plain tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from streamfx.integrations.target import Target
 from streamfx.lazy.deferred import DeferredTensor
 from streamfx.tools.inspect.side_effect_guard import ENABLED
 from streamfx.torch_private import is_sharded
-from streamfx.torch_private.dynamo import is_switched_off, isolation_keywords, unique_backend
+from streamfx.torch_private.dynamo import is_switched_off, isolation_keywords
+from streamfx.torch_private.eager_frames import compile_function
 from streamfx.torch_private.fsdp import allow_tracing, frees_weights, restore_tracing_refusal
 
 USE_CACHE = "use_cache"
@@ -69,7 +70,7 @@ class SharedFunctions:
         if key not in self._compiled:
             options = {**({"outputs": "dense"} if dense else {}), **self.options}
             to_compile = module_call if with_cache else without_cache(module_call)
-            self._compiled[key] = torch.compile(to_compile, backend=unique_backend(streambp), options=options, **self.keywords)
+            self._compiled[key] = compile_function(to_compile, streambp, options=options, **self.keywords)
         return self._compiled[key]
 
     def key_with_buffers(self, key: tuple[Any, ...], module: nn.Module) -> tuple[Any, ...]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import logging
 import os
@@ -130,15 +129,6 @@ def isolation_keywords() -> dict[str, Any]:
     return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
-def unique_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the backend as a distinct object, so that a call of `torch.compile` shares no compiled code with others (2.11).
-
-    Dynamo looks up compiled code by code object and equal backend. Later torch versions have an option for this
-    (`isolation_keywords()`); there, return the backend itself.
-    """
-    return backend if isolation_keywords() else functools.update_wrapper(functools.partial(backend), backend)
-
-
 class UnwrappedDynamoError(ShortenTraceback):
     """One of streamfx's errors while it passes through Dynamo, which wraps other errors of a backend (2.11, 2.13).
 
@@ -238,11 +228,11 @@ def line_reading_data(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         return ""
-    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if not _is_library_file(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if not is_library_file(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
-def _is_library_file(file: str) -> bool:
+def is_library_file(file: str) -> bool:
     """Return whether the file of a stack frame belongs to torch or streamfx, or is generated code such as "<string>"."""
     return file.startswith("<") or any(
         root in Path(file).parents for root in (Path(torch.__file__).parent, Path(__file__).parents[1])
