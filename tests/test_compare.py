@@ -144,10 +144,14 @@ def test_what_no_process_can_get_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 SCRIPT = """
 import torch, streamfx
+F = torch.nn.functional
+class Inner(torch.nn.Linear):
+    def forward(self, x):  # reads a global, in a function that Dynamo inlines
+        return F.silu(super().forward(x))
 class Own(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8)])
+        self.layers = torch.nn.ModuleList([Inner(8, 8)])
     def forward(self, x):
         return self.layers[0](x).square().mean()
 def kill(y):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def serve(folder: str, way: str, descriptor: int, main_file: str) -> None:
 
         try:
             if main_file:
-                vars(sys.modules["__main__"]).update(runpy.run_path(main_file, run_name=IMPORTED))
+                import_script(main_file)
             job = torch.load(Path(folder) / JOB, weights_only=False)
             for event in measured_steps(job, way, Path(folder)):
                 write(event)
@@ -80,6 +80,17 @@ def serve(folder: str, way: str, descriptor: int, main_file: str) -> None:
             write({"error": str(error)})
         except Exception as error:
             write({"error": describe_error(error)})
+
+
+def import_script(path: str) -> None:
+    """Run a script as the module `IMPORTED`, and let pickled objects find its classes and functions in `__main__`.
+
+    The module stays: Dynamo imports the modules of the functions that it traces.
+    """
+    module = sys.modules[IMPORTED] = ModuleType(IMPORTED)
+    module.__file__ = path
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
+    vars(sys.modules["__main__"]).update({name: value for name, value in vars(module).items() if not name.startswith("__")})
 
 
 def measured_steps(job: Job, way: str, folder: Path) -> Iterator[dict[str, Any]]:
