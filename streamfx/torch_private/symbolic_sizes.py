@@ -87,7 +87,7 @@ def tracing_modes(inputs: Sequence[Any]) -> ExitStack:
     modes, fake_mode = ExitStack(), fake_mode_of(inputs)
     if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs):
         modes.enter_context(NoMaskForCudnn())
-    if fake_mode is None or (fake_mode.shape_env is not None and fake_mode.shape_env.var_to_range):
+    if fake_mode is None or (fake_mode.shape_env is not None and getattr(fake_mode.shape_env, "var_to_range", True)):
         modes.enter_context(FirstProxyOfSymbol())
     return modes
 
