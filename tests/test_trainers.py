@@ -136,7 +136,7 @@ def test_old_libraries_are_refused(name: str, found: str, tmp_path: Path, lora: 
 
 def test_the_extra_of_the_package_requires_the_minimum_versions() -> None:
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    asked = dict(re.findall(r'"(\w+)>=([\d.]+)', text.split("\ntrainers = [", 1)[1].split("\n]", 1)[0]))
+    asked = dict(re.findall(r'"(\w+)>=([\d.]+)', text.split("\ntrl = [", 1)[1].split("\ndocs = [", 1)[0]))
     assert {name: asked[name] for name in minimum_versions.MIN_VERSIONS} == minimum_versions.MIN_VERSIONS
 
 

@@ -89,8 +89,9 @@ class Comparison:
 
         Example:
             >>> from streamfx.tools.report.comparison import Comparison, MeasuredWay
-            >>> Comparison([MeasuredWay("eager", peak_bytes=4000)], 2).summary()["ways"][0]["peak_bytes"]
-            4000
+            >>> found = Comparison([MeasuredWay("eager", peak_bytes=4000)], 2)
+            >>> [way["peak_bytes"] for way in found.summary()["ways"]]
+            [4000]
         """
         return {"ok": self.ok, "steps": self.steps, "ways": [asdict(way) for way in self.ways]}
 
