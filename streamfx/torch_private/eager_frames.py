@@ -5,7 +5,7 @@ graph has no floating-point input: there is nothing to differentiate and nothing
 mask. If it is compiled, it cannot read data to find out that the mask is only causal, so it returns T x T values; a graph of
 the full model would not compute them. In eager it returns None.
 
-"(2.13)": the torch versions on which it was tested.
+"(2.12, 2.13)": the torch versions on which it was tested.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ORIGINAL = "_torchdynamo_orig_backend"  # of Dynamo's callback: the function tha
 
 
 def compile_function(function: Callable[..., Any], backend: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
-    """Return `torch.compile(function, backend=backend, **keywords)`, but functions of integers below it run in eager (2.13).
+    """Return `torch.compile(function, backend=backend, **keywords)`, but functions of integers below it run in eager (2.12, 2.13).
 
     The backend is distinct for each call: in 2.11, Dynamo shares compiled code between equal backends.
     """
