@@ -29,7 +29,7 @@ ORIGINAL = "_torchdynamo_orig_backend"  # of Dynamo's callback: the function tha
 
 
 def compile_function(function: Callable[..., Any], backend: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
-    """Return `torch.compile(function, backend=backend, **keywords)`, but functions of integers below it run in eager (2.12, 2.13).
+    """Return `torch.compile(function, backend=backend, **keywords)`, but functions of integers below run in eager (2.12, 2.13).
 
     The backend is distinct for each call: in 2.11, Dynamo shares compiled code between equal backends.
     """
