@@ -1,12 +1,14 @@
 """Reports in a browser, from a phone's width to a desktop's, light and dark: nothing is cut, small, or over something else."""
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import streamfx
+from streamfx.tools.planner.table import STREAMFX, WAYS, LengthRow, LengthTable
 from streamfx.tools.report.html import comparison_html_of, html_of
 from tests.support.browser import CHROMIUM, laid_out, screenshot
 from tests.support.layered import Layered
@@ -37,7 +39,17 @@ def compared() -> str:
     return comparison_html_of(first.page, second.page)
 
 
-@pytest.fixture(scope="module", params=[explained, fallen_back, planned, compared], ids=lambda page: page.__name__)
+def tabled() -> str:
+    lengths = (0, 4096, 10_000, 65_536, 1 << 20, 3 << 20)
+    ways = (STREAMFX, *WAYS.values())
+    rows = (
+        LengthRow(training, way, lengths) for training in ("all parameters", "LoRA, rank 16", "QLoRA, rank 16") for way in ways
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        return LengthTable("Qwen3-8B", "batch 1, no offload", tuple(rows)).to_html(Path(folder) / "table.html").read_text()
+
+
+@pytest.fixture(scope="module", params=[explained, fallen_back, planned, compared, tabled], ids=lambda page: page.__name__)
 def page(request: pytest.FixtureRequest) -> tuple[str, str]:
     make: Callable[[], str] = request.param
     return make.__name__, make()

@@ -27,8 +27,10 @@ class MeasuredWay:
         is_equal: whether the difference is within rounding, for the dtype of the parameters.
         is_random: whether the step drew random numbers.
         peak_bytes: the peak of a step above the level before it.
-        step_seconds: the median of the steps after the first.
+        step_seconds: the median of the steps after the first, or of those from `compiled_from` on.
         first_seconds: of the first step.
+        compiled_from: the first step whose loop bodies another process had compiled; None if there was none.
+        eager_seconds: the median of the steps between the first and `compiled_from`; 0 if there are none.
     """
 
     name: str
@@ -40,13 +42,20 @@ class MeasuredWay:
     peak_bytes: int = 0
     step_seconds: float = 0.0
     first_seconds: float = 0.0
+    compiled_from: int | None = None
+    eager_seconds: float = 0.0
 
 
 def measured_way(name: str, steps: Sequence[Mapping[str, Any]], missing: str) -> MeasuredWay:
-    """Return the figures of a way from the events of its steps; memory and time are those of the steps after the first."""
+    """Return the figures of a way from the events of its steps: memory of the steps after the first, time of those with
+    the same code as the last one.
+    """
     if missing or not steps:
         return MeasuredWay(name, missing or "no step")
     first, later = steps[0], steps[1:] or steps
+    is_last_code = [step["changes"] == steps[-1]["changes"] for step in later]
+    last = [step["seconds"] for step, is_last in zip(later, is_last_code, strict=True) if is_last]
+    before = [step["seconds"] for step, is_last in zip(later, is_last_code, strict=True) if not is_last]
     return MeasuredWay(
         name,
         loss=steps[-1]["loss"],
@@ -54,8 +63,10 @@ def measured_way(name: str, steps: Sequence[Mapping[str, Any]], missing: str) ->
         is_equal=first["difference"] is None or first["difference"] <= first["tolerance"],
         is_random=first["is_random"],
         peak_bytes=max(step["peak_bytes"] for step in later),
-        step_seconds=statistics.median(step["seconds"] for step in later),
+        step_seconds=statistics.median(last),
         first_seconds=first["seconds"],
+        compiled_from=len(steps) - len(last) + 1 if steps[-1]["changes"] else None,
+        eager_seconds=statistics.median(before) if before else 0.0,
     )
 
 
@@ -117,7 +128,15 @@ class Comparison:
         if any(way.is_random for way in present):
             yield RANDOM
         if present[-1] is self.ways[-1]:
+            if present[-1].compiled_from is not None:
+                yield _change(present[-1])
             yield _gain(present[-1], reference)
+
+
+def _change(way: MeasuredWay) -> str:
+    """Return when compiled loop bodies took over from eager ones."""
+    before = f"; a step before took {way.eager_seconds:.1f} s" if way.eager_seconds else ""
+    return f"{way.name}: compiled loop bodies run from step {way.compiled_from} on, which {way.name}'s time refers to{before}"
 
 
 def _gain(streamed: MeasuredWay, reference: MeasuredWay) -> str:

@@ -55,7 +55,7 @@ def comparison_html_of(page: Page, other: Page) -> str:
 
 def table_html(title: str, subtitle: str, table: Table) -> str:
     """Return one table as an HTML document."""
-    return str(_environment().get_template(TABLE).render(title=title, subtitle=subtitle, found=table))
+    return str(_environment().get_template(TABLE).render(page={"title": title, "subtitle": subtitle}, found=table))
 
 
 def picture_of(timeline: Timeline) -> str:

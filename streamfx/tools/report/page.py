@@ -45,6 +45,7 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    is_code: bool = False  # the other columns are code: left-aligned, and wrapped
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,7 @@ def _plan_tables(summary: Mapping[str, Any]) -> Iterator[Table]:
         yield Table(title, ("", "bytes"), sizes)
     if summary["fits"] is not False:
         lines = tuple((name, text) for name, text in summary["recipe"].items() if isinstance(text, str))
-        yield Table("Code and command of this step", ("", "write"), lines)
+        yield Table("Code and command of this step", ("", "write"), lines, is_code=True)
     if summary["choices"]:
         candidates = tuple(map(candidate_cells, summary["choices"]))
         note = "The first that fits the budget runs."
