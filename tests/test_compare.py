@@ -19,7 +19,7 @@ from streamfx.kernels import accumulate
 from streamfx.tools.cli import main
 from streamfx.tools.inspect import measured_steps
 from streamfx.tools.inspect.measured_steps import CHECKPOINTING, EAGER, STREAMBP, WAYS, Job
-from streamfx.tools.report.comparison import Comparison, MeasuredWay
+from streamfx.tools.report.comparison import Comparison, MeasuredWay, measured_way
 from tests.support.small import VOCABULARY, WIDTH, Causal, tokens
 
 ROOT = Path(__file__).parents[1]
@@ -109,6 +109,20 @@ def test_the_table_has_ratios_to_checkpointing_or_to_eager() -> None:
     assert not wrong.ok and "✗ 5.0e-01" in str(wrong)
     assert not Comparison([eager, MeasuredWay("streambp", "out of memory")], 2).ok
     assert json.loads(json.dumps(wrong.summary()))["ways"][2]["difference"] == 0.5
+
+
+def test_the_table_says_when_compiled_bodies_took_over() -> None:
+    """Times are those of the steps with the last code; the second change is to code of other lengths."""
+    changes, seconds = (0, 0, 1, 2, 2), (9.0, 4.0, 5.0, 2.0, 3.0)
+    steps = [
+        {"changes": change, "seconds": time, "loss": 1.0, "difference": None, "is_random": False, "peak_bytes": 1}
+        for change, time in zip(changes, seconds, strict=True)
+    ]
+    ways = [measured_way(way, steps[:2] if way == CHECKPOINTING else steps, "") for way in WAYS]
+    assert [(way.compiled_from, way.step_seconds, way.eager_seconds) for way in ways[1:]] == [(None, 4.0, 0.0), (4, 2.5, 4.5)]
+    text = "streambp: compiled loop bodies run from step 4 on, which streambp's time refers to; a step before took 4.5 s"
+    assert text in str(Comparison(ways, 5))
+    assert "compiled" not in str(Comparison(ways[:2], 2))
 
 
 def defined_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> type:

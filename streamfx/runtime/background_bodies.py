@@ -55,6 +55,7 @@ PROCESS_ENDED = (
     "the process that compiles loop bodies has ended (%s): they run eagerly. The result is exact, but steps are slower."
 )
 TAKEN_OVER = "loop bodies run compiled from step %d on (%d segments)"
+num_changes = 0  # of any program in this process to newly compiled code
 
 _waits: ContextVar[bool] = ContextVar("streamfx_wait_for_compiled_bodies", default=False)
 
@@ -301,6 +302,8 @@ class BackgroundBodies:
         """Make a snapshot of the current and the loaded code, which steps take from now on, unless more code is to come."""
         if self._pending or not self._loaded or not self._is_complete:
             return
+        global num_changes
+        num_changes += 1
         codes = {key: tuple(self._codes(key)) for key in (*self.snapshot.codes, *self._loaded)}
         self._loaded, self._is_changed = {}, True  # guards may restrict code to some of the lengths for which it was compiled
         self.snapshot = Snapshot(self.snapshot.number + 1, codes)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from streamfx.errors import StreamFXError, describe_error
+from streamfx.runtime import background_bodies
 from streamfx.tools.inspect.eager import checkpointed
 from streamfx.tools.inspect.layers import layers_of
 from streamfx.tools.inspect.peak_memory import PeakMemory
@@ -114,6 +115,7 @@ def measured_steps(job: Job, way: str, folder: Path) -> Iterator[dict[str, Any]]
         value = float(loss.detach())  # waits for the device
         del loss
         event: dict[str, Any] = {"loss": value, "seconds": time.perf_counter() - begin, "peak_bytes": memory.bytes()}
+        event["changes"] = background_bodies.num_changes
         if number == 0:
             difference = difference_from_first(folder / GRADIENTS, value, {k: v.grad for k, v in sources.items()}, tolerance)
             event |= {"difference": difference, "tolerance": tolerance, "is_random": has_drawn(states)}
