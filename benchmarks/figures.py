@@ -14,6 +14,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ COMMANDS = {
     "Llama-3.1-8B, a sequence on 8": f"Llama-3.1-8B --world 8 --context 8 {CONTEXT}",
     "Llama-3.1-8B, a sequence on 32": f"Llama-3.1-8B --world 32 --context 32 {CONTEXT}",
     "Qwen3-32B, weights on the host": f"Qwen3-32B --seq 131072 --memory 80GiB {ON_HOST}",
+    "Gemma-3-12B": "Gemma-3-12B --seq 65536 --memory 80GiB --optimizer adamw --world 8 --shard zero3",
+    "Qwen3-8B, GRPO": "Qwen3-8B --objective grpo --seq 131072 --memory 80GiB --quantize nf4 --lora-rank 32 --offload --no-baselines",
+    "Qwen3.6-27B": f"Qwen3.6-27B --seq 262144 --world 8 --context 8 {CONTEXT}",
     "a step of 8,192": "Qwen3-8B --seq 8192",
     "a step of 32,768": "Qwen3-8B --seq 32768",
     "a step of 131,072": "Qwen3-8B --seq 131072",
@@ -94,13 +98,12 @@ def made(command: str, commit: str) -> dict[str, Any]:
     if found["frontier"]:
         figures["frontier"] = found["frontier"]
     figures["rows"] = [stage["chunk_size"] for stage in found["stages"]]
+    figures["peak_by_term"] = found["peak_by_term"]
     if found["wire"] is not None:
-        figures["peak_by_term"] = found["peak_by_term"]
         figures["wire"] = {name: found["wire"][name] for name in WIRE}
     if found["host"] is not None:
         figures["host"] = {name: found["host"][name] for name in HOST}
         if "by_term" in found["host"]:
-            figures["peak_by_term"] = found["peak_by_term"]
             figures["host"] |= {name: found["host"][name] for name in STEP}
     if (checkpointing := found["ways"].get("gradient checkpointing")) is not None:
         figures["checkpointing"] = {name: checkpointing[name] for name in OTHERS}
@@ -199,6 +202,22 @@ def divided(figures: Figures) -> str:
     lines += [f"| time of a step | {found['seconds']:.1f} s |"]
     lines += [f"| reductions begun before the last loop | {100 * wire['early_reductions']:.0f} % |"]
     return "\n".join(lines)
+
+
+def planned(name: str, figures: Figures) -> str:
+    """A plan: its command, what a device holds at the peak, and what is sent, copied, and computed."""
+    found = figures[name]
+    lines = [f"`{found['command']}`", "", "| on each device | |", "|---|---|", f"| peak | {_gib(found['peak_bytes'])} |"]
+    lines += [f"| {term} | {_gib(size)} |" for term, size in found["peak_by_term"].items() if size >= GIB // 10]
+    if "checkpointing" in found:
+        lines += [f"| peak of gradient checkpointing | {_gib(found['checkpointing']['peak_bytes'])} |"]
+        lines += [f"| the same, the loss in chunks | {_gib(found['loss in chunks']['peak_bytes'])} |"]
+    if "host" in found:
+        lines += [f"| offloaded, on the host of all devices | {_gib(found['host']['bytes_of_all'])} |"]
+        lines += [f"| copy time (exposed) | {_times(found['host'])} |"]
+    if "wire" in found:
+        lines += [f"| communication time (exposed) | {_times(found['wire'])} |"]
+    return "\n".join([*lines, f"| time of a step | {found['seconds']:.0f} s |"])
 
 
 ALST = {  # Bekman et al., 2025 (arXiv 2506.13996): Llama-3.1-8B in full on 8 and on 32 devices of 80 GiB
@@ -339,6 +358,10 @@ BLOCKS: dict[str, Callable[[Figures], str]] = {
     "steps on an H100": measured.steps,
     "attention on an H100": measured.attention,
     "a first step": measured.first_step,
+    "showcases": measured.showcases,
+    "Gemma at 65K": partial(planned, "Gemma-3-12B"),
+    "GRPO at 128K": partial(planned, "Qwen3-8B, GRPO"),
+    "a gated delta net at 262K": partial(planned, "Qwen3.6-27B"),
 }
 
 

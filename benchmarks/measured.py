@@ -73,3 +73,8 @@ def attention(_: dict[str, dict[str, Any]]) -> str:
 def first_step(_: dict[str, dict[str, Any]]) -> str:
     """Processor seconds of a first step, by phase and number of layers."""
     return markdown(json.loads((FOLDER / "first-step.json").read_text())["first_step"])
+
+
+def showcases(_: dict[str, dict[str, Any]]) -> str:
+    """Peaks and times of narrow decoders, measured."""
+    return markdown(json.loads((FOLDER / "showcases.json").read_text())["showcases"])

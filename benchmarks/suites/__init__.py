@@ -19,12 +19,13 @@ from benchmarks.suites.operations import operations
 from benchmarks.suites.peers import peers
 from benchmarks.suites.recurrences import recurrences
 from benchmarks.suites.short import short
+from benchmarks.suites.showcases import showcases
 from benchmarks.suites.step import step
 
 SUITES: dict[str, Callable[[Settings], Rows]] = {
     suite.__name__: suite
     for suite in (
         *(step, masks, objectives, head, mlp, longest, operations, growth, recurrences),
-        *(compilation, analysis, first_step, host, short, peers),
+        *(compilation, analysis, first_step, host, short, peers, showcases),
     )
 }
