@@ -60,7 +60,7 @@ COMMANDS = {
     "Qwen3-32B, weights on the host": f"Qwen3-32B --seq 131072 --memory 80GiB {ON_HOST}",
     "Gemma-3-12B": "Gemma-3-12B --seq 65536 --memory 80GiB --optimizer adamw --world 8 --shard zero3",
     "Qwen3-8B, GRPO": "Qwen3-8B --objective grpo --seq 131072 --memory 80GiB --quantize nf4 --lora-rank 32 --offload --no-baselines",
-    "Qwen3.6-27B": f"Qwen3.6-27B --seq 262144 --world 8 --context 8 {CONTEXT}",
+    "Qwen3.6-27B": "Qwen3.6-27B --seq 262144 --memory 80GiB --optimizer adamw --world 8 --shard zero3 --offload --no-baselines",
     "a step of 8,192": "Qwen3-8B --seq 8192",
     "a step of 32,768": "Qwen3-8B --seq 32768",
     "a step of 131,072": "Qwen3-8B --seq 131072",
