@@ -53,6 +53,7 @@ from streamfx.passes.partition.value_table import is_loop_value
 from streamfx.runtime import buffers as buffer_ops
 from streamfx.runtime.chunked_scans import carry_type
 from streamfx.runtime.runtime_sizes import first_in_chunk, first_shifted, rows_in_chunk, rows_in_span, rows_shifted
+from streamfx.torch_private.graph_nodes import add_call
 
 aten = torch.ops.aten
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", "original")  # provenance copied to the body's nodes
@@ -113,7 +114,7 @@ class BodyBuilder(BodyInputs):
         if key not in self.lowered:
             producer = producer_of(node)
             if producer is not node:
-                lowered = self.graph.call_function(operator.getitem, (self.value(producer), node.args[1]))
+                lowered = add_call(self.graph, operator.getitem, (self.value(producer), node.args[1]))
             else:
                 lowered = find_lowering(node)(self, node)
             self._copy_provenance(node, lowered)
@@ -274,7 +275,7 @@ class BodyBuilder(BodyInputs):
             self.buffers[index] = replace(self.buffers[index], single_chunk_dtype=dtype)
         total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)
         add, arguments = lowering.emit(self, node)
-        self.graph.call_function(add, (total, *arguments))
+        add_call(self.graph, add, (total, *arguments))
         self.symbols |= free_symbols([divisor])
         return BufferOutput(index, dtype, divisor)
 

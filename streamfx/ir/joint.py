@@ -20,7 +20,8 @@ from torch import fx
 from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.sizes import Size, free_symbols, shape_of, size_of
 from streamfx.node_meta import KEPT_WITHOUT_USERS, STATIC_ADDRESS, VALUE
-from streamfx.torch_private import inputs_of_gradients, is_token
+from streamfx.torch_private import FakeTensor, inputs_of_gradients, is_token
+from streamfx.torch_private.graph_nodes import add_copy
 
 T = TypeVar("T")
 # numbers are faster to compare than operators, and each pass tests each operator
@@ -160,8 +161,9 @@ def joint_graph(graph: fx.Graph, num_primals: int, num_outputs: int) -> JointGra
 
 def graph_copy(graph: fx.Graph) -> fx.Graph:
     """Copy a graph. (`deepcopy` also copies how arguments are packed, and torch warns about that.)"""
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
+    copied, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        copies[node] = add_copy(copied, node, copies)
     return copied
 
 
@@ -180,12 +182,13 @@ def erase_unused(graph: fx.Graph, keep: Callable[[fx.Node], bool] = lambda node:
 
 def is_assertion(node: fx.Node) -> bool:
     """Return whether an operator must run even if nothing uses its result: an assertion, or one that a pass marked so."""
-    return id(node.target) in _ASSERTION_IDS or node.meta.get(KEPT_WITHOUT_USERS, False)
+    return id(node.target) in _ASSERTION_IDS or KEPT_WITHOUT_USERS in node.meta
 
 
 def is_tensor(node: Any) -> bool:
     """Return whether a value is a node with one tensor as its result."""
-    return isinstance(node, fx.Node) and isinstance(node.meta.get(VALUE), torch.Tensor)
+    value = node.meta.get(VALUE) if isinstance(node, fx.Node) else None
+    return type(value) is FakeTensor or isinstance(value, torch.Tensor)  # `isinstance` of tensors is slow
 
 
 def is_parameter(node: fx.Node) -> bool:
@@ -251,11 +254,12 @@ def int_argument(node: fx.Node, position: int) -> int:
 
 def tensor_operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the tensor arguments in call order, with repetitions."""
-    if not node.kwargs and not any(isinstance(argument, (list, tuple, dict, slice)) for argument in node.args):
-        return tuple(filter(is_tensor, node.args))  # type: ignore[arg-type]
-    operands: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda argument: operands.append(argument) if is_tensor(argument) else None)
-    return tuple(operands)
+    args, kwargs = node.args, node.kwargs
+    operands = [argument for argument in args if is_tensor(argument)]
+    if kwargs or (len(operands) < len(args) and any(isinstance(argument, (list, tuple, dict, slice)) for argument in args)):
+        operands.clear()
+        fx.node.map_arg((args, kwargs), lambda argument: operands.append(argument) if is_tensor(argument) else None)
+    return tuple(operands)  # type: ignore[arg-type]
 
 
 def has_same_type(node: fx.Node, other: fx.Node) -> bool:

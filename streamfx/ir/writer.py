@@ -12,6 +12,7 @@ from torch import fx
 from streamfx.ir.sizes import size_of
 from streamfx.node_meta import ORIGIN, VALUE
 from streamfx.torch_private import FakeTensor
+from streamfx.torch_private.graph_nodes import add_call
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ class GraphWriter:
         """
         assert self._point is not None
         with self.graph.inserting_before(self._point):
-            node = self.graph.call_function(target, args, kwargs)
+            node = add_call(self.graph, target, args, kwargs)
         self.new_nodes.append(node)
         node.meta[VALUE] = value
         for key in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack"):
