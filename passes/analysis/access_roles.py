@@ -15,7 +15,7 @@ and KEYSUM are sums over chunks; WHOLE has the sequence but is computed at once,
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import ClassVar
@@ -129,6 +129,8 @@ class _Analysis:
 
     def _sequence_dim_count(self, signature: Signature, labels: list[AxisLabel]) -> int:
         """Return how many of an operator's sequence labels are unrelated: a label and its slices, or blocks, count once."""
+        if not signature.index:
+            return len(labels)
         related = [(label, index.source) for label, index in signature.index.items() if isinstance(index, (Window, Tile))]
         if signature.concat is not None:
             label, concat = signature.concat
@@ -243,10 +245,11 @@ class _Analysis:
                 self.reasons[node] = self.axes.missing_rules.get(node, f"no rule for {node.target}")
             return outside
         labels = self._sequence_labels(node)
-        if self._sequence_dim_count(signature, labels) > 2 or self._has_sequence_twice(node):
+        sequence_dim_count = self._sequence_dim_count(signature, labels)
+        if sequence_dim_count > 2 or self._has_sequence_twice(node, operands):
             self.reasons[node] = too_many_dims_reason(node, signature, self.axes, labels)
             return outside
-        if self._sequence_dim_count(signature, labels) == 2 and self._has_blocks(node, labels):
+        if sequence_dim_count == 2 and self._has_blocks(node, labels):
             if any(self.storage_classes[operand][0] not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for operand in operands):
                 self.reasons[node] = MIXES_BLOCKS.format(target=node.target)
             return outside
@@ -312,12 +315,12 @@ class _Analysis:
         labels = self.axes.labels[node]
         return self.axes.sequence_factor(labels[label]) is not None and self.axes.sequence_factor(labels[source]) is None
 
-    def _has_sequence_twice(self, node: fx.Node) -> bool:
+    def _has_sequence_twice(self, node: fx.Node, operands: Iterable[fx.Node]) -> bool:
         """Return whether a dimension is a product of two sequence axes, `(t t)`, so that rows cannot be sliced."""
         members = self.axes.sequence.members if self.axes.sequence else {}
-        shapes = [*(self.axes.shapes[operand] for operand in tensor_operands(node)), *self.axes.results[node]]
-        factors = (self.axes.table.resolve(dim) for shape in shapes for dim in shape)
-        return any(len(found) > 1 and sum(factor in members for factor in found) > 1 for found in factors)
+        resolve, shapes = self.axes.table.resolve, [*(self.axes.shapes[operand] for operand in operands), *self.axes.results[node]]
+        products = [factors for shape in shapes for dim in shape if len(factors := resolve(dim)) > 1]
+        return any(sum(factor in members for factor in factors) > 1 for factors in products)
 
     def _roles(
         self, node: fx.Node, signature: Signature, labels: list[AxisLabel], orientation: dict[tuple[fx.Node, AxisLabel], Role]

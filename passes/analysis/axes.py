@@ -209,14 +209,14 @@ def _apply_rule(
             if len(label_dim) != 1 or label_dim[0] in signature.factors:
                 continue
             first_dim = bound.setdefault(label_dim[0], dim)
-            if first_dim is not dim and not table.unify(first_dim, dim):
+            if first_dim != dim and not table.unify(first_dim, dim):
                 return DIFFERENT_ORDERS.format(target=node.target)
     result_dims = []
     for result_shape, label_shape in zip(call.result_shapes, signature.results, strict=False):
         for size, label_dim in zip(result_shape, label_shape, strict=True):
             if len(label_dim) == 1 and label_dim[0] not in bound:
                 bound[label_dim[0]] = table.fresh(size)
-        result_dims.append(tuple(tuple(factor for label in dim for factor in bound[label]) for dim in label_shape))
+        result_dims.append(tuple([tuple([factor for label in dim for factor in bound[label]]) for dim in label_shape]))
     _keep_derived_axes(signature, bound, table)
     return signature, bound, tuple(result_dims)
 

@@ -132,7 +132,7 @@ class AxisFacts:
         if self.sequence is None:
             return ()
         members, resolve = self.sequence.members.keys(), self.table.resolve
-        return tuple(i for i, dim in enumerate(shape) if not members.isdisjoint(resolve(dim)))
+        return tuple([i for i, dim in enumerate(shape) if not members.isdisjoint(resolve(dim))])
 
 
 class Role(Enum):
