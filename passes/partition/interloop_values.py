@@ -141,4 +141,4 @@ class InterloopValues:
 def is_repeatable(node: fx.Node) -> bool:
     """Return whether running an operator again has the same result. All ranks repeat an exchange together."""
     producer = producer_of(node)
-    return is_deterministic(producer) and (is_collective(producer) or may_be_merged(producer))
+    return is_deterministic(producer) and (is_collective(producer) or may_be_merged(producer.target))
