@@ -23,7 +23,7 @@ from typing import ClassVar
 from torch import fx
 
 from streamfx.ir.facts import AccessFacts, AxisFacts, DimAxes, Facts, Role, StorageClass
-from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node, tensor_operands
+from streamfx.ir.joint import JointGraph, is_size, is_tensor, num_elements, tensor_operands
 from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.signature import AxisLabel, LabelShape, RunningSum, Signature, SingleRow, Tile, Window
 from streamfx.ir.sizes import numeric, product
@@ -111,10 +111,7 @@ class _Analysis:
         if not is_tensor(node) or self.storage_classes[node] != (StorageClass.ROWS,) or is_expensive(node) or is_random(node):
             return False
         operands = tensor_operands(node)
-        return not operands or self._elements(node) <= max(self._elements(operand) for operand in operands)
-
-    def _elements(self, node: fx.Node) -> int:
-        return numeric(product(shape_of_node(node)))
+        return not operands or num_elements(node) <= max(map(num_elements, operands))
 
     def _dims(self, node: fx.Node) -> tuple[int, ...]:
         """Return the dimensions of a value that contain the sequence."""
@@ -318,7 +315,8 @@ class _Analysis:
     def _has_sequence_twice(self, node: fx.Node, operands: Iterable[fx.Node]) -> bool:
         """Return whether a dimension is a product of two sequence axes, `(t t)`, so that rows cannot be sliced."""
         members = self.axes.sequence.members if self.axes.sequence else {}
-        resolve, shapes = self.axes.table.resolve, [*(self.axes.shapes[operand] for operand in operands), *self.axes.results[node]]
+        shapes, resolve = [self.axes.shapes[operand] for operand in operands], self.axes.table.resolve
+        shapes += self.axes.results[node]
         products = [factors for shape in shapes for dim in shape if len(factors := resolve(dim)) > 1]
         return any(sum(factor in members for factor in factors) > 1 for factors in products)
 

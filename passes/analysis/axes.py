@@ -27,7 +27,7 @@ from streamfx.ir.axis_table import AxisFactor, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, DimAxes, Facts, SequenceAxis
 from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import AxisLabel, ConcatAxes, FullAxis, Signature, Tile
-from streamfx.ir.sizes import Size, numeric, product, shape_of
+from streamfx.ir.sizes import Size, numeric, shape_of
 from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.analysis.axis_kinds import (
     factors_of,
@@ -314,7 +314,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> AxisFactor | None:
         if node not in axes.static:
             is_freed = node not in returned and not only_moves_elements(node)
             for shape in axes.results[node]:
-                numel = numeric(product(axes.table.size_of_dim(dim) for dim in shape)) if is_freed else 0
+                numel = axes.table.num_elements(shape) if is_freed else 0
                 for factor in {factor for dim in shape for factor in axes.table.resolve(dim)}:
                     chunked_elements[factor] += numel
     for node in joint.primals:

@@ -30,10 +30,8 @@ def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
     """
     static = {node for node in joint.sources if node not in joint.tangents and (not is_tensor(node) or _is_static_input(node))}
     for node in joint.nodes:
-        if is_random(node) or is_collective(node):  # values of other ranks depend on more than this rank's integers
-            continue
-        if all(source in static for source in node.all_input_nodes):
-            static.add(node)
+        if static.issuperset(node.all_input_nodes) and not (is_random(node) or is_collective(node)):
+            static.add(node)  # values of other ranks depend on more than this rank's integers
     return frozenset(static)
 
 

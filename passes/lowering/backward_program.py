@@ -25,6 +25,7 @@ from streamfx.passes.lowering.host_program import HostProgramBuilder
 from streamfx.passes.lowering.output_aliasing import clone_if_mutated
 from streamfx.passes.ops.traits import is_dequantizer, is_expensive, is_random, producer_of
 from streamfx.runtime.offload import wait_for_copy
+from streamfx.torch_private.graph_nodes import add_placeholder
 
 
 class BackwardBuilder(HostProgramBuilder):
@@ -119,8 +120,8 @@ class BackwardBuilder(HostProgramBuilder):
     def _placeholder(self, name: str, meta: dict[str, Any]) -> fx.Node:
         """Add a placeholder at the start of the graph; `finish` puts placeholders in order."""
         with self.graph.inserting_before(next(iter(self.graph.nodes), None) or self.graph._root):
-            placeholder = self.graph.placeholder(name)
-        placeholder.target, placeholder.meta = placeholder.name, meta
+            placeholder = add_placeholder(self.graph, name)
+        placeholder.meta = meta
         return placeholder
 
     @cached_property

@@ -110,7 +110,7 @@ class BodyBuilder(BodyInputs):
 
         A value that is recomputed per consumer is emitted once for each span of keys that is requested.
         """
-        key = (node, self.requested_span) if is_tensor(node) and self.layout.is_recomputed_per_consumer(node) else node
+        key = (node, self.requested_span) if self.layout.is_recomputed_per_consumer(node) and is_tensor(node) else node
         if key not in self.lowered:
             producer = producer_of(node)
             if producer is not node:

@@ -148,7 +148,7 @@ class _ProgramBuilder:
             if not is_tensor(node) or (node in self.facts.axes.static and node not in outputs):
                 continue
             storage_class = self.layout.access.storage_class(node)
-            is_used_outside = node in outputs or any(user not in inside for user in node.users)
+            is_used_outside = node in outputs or not inside.issuperset(node.users)
             if (
                 is_used_outside
                 and storage_class is not StorageClass.ROWS

@@ -112,7 +112,7 @@ class _LossSearch:
 
     def _is_trained(self, node: fx.Node) -> bool:
         """Return whether an operator on rows reads a trained weight, or a value computed from weights outside loops."""
-        return self.facts.access.is_in_loop(node) and any(source in self.weights for source in node.all_input_nodes)
+        return self.facts.access.is_in_loop(node) and not self.weights.isdisjoint(node.all_input_nodes)
 
     @cached_property
     def weights(self) -> set[fx.Node]:

@@ -106,7 +106,7 @@ def _merge(node: fx.Node, first_by_key: dict[Any, fx.Node]) -> bool:
 
     `first_by_key` holds the first node for each operator and arguments; this function adds the node if it is the first.
     """
-    if any([len(operand.users) == 1 for operand in node.all_input_nodes]):  # most operators: an equal one would be a second user
+    if 1 in [len(operand.users) for operand in node.all_input_nodes]:  # an equal operator would be a second user
         return False
     if is_random(node) or introduces_axes(node) or not may_be_merged(node.target):
         return False

@@ -114,7 +114,8 @@ def rewrite_rule(*patterns: Any) -> Callable[[Rewrite], RewriteRule]:
 
         if not roots:
             return RewriteRule(function.__name__, targets, function)
-        return RewriteRule(function.__name__, targets, rewrite, lambda node: any([root.may_match(node) for root in roots]))
+        may_match = roots[0].may_match if len(roots) == 1 else Either(tuple(roots)).may_match
+        return RewriteRule(function.__name__, targets, rewrite, may_match)
 
     return decorator
 

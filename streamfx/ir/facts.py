@@ -176,7 +176,9 @@ class AccessFacts:
     def is_in_loop(self, node: fx.Node) -> bool:
         """Return whether any result of a node is computed chunk by chunk."""
         storage_classes = self.storage_classes.get(node, ())
-        return bool(storage_classes) and not all(map(NOT_IN_LOOPS.__contains__, storage_classes))
+        if len(storage_classes) == 1:  # most operators: passes ask this of all
+            return storage_classes[0] not in NOT_IN_LOOPS
+        return any(storage_class not in NOT_IN_LOOPS for storage_class in storage_classes)
 
 
 @dataclass(frozen=True)

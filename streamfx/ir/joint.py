@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from streamfx.ir.operator_table import Kind, of_kind
-from streamfx.ir.sizes import Size, free_symbols, shape_of, size_of
+from streamfx.ir.sizes import Size, free_symbols, numeric, product, shape_of, size_of
 from streamfx.node_meta import KEPT_WITHOUT_USERS, STATIC_ADDRESS, VALUE
 from streamfx.torch_private import FakeTensor, inputs_of_gradients, is_token
 from streamfx.torch_private.graph_nodes import add_copy
@@ -60,7 +60,11 @@ class JointGraph:
     @property
     def nodes(self) -> list[fx.Node]:
         """All operators in program order, except assertions, which have no result."""
-        return [node for node in self.graph.nodes if node.op == "call_function" and not is_assertion(node)]
+        return [
+            node
+            for node in self.graph.nodes  # `is_assertion` without a call: all passes list the nodes
+            if node.op == "call_function" and id(node.target) not in _ASSERTION_IDS and KEPT_WITHOUT_USERS not in node.meta
+        ]
 
     @property
     def assertions(self) -> list[fx.Node]:
@@ -107,7 +111,7 @@ def descendants(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.No
     """Return `roots`, and the nodes among `nodes` (given in graph order) that depend on them through `nodes` only."""
     dependent = set(roots)
     for node in nodes:
-        if any(operand in dependent for operand in node.all_input_nodes):
+        if not dependent.isdisjoint(node.all_input_nodes):
             dependent.add(node)
     return dependent
 
@@ -278,6 +282,12 @@ def results_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
 def shape_of_node(node: fx.Node) -> tuple[Size, ...]:
     """Return the sizes of a node's tensor, as integers or expressions."""
     return shape_of(node.meta[VALUE])
+
+
+def num_elements(node: fx.Node) -> int:
+    """Return the number of elements of a node's tensor, for typical lengths if its shape is dynamic: to compare costs."""
+    number = node.meta[VALUE].numel()
+    return number if isinstance(number, int) else numeric(product(shape_of_node(node)))
 
 
 def scalar_argument(argument: Any) -> Any:

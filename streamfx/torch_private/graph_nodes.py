@@ -15,6 +15,13 @@ def add_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[s
     return node
 
 
+def add_placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    """Add an input of about this name to a graph, whose target is its unique name, and return its node (2.12, 2.13)."""
+    placeholder = graph.create_node("placeholder", name, name=name if name.islower() and name[0] != "_" else None)
+    placeholder.target = placeholder.name
+    return placeholder
+
+
 def add_copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
     """Add a copy of a node to another graph, and return it; `copies` maps the node's operands to their copies (2.12, 2.13)."""
     copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)

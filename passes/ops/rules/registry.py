@@ -105,7 +105,7 @@ def notation_rule(notation: str) -> Rule:
 
     @lru_cache(1 << 10)
     def from_shapes(shapes: tuple[tuple[Size, ...], ...], result_shapes: tuple[tuple[Size, ...], ...]) -> Signature | None:
-        """Return the signature of calls with these shapes, or None if they do not fit `left`, the names of operands' dimensions."""
+        """Return the signature of calls with these shapes, or None if they do not fit `left`, the names of dimensions."""
         if len(left) != len(shapes):
             return None
         fresh_labels = count()
