@@ -315,9 +315,8 @@ class _Analysis:
     def _has_sequence_twice(self, node: fx.Node, operands: Iterable[fx.Node]) -> bool:
         """Return whether a dimension is a product of two sequence axes, `(t t)`, so that rows cannot be sliced."""
         members = self.axes.sequence.members if self.axes.sequence else {}
-        shapes, resolve = [self.axes.shapes[operand] for operand in operands], self.axes.table.resolve
-        shapes += self.axes.results[node]
-        products = [factors for shape in shapes for dim in shape if len(factors := resolve(dim)) > 1]
+        shapes = [*map(self.axes.shapes.__getitem__, operands), *self.axes.results[node]]
+        products = [factors for shape in shapes for dim in shape if len(factors := self.axes.table.resolve(dim)) > 1]
         return any(sum(factor in members for factor in factors) > 1 for factors in products)
 
     def _roles(

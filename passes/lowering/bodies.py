@@ -144,12 +144,15 @@ class BodyBuilder(BodyInputs):
 
         They come from the host program, from this chunk, from the finished rows of a per-key sum, or from a prefix buffer.
         """
-        source = self.outer(access.operand)
-        if source is not None:
-            return self.input_rows(access.operand, source, access.sequence_dims)
+        if access.operand not in self.lowered:
+            source = self.outer(access.operand)
+            if source is not None:
+                return self.input_rows(access.operand, source, access.sequence_dims)
         storage_class = self.layout.access.storage_class(access.operand)
         if storage_class is StorageClass.KEYSUM:
             return self.read_key_sum(access)
+        if access.is_own_rows:
+            return self.value(access.operand)
         if storage_class is StorageClass.PAIR or access.selector is None or self._is_own_rows(access):
             return self._chunk_rows(access)
         return self.append_to_prefix(access)
@@ -373,12 +376,11 @@ class BodyBuilder(BodyInputs):
             node = todo.pop()
             if node in to_emit or node in self.lowered or self.outer(node) is not None:
                 continue
-            to_emit.add(node)
             if is_loop_value(node, self.layout) and not self.layout.is_recomputed_per_consumer(node):
-                todo.extend(access.operand for access in self.layout.operand_accesses(producer_of(node)))
+                to_emit.add(node)
+                todo.extend([access.operand for access in self.layout.operand_accesses(producer_of(node))])
         for node in sorted(to_emit, key=self.order.__getitem__):
-            if is_loop_value(node, self.layout) and not self.layout.is_recomputed_per_consumer(node):
-                self.value(node)
+            self.value(node)
 
     def _concat_output(self, node: fx.Node) -> ConcatOutput:
         """Return the output that concatenates a value's rows of all chunks: its full shape, and where its rows lie."""

@@ -103,13 +103,13 @@ def _table_entry(
     if storage_class in NOT_IN_LOOPS:
         sources = (_table_index(source, index, available) for source in tensor_inputs(node))
         return RegionValue(storage_class, (), tuple(i for i in sources if i is not None), (), is_expensive(node))
-    needs = tuple(  # an element of a tuple has the needs of its operator
+    needs = [  # an element of a tuple has the needs of its operator
         _operand_access(operand, access, layout, reverse)
         for access in layout.operand_accesses(producer)
         if (operand := _table_index(access.operand, index, available)) is not None
-    )
+    ]
     siblings = () if producer is node else tuple(index[user] for user in producer.users if user in index)
-    return RegionValue(storage_class, needs, (), siblings, is_expensive(node))
+    return RegionValue(storage_class, tuple(needs), (), siblings, is_expensive(node))
 
 
 def _table_index(node: fx.Node, index: dict[fx.Node, int], available: Callable[[fx.Node], bool]) -> int | None:
@@ -123,7 +123,8 @@ def _operand_access(operand: int, need: OperandAccess, layout: Layout, reverse: 
     `operand` is the operand's table index. Values between loops exist before the loop starts.
     """
     storage_class = layout.access.storage_class(need.operand)
-    if storage_class in NOT_IN_LOOPS:
+    is_own_rows = storage_class is StorageClass.ROWS and need.is_own_rows  # most operands: the rest agrees, but is slower
+    if is_own_rows or storage_class in NOT_IN_LOOPS:
         return Access(operand, in_same_loop=True, is_stored=False, is_stored_before=False)
     is_stored = Role.WHOLE in need.roles or storage_class is StorageClass.SUM
     is_stored_before = (

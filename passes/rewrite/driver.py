@@ -62,8 +62,12 @@ def _sweep(graph: fx.Graph, rules_for: Callable[[Any], list[RewriteRule]], num_r
     result_memories = {memory for output in outputs[:num_results] if is_tensor(output) for memory in memories(output)}
     for node in list(graph.nodes):
         if node.op == "call_function" and node.users:
-            is_rewritten = any(rule.may_match(node) and _apply_rule(rule, node, writer) for rule in rules_for(node.target))
-            is_changed |= is_rewritten or (node not in result_memories and _merge(node, first_by_key))
+            for rule in rules_for(node.target):
+                if rule.may_match(node) and _apply_rule(rule, node, writer):
+                    is_changed = True
+                    break
+            else:
+                is_changed |= node not in result_memories and _merge(node, first_by_key)
     return is_changed
 
 

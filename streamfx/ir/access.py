@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import fx
 
 from streamfx.ir.axis_table import Dim
-from streamfx.ir.facts import AccessFacts, AxisFacts, Role, SpanFacts, StorageClass
+from streamfx.ir.facts import AccessFacts, AxisFacts, DimAxes, Role, SpanFacts, StorageClass
 from streamfx.ir.joint import tensor_operands
 from streamfx.ir.program import Placement, RowRange, Selector, ShiftedRows
 from streamfx.ir.recurrence import Truncation
@@ -50,6 +50,14 @@ class OperandAccess(NamedTuple):
         return list(dict.fromkeys([access.role for access in self.sequence_dims]))
 
     @property
+    def is_own_rows(self) -> bool:
+        """Whether the operand has one sequence dimension, of which the operator reads the chunk's own rows."""
+        if len(self.sequence_dims) != 1:
+            return False
+        _, role, selector = self.sequence_dims[0]
+        return role is Role.ROWS and selector is None
+
+    @property
     def placement(self) -> Placement:
         """The placement of the operand's first sequence dimension; most operands have only one."""
         return self.sequence_dims[0].placement
@@ -76,6 +84,7 @@ class Layout:
         default_factory=dict, compare=False, repr=False
     )
     _placements: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _placements_of_shapes: dict[DimAxes, tuple[Placement, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def rows(self, dim: Dim) -> RowRange:
         """Return the rows of the sequence that a sequence dimension holds, as (offset, length, rows per block).
@@ -110,8 +119,12 @@ class Layout:
         """Return the placement of the sequence in each sequence dimension of a value. Results are cached."""
         placements = self._placements.get(value)
         if placements is None:
-            dims = self.axes.sequence_dims(self.axes.shapes[value])
-            placements = self._placements[value] = tuple([self.placement(value, dim_index) for dim_index in dims])
+            shape = self.axes.shapes[value]
+            placements = self._placements_of_shapes.get(shape)
+            if placements is None:
+                dims = self.axes.sequence_dims(shape)
+                placements = self._placements_of_shapes[shape] = tuple([self.placement(value, dim_index) for dim_index in dims])
+            self._placements[value] = placements
         return placements
 
     def full_shape(self, value: fx.Node) -> tuple[Size, ...]:

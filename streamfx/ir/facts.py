@@ -95,9 +95,9 @@ class AxisFacts:
     def is_running(self, node: fx.Node) -> bool:
         """Return whether an operator passes a state from row to row of the sequence: a running sum, a recurrence."""
         signature = self.signatures.get(node)
-        running = (
-            () if signature is None else (label for label, index in signature.index.items() if isinstance(index, RunningSum))
-        )
+        if signature is None or not signature.index:
+            return False
+        running = (label for label, index in signature.index.items() if isinstance(index, RunningSum))
         return any(self.sequence_factor(self.labels[node].get(label, ())) is not None for label in running)
 
     def row_axis(self, dim: Dim) -> AxisFactor | None:

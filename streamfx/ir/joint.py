@@ -275,6 +275,8 @@ def has_same_type(node: fx.Node, other: fx.Node) -> bool:
 def results_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
     """Return the fake tensors of a node's results, a tuple even for one result; None for a result that is not a tensor."""
     value = node.meta.get(VALUE)
+    if type(value) is FakeTensor:
+        return (value,)
     values = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(item if isinstance(item, torch.Tensor) else None for item in values)
 

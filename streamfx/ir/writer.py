@@ -11,8 +11,8 @@ from torch import fx
 
 from streamfx.ir.sizes import size_of
 from streamfx.node_meta import ORIGIN, VALUE
-from streamfx.torch_private import FakeTensor, like_fake
-from streamfx.torch_private.graph_nodes import add_call
+from streamfx.torch_private import FakeTensor
+from streamfx.torch_private.graph_nodes import add_call, like_fake
 
 aten = torch.ops.aten
 

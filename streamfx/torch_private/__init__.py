@@ -73,7 +73,6 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "keep_saved_tensors",
     "keystr",
-    "like_fake",
     "min_cut_rematerialization_partition",
     "mutated_inputs",
     "no_dispatch",
@@ -266,13 +265,6 @@ def is_composite(operator: Any) -> bool:
 def no_dispatch() -> Any:
     """Return a context in which operators bypass `__torch_dispatch__` (2.11, 2.13)."""
     return torch._C._DisableTorchDispatch()
-
-
-def like_fake(fake: FakeTensor) -> FakeTensor:
-    """Return a fake tensor in new memory, with the shape, strides, dtype and device of another (2.12, 2.13)."""
-    with no_modes():
-        memory = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
-    return FakeTensor(fake.fake_mode, memory, fake.device)
 
 
 @contextmanager

@@ -1,11 +1,17 @@
-"""Add nodes to FX graphs without the search for symbolic sizes among their arguments, a third of `Graph.create_node`'s time."""
+"""Nodes of FX graphs, and their fake values, at less cost than by FX and a fake mode.
+
+`Graph.create_node` searches the arguments for symbolic sizes, which takes half of its time.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
+import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor  # 2.11, 2.13
+from torch.utils._python_dispatch import _disable_current_modes  # 2.11, 2.13
 
 
 def add_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
@@ -29,6 +35,13 @@ def add_copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> 
     copy._update_args_kwargs(args, kwargs)
     copy.meta = dict(node.meta)
     return copy
+
+
+def like_fake(fake: FakeTensor) -> FakeTensor:
+    """Return a fake tensor in new memory, with the shape, strides, dtype and device of another (2.12, 2.13)."""
+    with _disable_current_modes():
+        memory = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
+    return FakeTensor(fake.fake_mode, memory, fake.device)
 
 
 @cache

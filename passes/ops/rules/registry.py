@@ -44,8 +44,8 @@ class RuleCall:
         self.node = node
         self.axes = axes
         self.operands = tensor_operands(node)
-        self.shapes: tuple[tuple[Size, ...], ...] = tuple(shape_of_node(operand) for operand in self.operands)
-        self.result_shapes = tuple(shape_of(result) if result is not None else () for result in results_of(node))
+        self.shapes: tuple[tuple[Size, ...], ...] = tuple(map(shape_of_node, self.operands))
+        self.result_shapes = tuple([shape_of(result) if result is not None else () for result in results_of(node)])
         self._dims = dims
 
     @property
