@@ -69,7 +69,8 @@ class _Analysis:
 
         `separate_reductions`: why reductions over ranks cannot run in loops; None if they can.
         """
-        self.joint, self.axes, self.fallbacks, self.separate_reductions = joint, axes, fallbacks, separate_reductions
+        self.joint, self.nodes, self.axes = joint, joint.nodes, axes
+        self.fallbacks, self.separate_reductions = fallbacks, separate_reductions
         self.roles: dict[fx.Node, dict[AxisLabel, Role]] = {}
         self.storage_classes: dict[fx.Node, tuple[StorageClass, ...]] = {}
         self.reasons: dict[fx.Node, str] = {}
@@ -82,7 +83,7 @@ class _Analysis:
             if is_tensor(node):
                 self.storage_classes[node] = (StorageClass.WHOLE if self._dims(node) else StorageClass.OUTSIDE,)
         orientation = self._orientation()
-        for node in self.joint.nodes:
+        for node in self.nodes:
             if node.target is operator.getitem:
                 if is_tensor(node):
                     self.storage_classes[node] = (self.storage_classes[node.args[0]][node.args[1]],)  # type: ignore[index]
@@ -96,10 +97,10 @@ class _Analysis:
     def _unchunk_cheap_neighbors(self) -> None:
         """Change cheap operators with unchunked operands and users, such as sums of a few gradients, from ROWS to WHOLE."""
         candidates = set[fx.Node]()  # cheap operators that reach one that falls back (`reasons`) through cheap operators alone
-        for node in reversed(self.joint.nodes):
+        for node in reversed(self.nodes):
             if any(user in candidates or user in self.reasons for user in node.users) and self._is_cheap_unchunked(node):
                 candidates.add(node)
-        for node in (node for node in self.joint.nodes if node in candidates):
+        for node in (node for node in self.nodes if node in candidates):
             with_rows = [operand for operand in tensor_operands(node) if self._dims(operand)]
             if not with_rows and not any(user in self.reasons for user in node.users):
                 continue
@@ -126,8 +127,6 @@ class _Analysis:
 
     def _sequence_dim_count(self, signature: Signature, labels: list[AxisLabel]) -> int:
         """Return how many of an operator's sequence labels are unrelated: a label and its slices, or blocks, count once."""
-        if not signature.index:
-            return len(labels)
         related = [(label, index.source) for label, index in signature.index.items() if isinstance(index, (Window, Tile))]
         if signature.concat is not None:
             label, concat = signature.concat
@@ -291,7 +290,7 @@ class _Analysis:
     @cached_property
     def _materialized_factors(self) -> frozenset[int]:
         """The axis factors whose rows all exist at once (`MATERIALIZED` in a view's metadata), as keys do."""
-        views = [(node, dim) for node in self.joint.nodes for dim in node.meta.get(MATERIALIZED, ())]
+        views = [(node, dim) for node in self.nodes for dim in node.meta.get(MATERIALIZED, ())]
         return frozenset(factor for node, dim in views for factor in self.axes.table.resolve(self.axes.shapes[node][dim]))
 
     def _is_filled_later(self, node: fx.Node) -> bool:

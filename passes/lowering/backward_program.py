@@ -25,7 +25,7 @@ from streamfx.passes.lowering.host_program import HostProgramBuilder
 from streamfx.passes.lowering.output_aliasing import clone_if_mutated
 from streamfx.passes.ops.traits import is_dequantizer, is_expensive, is_random, producer_of
 from streamfx.runtime.offload import wait_for_copy
-from streamfx.torch_private.graph_nodes import add_placeholder
+from streamfx.torch_private.graph_nodes import add_placeholder, operands_of
 
 
 class BackwardBuilder(HostProgramBuilder):
@@ -129,7 +129,7 @@ class BackwardBuilder(HostProgramBuilder):
         """The constants, and views, casts and unpackings of parameters: recomputing them is cheaper than saving them."""
         recomputed = set(self.joint.graph.find_nodes(op="get_attr"))
         for node in self.joint.nodes:
-            sources = producer_of(node).all_input_nodes
+            sources = operands_of(producer_of(node))
             if self._is_cheap_outside(node) and all(
                 _is_unchanged_input(item) or is_size(item) or item in recomputed for item in sources
             ):

@@ -15,6 +15,7 @@ from streamfx.ir.joint import is_tensor
 from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import is_expensive, only_moves_elements, producer_of
+from streamfx.torch_private.graph_nodes import operands_of
 
 
 def move_elements_after_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -37,7 +38,7 @@ def move_before_first_use(nodes: Sequence[fx.Node], tangents: Iterable[fx.Node])
     """
     dependent = set(tangents)
     for node in nodes:
-        if not dependent.isdisjoint(node.all_input_nodes):
+        if not dependent.isdisjoint(operands_of(node)):
             dependent.add(node)
     return move_before_use(nodes, set(nodes) - dependent)
 
@@ -69,10 +70,10 @@ def move_last_stage_first(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, i
     dependent: set[fx.Node] = set()  # these, and their descendants
     moved_back: set[fx.Node] = set()
     for node in reversed(nodes):
-        if not last.isdisjoint(node.all_input_nodes) or not used_by_last.isdisjoint(node.users):
+        if not last.isdisjoint(operands_of(node)) or not used_by_last.isdisjoint(node.users):
             used_by_last.add(node)
     for node in nodes:
-        operands = node.all_input_nodes
+        operands = operands_of(node)
         if node in used_by_last or not dependent.isdisjoint(operands):
             dependent.add(node)
         is_moved_product = is_expensive(node) and node not in used_by_last and not _shrinks_largest_operand(node, dependent)

@@ -29,6 +29,7 @@ from streamfx.passes.partition.code_sinking import sink_operators
 from streamfx.passes.partition.interloop_values import InterloopValues
 from streamfx.passes.partition.node_order import move_before_first_use, move_elements_after_producers, move_last_stage_first
 from streamfx.passes.partition.stage_names import stage_names
+from streamfx.torch_private.graph_nodes import operands_of
 
 PROHIBITIVE_COST = 1 << 60  # bytes: of a cut that is not possible
 
@@ -327,7 +328,7 @@ class _StageFinder:
         position = {node: i for i, node in enumerate(self.backward)}
         first_use, last_use = [len(self.backward)] * num_stages, [-1] * num_stages  # of the values that a stage recomputes
         for node in self.backward:
-            for source in node.all_input_nodes:
+            for source in operands_of(node):
                 if source in stage_of and source not in stored and self.occupies_memory(source):
                     last_use[stage_of[source]] = position[node]
                     first_use[stage_of[source]] = min(first_use[stage_of[source]], position[node])
@@ -351,7 +352,7 @@ class _StageFinder:
         sort_key: dict[fx.Node, int] = {}
         sums = {node for node in nodes if self.access.storage_class(node) is StorageClass.SUM}
         for position, node in enumerate(nodes):
-            operands = node.all_input_nodes
+            operands = operands_of(node)
             reads_only_sums = len(operands) > 1 and all(operand in sort_key and operand in sums for operand in operands)
             if reads_only_sums:
                 sums.add(node)

@@ -22,6 +22,7 @@ from streamfx.passes.ops.hub_kernels import operator_name
 from streamfx.passes.ops.opaque import may_be_merged
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.rewrite.pattern import RewriteRule
+from streamfx.torch_private.graph_nodes import operands_of
 
 ADDS_AXES = frozenset(operator for operator, record in OPERATORS.items() if record.adds_axes)
 
@@ -110,7 +111,7 @@ def _merge(node: fx.Node, first_by_key: dict[Any, fx.Node]) -> bool:
 
     `first_by_key` holds the first node for each operator and arguments; this function adds the node if it is the first.
     """
-    if 1 in [len(operand.users) for operand in node.all_input_nodes]:  # an equal operator would be a second user
+    if 1 in [len(operand.users) for operand in operands_of(node)]:  # an equal operator would be a second user
         return False
     if is_random(node) or introduces_axes(node) or not may_be_merged(node.target):
         return False
@@ -124,7 +125,7 @@ def introduces_axes(node: fx.Node) -> bool:
     Such operators are not merged: `arange(n)` for the batch and for the sequence are equal if both have n rows, but after a
     merge, the analysis of axes would take both dimensions for one axis.
     """
-    return node.target in ADDS_AXES or not any(map(is_tensor, node.all_input_nodes))
+    return node.target in ADDS_AXES or not any(map(is_tensor, operands_of(node)))
 
 
 def merge_key(node: fx.Node) -> Any:

@@ -21,7 +21,7 @@ from streamfx.ir.operator_table import Kind, of_kind
 from streamfx.ir.sizes import Size, free_symbols, numeric, product, shape_of, size_of
 from streamfx.node_meta import KEPT_WITHOUT_USERS, STATIC_ADDRESS, VALUE
 from streamfx.torch_private import FakeTensor, inputs_of_gradients, is_token
-from streamfx.torch_private.graph_nodes import add_copy
+from streamfx.torch_private.graph_nodes import add_copy, operands_of
 
 T = TypeVar("T")
 # numbers are faster to compare than operators, and each pass tests each operator
@@ -104,14 +104,14 @@ def walk(roots: Iterable[T], successors: Callable[[T], Iterable[T]]) -> Iterator
 
 def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
     """Return the nodes on which `roots` depend, and the roots; roots that are constants are ignored."""
-    return frozenset(walk((root for root in roots if isinstance(root, fx.Node)), lambda node: node.all_input_nodes))
+    return frozenset(walk((root for root in roots if isinstance(root, fx.Node)), operands_of))
 
 
 def descendants(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return `roots`, and the nodes among `nodes` (given in graph order) that depend on them through `nodes` only."""
     dependent = set(roots)
     for node in nodes:
-        if not dependent.isdisjoint(node.all_input_nodes):
+        if not dependent.isdisjoint(operands_of(node)):
             dependent.add(node)
     return dependent
 

@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor  # 2.11, 2.13
 from torch.utils._python_dispatch import _disable_current_modes  # 2.11, 2.13
+
+# the operands of a node as the keys of a dictionary: `Node.all_input_nodes` copies them to a list (2.12, 2.13)
+operands_of: Callable[[fx.Node], Mapping[fx.Node, None]] = attrgetter("_input_nodes")
 
 
 def add_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
