@@ -83,8 +83,7 @@ class Layout:
     _accesses: dict[tuple[fx.Node, Span | None], tuple[OperandAccess, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    _placements: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict, compare=False, repr=False)
-    _placements_of_shapes: dict[DimAxes, tuple[Placement, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _placements: dict[DimAxes, tuple[Placement, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def rows(self, dim: Dim) -> RowRange:
         """Return the rows of the sequence that a sequence dimension holds, as (offset, length, rows per block).
@@ -117,14 +116,11 @@ class Layout:
 
     def placements(self, value: fx.Node) -> tuple[Placement, ...]:
         """Return the placement of the sequence in each sequence dimension of a value. Results are cached."""
-        placements = self._placements.get(value)
+        shape = self.axes.shapes[value]
+        placements = self._placements.get(shape)
         if placements is None:
-            shape = self.axes.shapes[value]
-            placements = self._placements_of_shapes.get(shape)
-            if placements is None:
-                dims = self.axes.sequence_dims(shape)
-                placements = self._placements_of_shapes[shape] = tuple([self.placement(value, dim_index) for dim_index in dims])
-            self._placements[value] = placements
+            dims = self.axes.sequence_dims(shape)
+            placements = self._placements[shape] = tuple(self.placement(value, dim_index) for dim_index in dims)
         return placements
 
     def full_shape(self, value: fx.Node) -> tuple[Size, ...]:

@@ -24,7 +24,7 @@ class GraphWriter:
         """Write to a graph; `new_nodes` collects the nodes that are inserted."""
         self.graph = graph
         self.new_nodes: list[fx.Node] = []
-        self._results: dict[Any, tuple[torch.Tensor, ...]] = {}  # of `call_alike`, by operator and arguments
+        self._results: dict[Any, tuple[FakeTensor, ...]] = {}  # of `call_alike`, by operator and arguments
         self._mode: Any = None
         self._point: fx.Node | None = None
 
