@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.dialect.associative_scan import SCAN_BACKWARD, TREE_SCAN, register_combine_graph
 from streamfx.dialect.attention import ATTENTION_BACKWARD
-from streamfx.ir.joint import is_tensor
+from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.rewrite.canonicalize import LATE_RULES, RULES
 from streamfx.passes.rewrite.driver import simplify
@@ -92,7 +92,7 @@ def test_an_operator_that_runs_once_for_equal_operands_has_the_fake_values_of_ea
     x = plain(2, 3, 5, 4)
     module = make_fx(lambda x: [x, x + 1, x.half(), x.transpose(2, 3).contiguous().transpose(2, 3)], tracing_mode="fake")(x)
     writer = GraphWriter(module.graph).move_before(module.graph.output_node())
-    operands = [*module.graph.output_node().args[0], *module.graph.find_nodes(op="placeholder")]
+    operands = [*outputs_of(module.graph), *module.graph.find_nodes(op="placeholder")]
     found, expected = (
         [value for q in operands for value in call(ATTENTION_BACKWARD, *6 * (q,), is_causal=True).meta["val"]]
         for call in (writer.call_alike, writer.call)
