@@ -36,7 +36,7 @@ from streamfx.tools.inspect.verify import (
 )
 
 EAGER, CHECKPOINTING, STREAMBP = WAYS = ("eager", "gradient checkpointing", "streambp")
-JOB, GRADIENTS = "job.pt", "gradients.pt"
+JOB, GRADIENTS = "job.pt", "gradients_{}.pt"  # by the number of the step
 OUT_OF_MEMORY = "out of memory"
 IMPORTED = "__streamfx_main__"  # the name under which the user's script is imported, so that it does not run as `__main__`
 NO_LAYERS = "the model has no gradient_checkpointing_enable() and no list of layers"
@@ -95,7 +95,11 @@ def import_script(path: str) -> None:
 
 
 def measured_steps(job: Job, way: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each step: forward, backward, and no more; then gradients are freed, and the optimizer runs."""
+    """Yield the figures of each step: forward, backward, and no more; then gradients are freed, and the optimizer runs.
+
+    Gradients are compared in the first step, and in the last one, in which other code may run: with an optimizer, rounding would
+    grow meanwhile, and layers that count their calls count more of them with checkpointing.
+    """
     torch.set_num_threads(job.threads)
     torch.manual_seed(0)
     model, args, kwargs = job.build()
@@ -115,10 +119,11 @@ def measured_steps(job: Job, way: str, folder: Path) -> Iterator[dict[str, Any]]
         value = float(loss.detach())  # waits for the device
         del loss
         event: dict[str, Any] = {"loss": value, "seconds": time.perf_counter() - begin, "peak_bytes": memory.bytes()}
-        event["changes"] = background_bodies.num_changes
-        if number == 0:
-            difference = difference_from_first(folder / GRADIENTS, value, {k: v.grad for k, v in sources.items()}, tolerance)
-            event |= {"difference": difference, "tolerance": tolerance, "is_random": has_drawn(states)}
+        event |= {"changes": background_bodies.num_changes, "is_random": has_drawn(states)}
+        if number == 0 or (number == job.steps - 1 and optimizer is None and way != CHECKPOINTING):  # compiled bodies, maybe
+            gradients = {name: source.grad for name, source in sources.items()}
+            difference = difference_from_first(folder / GRADIENTS.format(number), value, gradients, tolerance)
+            event |= {"difference": difference, "tolerance": tolerance}
         if optimizer is not None:
             optimizer.step()
         for source in sources.values():
@@ -154,7 +159,7 @@ def enable_checkpointing(model: Any) -> bool:
 
 
 def difference_from_first(path: Path, loss: float, gradients: dict[str, Tensor | None], tolerance: float) -> float | None:
-    """Return the largest relative difference of the loss and of a gradient from those of the first way, which leaves them in a
+    """Return the largest relative difference of a step's loss and gradients from those of the first way, which leaves them in a
     file and returns None. Differences below the rounding error of the whole gradient count as zero, as in `streamfx.verify`.
     """
     found = {"": torch.tensor(loss, dtype=torch.float64), **gradients}

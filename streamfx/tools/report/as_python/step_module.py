@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import operator
 import re
+from ast import literal_eval
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +24,7 @@ from streamfx.node_meta import DESCRIPTION, JOINT, VALUE
 from streamfx.runtime.loop import Loop
 from streamfx.tools.report.as_python.attention_roles import attention_roles
 from streamfx.tools.report.as_python.host_function import HostFunctionWriter, gradient_hints
-from streamfx.tools.report.as_python.identifiers import Identifiers, identifier, stem, wrapped
+from streamfx.tools.report.as_python.identifiers import Identifiers, in_docstring, on_one_line, stem, wrapped
 from streamfx.tools.report.as_python.loop_function import STATEMENTS, LoopFunctionWriter, LoopHints
 from streamfx.tools.report.as_python.module_globals import ModuleGlobals
 from streamfx.tools.report.as_python.operator_calls import INFIX, graph_function
@@ -88,22 +90,25 @@ class WrittenLoop:
         """Return the function."""
         stages = self.stages_in_order
         purpose = f"{self.verb} {names_together(stages) if stages else 'values between stages'}"
+        purpose = in_docstring(purpose)
         return _text(line.format(name=self.name, purpose=purpose) if i < 2 else line for i, line in enumerate(self.lines))
 
 
 def input_names(module: fx.GraphModule, facts: Facts) -> list[str]:
     """Return the names of a graph's inputs: paths of parameters and buffers in the model, and names of arguments.
 
-    `module`: Dynamo's graph. An input that is not Dynamo's keeps its name in the joint graph.
+    A name that inputs of several models or collections have follows theirs: `teacher.embed.weight`. `module`: Dynamo's graph. An
+    input that is not Dynamo's keeps its name in the joint graph.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
-    names = Identifiers()
+    indices = [getattr(primal.meta.get(DESCRIPTION), "idx", position) for position, primal in enumerate(facts.joint.primals)]
+    sources = [placeholder_source(placeholders[index]) if index < len(placeholders) else "" for index in indices]
+    counts = Counter(_path_of(source) for source in set(sources))
     result: list[str] = []
-    for position, primal in enumerate(facts.joint.primals):
-        index = getattr(primal.meta.get(DESCRIPTION), "idx", position)
-        source = placeholder_source(placeholders[index]) if index < len(placeholders) else ""
+    for source, primal in zip(sources, facts.joint.primals, strict=True):
         path = _path_of(source)
-        result.append(path if path and names.new(path) == identifier(path) else primal.name)
+        path = path if counts[path] == 1 else f"{_root_of(source)}.{path}"
+        result.append(path if source and path not in result else primal.name)
     return result
 
 
@@ -112,11 +117,31 @@ def _path_of(source: str) -> str:
     >>> _path_of("L['self']._modules['layers']._modules['0']._parameters['weight']"), _path_of("L['kwargs']['input_ids']")
     ('layers.0.weight', 'input_ids')
     """
-    module_parts = re.findall(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", source)
+    module_parts = _names_in(source, r"\._(?:modules|parameters|buffers)")
     if module_parts:
         return ".".join(module_parts)
-    parts = [a or b or c for a, b, c in re.findall(r"\['([^']+)'\]|\[(\d+)\]|\.(\w+)", source)]
+    parts = _names_in(source)
     return ".".join(parts[-2:] if parts and parts[-1].isdigit() else parts[-1:])
+
+
+def _root_of(source: str) -> str:
+    """Return the name of the object of which `_path_of` returns the path inside.
+
+    >>> _root_of("L['teacher']._modules['0']._parameters['weight']"), _root_of("L['second']['input_ids']")
+    ('teacher', 'second')
+    """
+    module, is_module, _ = re.sub(r"\._(modules|parameters|buffers)\[", "\0", source).partition("\0")
+    parts = _names_in(module if is_module else source)
+    return parts[-1 if is_module else max(-len(parts), -3 if parts[-1].isdigit() else -2)]
+
+
+def _names_in(source: str, before: str = "") -> list[str]:
+    """Return the attributes, keys and numbers in a source; or only the keys after the pattern `before`."""
+    key = rf"{before}\[('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")\]"
+    if before:
+        return [literal_eval(text) for text in re.findall(key, source)]
+    found = re.findall(rf"{key}|\[(\d+)\]|\.(\w+)", source)
+    return [literal_eval(text) if text else number or attribute for text, number, attribute in found]
 
 
 def _short(path: str) -> str:
@@ -161,7 +186,7 @@ class StepModuleWriter:
             else ""
         )
         head = [
-            HEAD.format(name=self.name, usage=usage),
+            HEAD.format(name=in_docstring(self.name), usage=usage),
             "import torch",
             "",
             "import streamfx.frontend.backend  # registers the operators of streamfx",
@@ -324,7 +349,7 @@ class _GraphWriter:
         yield "return ("
         for i, value in enumerate(results):
             name = self.graph.input_names[i] if i < len(self.graph.input_names) else ""
-            yield f"    {writer.text(value)},  # {name}"
+            yield f"    {writer.text(value)},  # {on_one_line(name)}"
         yield ")"
 
     def _trained_outputs(self) -> list[int]:
