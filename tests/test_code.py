@@ -66,10 +66,14 @@ def test_the_code_of_a_step_equals_eager_and_shows_keys_and_sums() -> None:
     assert "# backward of small.py:" in backward and "F.scaled_dot_product_attention(q, k, v, is_causal=True)" in backward
 
 
-def test_one_stage_has_only_its_loops(explanation: streamfx.Explanation) -> None:
+def test_one_stage_or_half_has_only_its_functions(explanation: streamfx.Explanation) -> None:
     text = explanation.code(stage=0, half="forward")
     assert text.count("\ndef ") == 1 and "reversed" not in text and "INPUTS" not in text
     assert explanation.code(explanation.stages[0].name, "forward") == text
+    functions = explanation.code().split("\n\n\n")
+    for selected in (text, explanation.code(half="forward"), explanation.code(half="backward"), explanation.code(0, "backward")):
+        written = selected.rstrip().split("\n\n\n")[1:]
+        assert written and {function.rstrip() for function in written} <= {function.rstrip() for function in functions}
     for wrong in ({"stage": "nothing"}, {"stage": 9}, {"half": "both"}):
         with pytest.raises(ReportError, match="code takes"):
             explanation.code(**wrong)

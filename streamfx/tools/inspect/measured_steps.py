@@ -25,6 +25,7 @@ from streamfx.tools.inspect.eager import checkpointed
 from streamfx.tools.inspect.layers import layers_of
 from streamfx.tools.inspect.peak_memory import PeakMemory
 from streamfx.tools.inspect.side_effect_guard import device_of
+from streamfx.tools.inspect.torch_settings import TorchSettings
 from streamfx.tools.inspect.verify import (
     TOLERANCES,
     default_loss,
@@ -53,13 +54,14 @@ class Job:
     optimizer: Callable[[Any], torch.optim.Optimizer] | None
     options: dict[str, Any]
     steps: int
-    threads: int
+    settings: TorchSettings
 
 
-def serve(folder: str, way: str, descriptor: int, main_file: str) -> None:
+def serve(folder: str, way: str, descriptor: int, main_file: str, main_package: str | None) -> None:
     """Run the job of a folder in one way, and write its events to a pipe.
 
-    `main_file` is the user's script, if the job refers to classes or functions of it.
+    `main_file` is the user's script, if the job refers to classes or functions of it, and `main_package` its package, for
+    `python -m package.script`.
     """
     global is_measuring
     is_measuring = True
@@ -71,7 +73,7 @@ def serve(folder: str, way: str, descriptor: int, main_file: str) -> None:
 
         try:
             if main_file:
-                import_script(main_file)
+                import_script(main_file, main_package)
             job = torch.load(Path(folder) / JOB, weights_only=False)
             for event in measured_steps(job, way, Path(folder)):
                 write(event)
@@ -83,13 +85,13 @@ def serve(folder: str, way: str, descriptor: int, main_file: str) -> None:
             write({"error": describe_error(error)})
 
 
-def import_script(path: str) -> None:
+def import_script(path: str, package: str | None) -> None:
     """Run a script as the module `IMPORTED`, and let pickled objects find its classes and functions in `__main__`.
 
     The module stays: Dynamo imports the modules of the functions that it traces.
     """
     module = sys.modules[IMPORTED] = ModuleType(IMPORTED)
-    module.__file__ = path
+    module.__file__, module.__package__ = path, package
     exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     vars(sys.modules["__main__"]).update({name: value for name, value in vars(module).items() if not name.startswith("__")})
 
@@ -100,7 +102,7 @@ def measured_steps(job: Job, way: str, folder: Path) -> Iterator[dict[str, Any]]
     Gradients are compared in the first step, and in the last one, in which other code may run: with an optimizer, rounding would
     grow meanwhile, and layers that count their calls count more of them with checkpointing.
     """
-    torch.set_num_threads(job.threads)
+    job.settings.apply()
     torch.manual_seed(0)
     model, args, kwargs = job.build()
     sources = gradient_sources(model, (args, kwargs))
@@ -114,7 +116,8 @@ def measured_steps(job: Job, way: str, folder: Path) -> Iterator[dict[str, Any]]
     for number in range(job.steps):
         memory.start()
         states, begin = generator_states(), time.perf_counter()
-        loss = step()
+        with job.settings.with_autocast():
+            loss = step()
         loss.backward()
         value = float(loss.detach())  # waits for the device
         del loss

@@ -184,7 +184,7 @@ class ModuleGlobals:
         return self._modules[path]
 
     def _defined(self, value: Any) -> str:
-        """Define a global for an object, and return its name; equal definitions share one, but not those of objects without text."""
+        """Define a global for an object, and return its name; equal definitions share one, unless the objects have no text."""
         known = self._name_of_object.get(id(value))
         if known is not None:
             return known[0]
