@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -124,6 +125,20 @@ def test_steps_have_the_settings_of_the_caller(tmp_path: Path) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert seen == [torch.bfloat16, torch.float64]
+
+
+def test_a_process_ends_if_its_caller_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    readable, writable = os.pipe()
+    waiting = threading.Thread(target=measured_steps.end_with_caller, args=(writable, str(tmp_path)))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    os.close(readable)
+    waiting.join(60)
+    os.close(writable)
+    assert codes == [1] and not tmp_path.exists()
 
 
 def test_the_table_has_ratios_to_checkpointing_or_to_eager() -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,6 +68,7 @@ def serve(folder: str, way: str, descriptor: int, main_file: str, main_package: 
     """
     global is_measuring
     is_measuring = True
+    threading.Thread(target=end_with_caller, args=(descriptor, folder), daemon=True).start()
     with os.fdopen(descriptor, "w") as events:
 
         def write(event: dict[str, Any]) -> None:
@@ -83,6 +87,15 @@ def serve(folder: str, way: str, descriptor: int, main_file: str, main_package: 
             write({"error": str(error)})
         except Exception as error:
             write({"error": describe_error(error)})
+
+
+def end_with_caller(descriptor: int, folder: str) -> None:
+    """Wait until the process that reads the events has ended without ending this one (SIGTERM, SIGKILL); then end, too."""
+    reader = select.poll()
+    reader.register(descriptor, 0)  # only for errors: nothing reads the pipe
+    reader.poll()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 def import_script(path: str, package: str | None) -> None:
