@@ -94,8 +94,8 @@ def test_ways_compute_the_same_and_a_wrong_one_is_found(tmp_path: Path, monkeypa
         accumulate, "add_part", lambda total, part, is_first: (total.zero_() if is_first else total).add_(part, alpha=2)
     )
     torch._dynamo.reset()  # other code from here on, as compiled bodies are
-    way = measured_way(STREAMBP, [first, *streamed], "")
-    assert way.difference is not None and way.difference > 1e-3 and not way.is_equal
+    changed = measured_way(STREAMBP, [first, *streamed], "")
+    assert changed.difference is not None and changed.difference > 1e-3 and not changed.is_equal
 
 
 def test_random_numbers_and_models_without_layers_are_reported(tmp_path: Path) -> None:
