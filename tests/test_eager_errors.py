@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
+from streamfx.torch_private.dynamo import user_error_of
 from streamfx.torch_private.eager_errors import eager_error_of, without_tracer_log
 
 IDS, ROWS = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3)
@@ -43,6 +44,17 @@ def test_the_error_is_eagers(name: str, is_dynamic: bool) -> None:
     found = eager_error_of(error := traced_error(function, *tensors, is_dynamic=is_dynamic))
     assert type(found) is wanted.type and str(found) == str(wanted.value)
     assert found is not None and found.__context__ is None and found.__traceback__ is error.__traceback__
+
+
+@pytest.mark.compiled
+def test_an_error_has_no_symbols() -> None:
+    """Loss functions compare lengths before they call an operator."""
+    logits, labels = torch.zeros(12, 5), torch.zeros(9, dtype=torch.long)
+    with pytest.raises(ValueError) as wanted:  # noqa: PT011
+        F.cross_entropy(logits, labels)
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError) as caught:
+        torch.compile(F.cross_entropy, backend="eager", dynamic=True)(logits, labels)
+    assert str(user_error_of(caught.value)) == str(wanted.value)
 
 
 def fails_itself(rows: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The error that an operator raises in eager mode, for an operator that failed while a call was traced.
 
-PyTorch traces on *fake tensors*, which have shapes and no data. Their operators raise errors of the types of eager mode, often with
-other texts.
+PyTorch traces on *fake tensors*, which have shapes and no data. Their operators raise errors of the types of eager mode, often
+with other texts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._dynamo.utils import run_node
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -35,7 +36,8 @@ def eager_error_of(error: Exception) -> Exception | None:
         return None
     operator, args, kwargs = call
     fake_tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor)]
-    if operator._schema.is_mutable or not fake_tensors or not all(map(_is_small, fake_tensors)):
+    is_mutable = isinstance(operator, torch._ops.OpOverload) and operator._schema.is_mutable
+    if is_mutable or not fake_tensors or not all(map(_is_small, fake_tensors)):
         return None
     try:
         args, kwargs = tree_map_only((FakeTensor, torch.SymInt), _real_value, (args, kwargs))
@@ -52,15 +54,17 @@ def eager_error_of(error: Exception) -> Exception | None:
 def _failed_operator(error: Exception) -> tuple[Any, Any, Any] | None:
     """Return the operator of PyTorch in whose tracing an error was raised, with its arguments; None if there is none.
 
-    It is the outermost one: tracing an operator may run others.
+    It is the outermost one: tracing an operator may run others. If a function checks its arguments before it calls any operator,
+    its text may have symbols for dynamic sizes, so it is the function of Dynamo's node.
     """
-    trace = error.__traceback__
+    function, trace = None, error.__traceback__
     while trace is not None:
-        frame, trace = trace.tb_frame, trace.tb_next
-        if frame.f_code.co_name == DISPATCH and isinstance(frame.f_locals.get("self"), FakeTensorMode):
-            names = frame.f_locals
+        names, code, trace = trace.tb_frame.f_locals, trace.tb_frame.f_code, trace.tb_next
+        if code.co_name == DISPATCH and isinstance(names.get("self"), FakeTensorMode):
             return names["func"], names["args"], names.get("kwargs") or {}
-    return None
+        if code is run_node.__code__ and names["node"].op == "call_function":
+            function = names["node"].target, names["args"], names["kwargs"]
+    return function
 
 
 def _is_small(value: FakeTensor) -> bool:
