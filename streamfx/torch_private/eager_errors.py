@@ -67,7 +67,7 @@ def _failed_operator(error: Exception) -> tuple[Any, Any, Any] | None:
     return function
 
 
-def _is_small(value: FakeTensor) -> bool:
+def _is_small(value: Any) -> bool:
     """Return whether a fake tensor has a known shape, and at most `MAX_BYTES`."""
     is_known = all(size.node.hint is not None for size in value.shape if isinstance(size, torch.SymInt))
     return is_known and value.element_size() * size_hint(value.numel()) <= MAX_BYTES
