@@ -44,7 +44,6 @@ FEWEST_ROWS = 16  # of a chunk, if `MIN_ROWS` take more than `SMALL_SHARE` more 
 SMALL_SHARE = 0.02
 KEEP_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MAX_MIXTURES = 4  # mixed candidates of two neighbors on the ladder
-MIN_POOREST, FAR = 3, 1.1  # candidates to simulate, and the excess over the budget with which others are not
 ESTIMATE_TOLERANCE = 1.03  # an estimate up to this factor above the budget is worth a simulation
 
 
@@ -133,16 +132,10 @@ class LadderSearch:
     def fastest_of_poorest(self) -> FittingPlan | None:
         """Return the fastest of the candidates that keep the fewest values, whatever their estimated peak; None if none fits.
 
-        They are simulated in ascending order of their estimates, up to one that is far from fitting after `MIN_POOREST`: the last
-        ones would hardly lower the smallest possible peak, which the error has.
+        All of them are simulated, so the error has the smallest possible peak.
         """
-        poorest = sorted(self.ladder[self.ladder.index(self.base[0]) :], key=self._estimated_peak)
-        fitting = list[FittingPlan]()
-        for index, candidate in enumerate(poorest):
-            if index >= MIN_POOREST and not fitting and self.refused[-1].peak > FAR * self.available_bytes:
-                break
-            if (plan := self.fit(candidate)) is not None:
-                fitting.append(plan)
+        first = self.ladder.index(self.base[0])
+        fitting = [plan for candidate in self.ladder[first:] if (plan := self.fit(candidate)) is not None]
         return min(fitting, key=lambda plan: plan.seconds, default=None)
 
     def fewest_seconds(self, candidate: Candidate) -> float:
