@@ -36,10 +36,12 @@ UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+BINARY = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))  # units of texts
 AUTO = "auto"
 FORMS = "bytes (a whole number), a text like '24GiB' or '24G', a share of the device ('90%', or between 0.0 and 1.0), or 'auto'"
 RESERVE = 0.1  # of a device's memory: for kernel workspaces, fragmentation, and other processes
 STATE_PER_PARAMETER = 2  # optimizer values, as in Adam; they are allocated after the first step
+DECIMAL = re.compile(r"[KMGT]B", re.I)  # units of powers of 1,000
 AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?|bytes|%)\s*", re.I | re.ASCII)
 
 
@@ -143,13 +145,33 @@ def total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def amount_text(given: int | float | str, size: int) -> str:
+    """Return an amount of memory as text. If it was given as a share, or in powers of 1,000, it has both forms.
+
+    >>> amount_text("24G", 24 << 30), amount_text("24GB", 24 * 10**9), amount_text(0.9, 9 << 30)
+    ('24.0 GiB', '24GB (22.4 GiB)', '0.9 (9.0 GiB)')
+    """
+    is_binary = isinstance(parse_amount(given), int) and not DECIMAL.search(str(given))
+    return format_bytes(size) if is_binary else f"{given} ({format_bytes(size)})"
+
+
+def option_text(size: int) -> str:
+    """Return an amount of memory as an option takes it, rounded down to a thousandth of its unit.
+
+    >>> option_text(24 << 30), option_text(3 << 29), option_text((24 << 30) - 1), option_text(100)
+    ('24GiB', '1.5GiB', '23.999GiB', '100B')
+    """
+    unit, unit_size = next(((unit, unit_size) for unit, unit_size in BINARY if size >= unit_size), ("B", 1))
+    return f"{1000 * size // unit_size / 1000:.3f}".rstrip("0").rstrip(".") + unit
+
+
 def format_bytes(size: int) -> str:
     """Return a number of bytes as text, in the largest unit of which it has at least one.
 
     >>> format_bytes(100), format_bytes(5 * 2**20), format_bytes(3 * 2**30)
     ('100 bytes', '5.0 MiB', '3.0 GiB')
     """
-    for unit, unit_size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, unit_size in BINARY:
         if size >= unit_size:
             return f"{size / unit_size:.1f} {unit}"
     return f"{size} bytes"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from textwrap import shorten
 from types import MappingProxyType
+from typing import Any
 
 MAX_MESSAGE_LENGTH = 300  # characters of another library's error message
 
@@ -32,9 +33,13 @@ class StreamFXError(Exception):
     def __init__(self, asked: str, found: str = "", where: str = "", do: str = "") -> None:
         """Format the message: the request, then a line for each of the other texts that is given."""
         self.asked, self.found, self.where, self.do = asked, found, where, do
-        lines = [asked]
-        lines += [f"  {label:<6}{text}" for label, text in (("found", found), ("where", where), ("do", do)) if text]
-        super().__init__("\n".join(lines))
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        """Return the request, then each of the other texts under its label, with further lines of a text indented."""
+        texts = (("found", self.found), ("where", self.where), ("do", self.do))
+        lines = [f"  {label:<6}{text}".replace("\n", f"\n{8 * ' '}") for label, text in texts if text]
+        return "\n".join([self.asked, *lines])
 
 
 def describe_error(error: BaseException) -> str:
@@ -215,7 +220,8 @@ class OverBudgetError(StreamFXError, MemoryError):
     """`memory_budget` is smaller than the peak of the smallest plan.
 
     The step does not fit the budget, whatever is recomputed or chunked. `smallest` is the peak of the smallest plan in
-    bytes, `terms` its categories.
+    bytes, `terms` its categories, `on_host` its bytes on the host. `advise` returns a better remedy. It is called when the
+    text is first asked for, because that of a plan is a search, which traces further steps.
 
     Example:
         >>> import torch, streamfx
@@ -229,6 +235,20 @@ class OverBudgetError(StreamFXError, MemoryError):
 
     smallest = 0
     terms: Mapping[str, int] = MappingProxyType({})
+    on_host = 0
+    advise: Callable[[], str] | None = None
+
+    def __str__(self) -> str:
+        """Return the message, with the remedy that `advise` finds."""
+        if (advise := self.advise) is not None:
+            self.advise = None
+            self.do = advise()
+        return self._message()
+
+    def __reduce__(self) -> Any:
+        """Pickle the error with its remedy, not with the search for it."""
+        str(self)
+        return super().__reduce__()
 
 
 class OffloadSpaceError(StreamFXError, OSError):

@@ -8,6 +8,7 @@ terminal (`periodic_lines`) writes a line every `INTERVAL` seconds, also if the 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import time
@@ -18,7 +19,6 @@ from typing import Literal
 ProgressOption = bool | Literal["auto"]
 DELAY = 2.0  # seconds before the line appears
 INTERVAL = 10.0  # seconds between two lines of a command without a terminal
-WIDTH = 78  # of a text: a longer text would wrap, and only one line is erased
 ERASE = "\r\x1b[K"
 
 
@@ -96,11 +96,15 @@ class _StatusLine:
     def _text(self) -> str:
         """Return the line with all current activities.
 
-        An activity is omitted if the text of the one around it begins with the same words: "planning" inside of "planning".
+        An activity is omitted if the text of the one around it begins with the same words: "planning" inside of "planning". On a
+        terminal, outer activities that do not fit onto one line are omitted, because only one line is erased.
         """
         texts = [activity.text for activity in self._activities]
         distinct_texts = [text for text, outer_text in zip(texts, ["", *texts], strict=False) if not outer_text.startswith(text)]
-        return f"streamfx: {', '.join(distinct_texts)} ..."[:WIDTH]
+        width = shutil.get_terminal_size().columns - 1 if _is_terminal() else None
+        while len(text := f"streamfx: {', '.join(distinct_texts)} ...") > (width or len(text)) and len(distinct_texts) > 1:
+            distinct_texts = distinct_texts[1:]
+        return text[:width]
 
 
 _line = _StatusLine()

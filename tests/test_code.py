@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import streamfx
 from streamfx.errors import ReportError
 from streamfx.log import pass_log
 from streamfx.passes import pipeline
-from streamfx.tools.report.as_python.module_globals import NotWritten
+from streamfx.tools.report.as_python.module_globals import ModuleGlobals, NotWritten
 from streamfx.tools.report.printer import show_product
 from tests.support import hf
 from tests.support.decoders import Plain, Window, made
@@ -65,10 +66,14 @@ def test_the_code_of_a_step_equals_eager_and_shows_keys_and_sums() -> None:
     assert "# backward of small.py:" in backward and "F.scaled_dot_product_attention(q, k, v, is_causal=True)" in backward
 
 
-def test_one_stage_has_only_its_loops(explanation: streamfx.Explanation) -> None:
+def test_one_stage_or_half_has_only_its_functions(explanation: streamfx.Explanation) -> None:
     text = explanation.code(stage=0, half="forward")
     assert text.count("\ndef ") == 1 and "reversed" not in text and "INPUTS" not in text
     assert explanation.code(explanation.stages[0].name, "forward") == text
+    functions = explanation.code().split("\n\n\n")
+    for selected in (text, explanation.code(half="forward"), explanation.code(half="backward"), explanation.code(0, "backward")):
+        written = selected.rstrip().split("\n\n\n")[1:]
+        assert written and {function.rstrip() for function in written} <= {function.rstrip() for function in functions}
     for wrong in ({"stage": "nothing"}, {"stage": 9}, {"half": "both"}):
         with pytest.raises(ReportError, match="code takes"):
             explanation.code(**wrong)
@@ -86,6 +91,28 @@ def test_an_object_without_text_raises_an_error_that_names_it() -> None:
     for use in (lambda it: it(1), lambda it: it.resume, lambda it: torch.ones(2) + it):
         with pytest.raises(ReportError, match="needs a mesh"):
             use(NotWritten("a mesh"))
+
+
+def test_objects_without_text_have_globals_of_their_own() -> None:
+    """A reader sets each to its object."""
+    module, one, other = ModuleGlobals(lambda graph, is_mask: ""), torch.zeros(300), torch.ones(300)
+    assert module.text(one) == module.text(one) != module.text(other)
+
+
+def test_names_that_need_escapes_and_models_whose_parameters_have_equal_names() -> None:
+    odd = 'it\'s "odd" [(\\' + '"""' + "\n{name}" + 20 * " x"
+    student, teacher = (nn.Sequential(OrderedDict({odd: nn.Linear(8, 8), "class": nn.Linear(8, 8)})) for _ in range(2))
+    x = torch.randn(1, 16, 8)
+    text = streamfx.explain(lambda x: (student(x) - teacher(x)).square().sum(), x, chunk_size=4).code()
+    module: dict[str, Any] = {}
+    exec(compile(text, "code", "exec"), module)
+    models = {"student": student, "teacher": teacher}
+    held = {f"{name}.{path}": weight for name, model in models.items() for path, weight in model.named_parameters()} | {"x": x}
+    _, gradients = module["step"](*(held[name].detach() for name in module["INPUTS"]))
+    (student(x) - teacher(x)).square().sum().backward()
+    found = dict(zip(module["INPUTS"], gradients, strict=True))
+    for name, weight in held.items():
+        torch.testing.assert_close(found[name], weight.grad)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "packed", "mixtral", "mamba", "t5"])

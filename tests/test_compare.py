@@ -1,9 +1,12 @@
 """`streamfx.compare`: each way computes the same, the table says what was gained, and an error says what to do."""
 
+import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +22,7 @@ from streamfx.kernels import accumulate
 from streamfx.tools.cli import main
 from streamfx.tools.inspect import measured_steps
 from streamfx.tools.inspect.measured_steps import CHECKPOINTING, EAGER, STREAMBP, WAYS, Job
+from streamfx.tools.inspect.torch_settings import TorchSettings
 from streamfx.tools.report.comparison import Comparison, MeasuredWay, measured_way
 from tests.support.small import VOCABULARY, WIDTH, Causal, tokens
 
@@ -59,12 +63,13 @@ def job(**changes: Any) -> Job:
         "options": {"chunk_size": 4},
         "steps": 2,
     }
-    return Job(**{**given, **changes}, threads=torch.get_num_threads())
+    return Job(**{**given, **changes}, settings=TorchSettings.current())
 
 
 @pytest.mark.compiled
 def test_ways_compute_the_same_and_a_wrong_one_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of each way, then one of a streambp that adds each chunk twice; checkpointing runs each layer once more."""
+    """A step of each way, then a streambp that adds each chunk twice from its last step on; checkpointing runs each layer once
+    more."""
     sgd = partial(torch.optim.SGD, lr=0.1)
     found, calls = {}, {}
     for way in WAYS:
@@ -78,17 +83,62 @@ def test_ways_compute_the_same_and_a_wrong_one_is_found(tmp_path: Path, monkeypa
     for way in (CHECKPOINTING, STREAMBP):
         assert found[way][0]["difference"] < 1e-12
         assert [step["loss"] for step in found[way]] == pytest.approx([step["loss"] for step in found[EAGER]], rel=1e-12)
+    folder = tmp_path / "without an optimizer"
+    folder.mkdir()
+    assert len(list(measured_steps.measured_steps(job(), EAGER, folder))) == 2
+    torch._dynamo.reset()
+    streamed = measured_steps.measured_steps(job(), STREAMBP, folder)
+    first = next(streamed)
+    assert measured_way(STREAMBP, [first], "").is_equal
     monkeypatch.setattr(
         accumulate, "add_part", lambda total, part, is_first: (total.zero_() if is_first else total).add_(part, alpha=2)
     )
-    torch._dynamo.reset()
-    assert next(measured_steps.measured_steps(job(), STREAMBP, tmp_path))["difference"] > 1e-3
+    torch._dynamo.reset()  # other code from here on, as compiled bodies are
+    changed = measured_way(STREAMBP, [first, *streamed], "")
+    assert changed.difference is not None and changed.difference > 1e-3 and not changed.is_equal
 
 
 def test_random_numbers_and_models_without_layers_are_reported(tmp_path: Path) -> None:
     dropping = job(build=lambda: (nn.Dropout(0.5), (torch.ones(2, 8, requires_grad=True),), {}))
     assert next(measured_steps.measured_steps(dropping, EAGER, tmp_path))["is_random"]
     assert list(measured_steps.measured_steps(dropping, CHECKPOINTING, tmp_path)) == [{"missing": measured_steps.NO_LAYERS}]
+
+
+def test_steps_have_the_settings_of_the_caller(tmp_path: Path) -> None:
+    seen: list[torch.dtype] = []
+
+    def loss(output: Tensor) -> Tensor:
+        seen.extend((output.dtype, torch.empty(0).dtype))
+        return output.sum()
+
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.autocast("cpu", torch.bfloat16):
+            given = pickle.loads(pickle.dumps(TorchSettings.current()))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    run = job(
+        build=lambda: (nn.Linear(4, 4, dtype=torch.float32), (torch.ones(2, 4, dtype=torch.float32),), {}), loss=loss, steps=1
+    )
+    try:
+        list(measured_steps.measured_steps(dataclasses.replace(run, settings=given), EAGER, tmp_path))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen == [torch.bfloat16, torch.float64]
+
+
+def test_a_process_ends_if_its_caller_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    readable, writable = os.pipe()
+    waiting = threading.Thread(target=measured_steps.end_with_caller, args=(writable, str(tmp_path)))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    os.close(readable)
+    waiting.join(60)
+    os.close(writable)
+    assert codes == [1] and not tmp_path.exists()
 
 
 def test_the_table_has_ratios_to_checkpointing_or_to_eager() -> None:
@@ -125,9 +175,11 @@ def test_the_table_says_when_compiled_bodies_took_over() -> None:
     assert "compiled" not in str(Comparison(ways[:2], 2))
 
 
-def defined_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> type:
-    """Return a class that pickle finds in a `__main__` without a file."""
+def defined_in_a_notebook(monkeypatch: pytest.MonkeyPatch, file: str | None = None) -> type:
+    """Return a class that pickle finds in a `__main__` without a file, or with a file that does not exist."""
     notebook = ModuleType("__main__")
+    if file is not None:
+        notebook.__file__ = file
     notebook.Own = type("Own", (nn.Linear,), {"__module__": "__main__"})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "__main__", notebook)
     return notebook.Own
@@ -144,6 +196,7 @@ def test_what_no_process_can_get_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         (lambda: streamfx.compare(mean_square, x), "missing a required argument: 'logits'"),  # type: ignore[arg-type]
         (lambda: streamfx.compare(nn.Linear(4, 4), x, steps=0), "steps must be 1 or more"),
         (lambda: streamfx.compare(defined_in_a_notebook(monkeypatch)(4, 4), x), "interactive session or notebook"),
+        (lambda: streamfx.compare(defined_in_a_notebook(monkeypatch, "<stdin>")(4, 4), x), "interactive session or notebook"),
     ):
         with pytest.raises(NotComparableError, match=message):
             call()
@@ -195,6 +248,19 @@ def ran(folder: Path, code: str) -> str:
 @pytest.mark.parametrize("call", CALLS)
 def test_a_script_compares_its_own_model(call: str, tmp_path: Path) -> None:
     assert CALLS[call] in ran(tmp_path, GUARDED.format(call))
+
+
+def test_a_script_of_a_package_imports_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `python -m some_package.script` does."""
+    folder = tmp_path / "some_package"
+    folder.mkdir()
+    (folder / "parts.py").write_text("width = 8\n")
+    (folder / "script.py").write_text("from .parts import width\n\ndouble_width = 2 * width\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", main := ModuleType("__main__"))
+    monkeypatch.setitem(sys.modules, measured_steps.IMPORTED, main)  # restored after the test
+    measured_steps.import_script(str(folder / "script.py"), "some_package")
+    assert main.double_width == 16
 
 
 @pytest.mark.long

@@ -75,6 +75,49 @@ def test_only_functions_of_integers_run_in_eager() -> None:
     assert masks[-1].shape == (4, 4) and len(graphs) == 2
 
 
+class Decorator:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+class Settings(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+def mask_and_settings(x: Tensor, settings: Settings) -> Tensor:
+    return torch.arange(x.shape[0]) >= settings["first"]
+
+
+def scaled(x: Tensor, settings: Settings) -> Tensor:
+    return x * settings["first"]
+
+
+def test_objects_that_are_called_like_functions_differ_by_their_functions() -> None:
+    """Of a decorator that is a class; an argument whose attributes are its items has no `__code__`."""
+    graphs, functions = list[int](), [Decorator(mask_and_settings), Decorator(scaled)]
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return module.forward
+
+    def step(x: Tensor, settings: Settings) -> list[Tensor]:
+        results = []
+        for function in functions:
+            torch._dynamo.graph_break()
+            results.append(function(x, settings))
+        return results
+
+    compiled, cyclic = compile_function(step, backend), Settings(first=2)
+    cyclic["self"] = cyclic
+    for _ in range(2):
+        mask, twice = compiled(torch.ones(4), cyclic)
+    assert mask.tolist() == [False, False, True, True] and twice.tolist() == [2.0] * 4
+    assert graphs == [1], "the function of floating-point values is compiled, once"
+
+
 class GivenUp(nn.Module):
     """Dynamo gives up on `forward`, because of the break in its loop, and compiles `mask_of` by itself."""
 

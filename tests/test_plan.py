@@ -1,6 +1,7 @@
 """`streamfx plan`: configurations and figures; a plan does not change its model."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from streamfx.tools.cli import main
 from streamfx.tools.inspect.layers import first_layers
 from streamfx.tools.planner.model_names import builtin_names
 from streamfx.tools.planner.models import build_model, configuration
-from streamfx.tools.planner.recipe import recipe_of
-from streamfx.tools.planner.shards import Sharding
+from streamfx.tools.planner.recipe import OPTIMIZERS, recipe_of
+from streamfx.tools.planner.shards import ALONE, Sharding
+from streamfx.tools.report.page import candidate_rows
 from tests.support.spread import only
 from tests.support.tables import named_cases
 
@@ -80,6 +82,32 @@ def test_the_recipe_for_several_devices_has_sharding_and_launch() -> None:
     assert 'tp_plan="auto"' in recipe["shard"] and "reshard_after_forward=False" in recipe["shard"]
     assert "--nnodes 2 " in recipe["launch"] and recipe["launch"].endswith("--nproc-per-node 8 train.py")
     assert "--nproc-per-node 6 " in recipe_of(options, Sharding(12))["launch"]
+    names = {"torch": torch, "model": nn.Linear(2, 2)}
+    for optimizer, line in OPTIMIZERS.items():
+        assert recipe_of(options, ALONE, optimizer=optimizer)["optimizer"] == f"optimizer = {line}"
+        assert "bitsandbytes" in line or isinstance(eval(line, names), torch.optim.Optimizer)
+
+
+def test_candidates_are_listed_once_and_the_chosen_one_is_marked() -> None:
+    """Mixtures are omitted unless they are chosen."""
+
+    def candidate(choice: str, peak: int, mixed: bool = False, chosen: bool = False) -> dict[str, Any]:
+        return {"choice": choice, "peak_bytes": peak, "is_mixed": mixed, "chosen": chosen}
+
+    simulated = [candidate("a", 9), candidate("a", 3), candidate("b", 5), candidate("a; b", 7, mixed=True)]
+    chosen = candidate("b; a", 8, mixed=True, chosen=True)
+    _, *rows = candidate_rows([*simulated, chosen, candidate("b; a", 6, mixed=True)])
+    assert rows == [("a", "3 bytes", ""), ("b", "5 bytes", ""), ("b; a", "6 bytes", "8 bytes, this plan")]
+
+
+@pytest.mark.long
+def test_the_page_of_a_plan_within_a_budget() -> None:
+    """It has the memory as given, the budget as a text, and the optimizer whose state it counts."""
+    page = str(streamfx.plan(TINY, seq=2048, memory="12.5MB", optimizer="adamw8bit", baselines=False))
+    assert re.match(r"\S+: fits into 12.5MB \(11.9 MiB\)\n", page) and page.count(", this plan\n") == 1
+    assert re.search(r'write    streamfx.enable\(model, memory_budget="\d+\.\d+MiB"\)', page)
+    assert re.search(r" optimizer = bitsandbytes.optim.AdamW8bit\(model.parameters\(\)\)  # \S+ KiB of state, which", page)
+    assert "for what is not counted: the driver's context" in page
 
 
 def test_predicted_flops_are_those_of_a_run() -> None:

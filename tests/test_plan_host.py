@@ -139,10 +139,15 @@ def bytes_of(model: nn.Module, within: str = "") -> int:
 @pytest.mark.long
 def test_copies_and_the_optimizers_step_take_time() -> None:
     given: dict[str, Any] = {"seq": 128, "optimizer": "adamw", "baselines": False, "offload": "parameters,inputs"}
-    found, model = streamfx.plan(TINY, host_memory="1MiB", **given).summary(), build_model(TINY)
+    found, model = streamfx.plan(TINY, **given).summary(), build_model(TINY)
     host, rate = found["host"], known(device_by_name("H100").to_host)
     size, layers = bytes_of(model), bytes_of(model, ".layers.")
-    assert host["bytes"] == sum(host["by_term"].values()) > 1 << 20 and not found["fits"]
+    assert host["bytes"] == sum(host["by_term"].values()) > 1 << 20
+    with pytest.raises(streamfx.OverBudgetError) as caught:
+        streamfx.plan(TINY, host_memory="1MiB", **given)
+    assert caught.value.asked.endswith(" tokens does not fit into 1.0 MiB of host memory per device")
+    assert caught.value.on_host == host["bytes"]
+    assert "this fits: adamw8bit instead of adamw" in str(caught.value)
     assert host["copied_bytes"] == 2 * size + layers + 2 * 2 * 128 * 64 * 2  # the inputs of two layers, twice
     assert host["seconds"] == host["copied_bytes"] / rate and (size + layers) / rate < host["waited_seconds"] <= host["seconds"]
     assert host["step_seconds"] == host["step_waited_seconds"] == (3 * size + 4 * size) / HOST_BANDWIDTH

@@ -45,6 +45,16 @@ def test_a_step_shows_its_phase_and_erases_the_line(terminal: Terminal) -> None:
     assert terminal.getvalue().endswith(ERASE)
 
 
+def test_outer_activities_that_do_not_fit_onto_the_line_are_omitted(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    with show_activity("planning a step"), show_activity("looking for something that fits" + "!" * 9):
+        pass
+    assert lines(terminal)[1] == "streamfx: looking for something that fi"
+    with show_activity("planning a step"), show_activity("looking"):
+        pass
+    assert "streamfx: planning a step, looking ..." in lines(terminal)
+
+
 def test_bodies_are_counted(terminal: Terminal) -> None:
     """Without Inductor: only the first compilation of a body counts."""
     tally = Tally("compiling", 2, "auto")

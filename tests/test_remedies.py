@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import pickle
 import re
 import shlex
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 import pytest
 
 import streamfx
+from streamfx.budget import parse_amount
 from streamfx.cost.work import NO_WORK
 from streamfx.errors import OverBudgetError
+from streamfx.ir.facts import known
 from streamfx.tools.cli import main, parser
 from streamfx.tools.planner.command import command_of
 from streamfx.tools.planner.model_names import BACKEND_OPTIONS, PLAN_ARGUMENTS
 from streamfx.tools.planner.predict import Prediction
-from streamfx.tools.planner.remedies import Planner, with_remedy
+from streamfx.tools.planner.remedies import Planner, advice
 from streamfx.tools.planner.search import Limits
 from tests.test_plan import TINY
 
@@ -52,47 +55,114 @@ def predict_least(request: SimpleNamespace, rows: int | None) -> Prediction:
     return Prediction(request.seq, request.batch, sum(terms.values()), terms, NO_WORK, host_bytes=host)
 
 
-def remedy(limit: int, host: int | None = None, **given: Any) -> str:
-    """Return the remedy of a step that takes more than the limit."""
+def remedy(limit: int, host: int | None = None, without_fit: bool = False, **given: Any) -> tuple[str, ...]:
+    """Return the parts of the remedy of a step that takes more than the limit: words, what it takes, command."""
     request = request_with(memory=limit, **given)
     refusal = OverBudgetError("too much", do="give more")
     refusal.terms = terms_of(request)
     refusal.smallest = sum(refusal.terms.values())
-    assert refusal.smallest > limit
-    planner = Planner(lambda request: Limits(limit, host), predict_least, predict_least)  # type: ignore[arg-type]
-    return with_remedy(refusal, request, planner, DEFAULTS).do
+    refusal.on_host = predict_least(request, None).host_bytes
+    assert refusal.smallest > limit or host is not None
+
+    def limits(changed: SimpleNamespace) -> Limits:
+        return Limits(1 if without_fit else known(parse_amount(changed.memory)), host)  # type: ignore[arg-type]
+
+    text = advice(refusal, request, Planner(limits, lambda _: NotImplemented, predict_least), DEFAULTS)
+    return tuple(re.split(r"; |\n *", text))
 
 
-CHANGES: list[tuple[dict[str, Any], int, str]] = [
-    ({}, 9600, "--seq 1000 --memory 9600 --offload inputs"),
-    ({"optimizer": "adamw"}, 16_700, "--seq 1000 --memory 16700 --optimizer adamw8bit"),
-    ({"optimizer": "adamw"}, 13_700, "--seq 1000 --memory 13700 --optimizer adamw8bit --offload inputs"),
-    ({"options": {"save": "products"}}, 12_500, "--seq 1000 --memory 12500"),
-    ({"lora_rank": 8}, 5800, "--seq 1000 --memory 5800 --lora-rank 8 --offload inputs"),
+ON_HOST, SHARED = "inputs of layers on the host", "that share parameters, gradients and optimizer state (zero3)"
+CHANGES: list[tuple[dict[str, Any], int, str, str]] = [
+    ({}, 9600, "--seq 1000 --memory 9600 --offload inputs", ON_HOST),
+    ({"optimizer": "adamw"}, 16_700, "--seq 1000 --memory 16700 --optimizer adamw8bit", "adamw8bit instead of adamw"),
+    (
+        {"optimizer": "adamw"},
+        13_700,
+        "--seq 1000 --memory 13700 --optimizer adamw8bit --offload inputs",
+        f"adamw8bit instead of adamw, {ON_HOST}",
+    ),
+    ({"options": {"save": "products"}}, 12_500, "--seq 1000 --memory 12500", "without --save"),
+    ({"lora_rank": 8}, 5800, "--seq 1000 --memory 5800 --lora-rank 8 --offload inputs", ON_HOST),
     (
         {"lora_rank": 8, "options": {"offload": "inputs"}},
         2800,
         "--seq 1000 --memory 2800 --lora-rank 8 --quantize nf4 --offload inputs",
+        "nf4 weights",
     ),
-    ({"options": {"offload": "inputs"}}, 9300, "--seq 768 --memory 9300 --offload inputs"),
-    ({}, 4000, "--seq 1000 --memory 4000 --world 4 --shard zero3 --offload inputs"),
-    ({"world": 8, "shard": "ddp"}, 4000, "--seq 1000 --memory 4000 --world 8 --shard zero3 --offload inputs"),
-    ({"world": 64, "shard": "zero3"}, 1000, "--seq 366 --memory 1000 --world 64 --shard zero3 --offload inputs"),
-    ({}, 1000, "--seq 366 --memory 1000 --world 64 --shard zero3 --offload inputs"),
+    (
+        {"options": {"offload": "inputs"}},
+        9300,
+        "--seq 742 --memory 9300 --offload inputs",
+        "742 tokens instead of 1,000 on one device",
+    ),
+    (
+        {},
+        4000,
+        "--seq 1000 --memory 4000 --world 4 --shard zero3 --offload inputs",
+        f"4 devices instead of 1 {SHARED}, {ON_HOST}",
+    ),
+    (
+        {"world": 8, "shard": "ddp"},
+        4000,
+        "--seq 1000 --memory 4000 --world 8 --shard zero3 --offload inputs",
+        f"8 devices {SHARED}, {ON_HOST}",
+    ),
+    (
+        {"world": 64, "shard": "zero3"},
+        1000,
+        "--seq 356 --memory 1000 --world 64 --shard zero3 --offload inputs",
+        f"356 tokens instead of 1,000 on 64 devices, {ON_HOST}",
+    ),
+    (
+        {},
+        1000,
+        "--seq 356 --memory 1000 --world 64 --shard zero3 --offload inputs",
+        f"356 tokens instead of 1,000, 64 devices instead of 1 {SHARED}, {ON_HOST}",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("given", "limit", "command"), CHANGES, ids=lambda value: str(value)[:60])
-def test_the_smallest_change_is_named(given: dict[str, Any], limit: int, command: str) -> None:
-    do = remedy(limit, **given)
-    assert do.startswith("run this, which fits (1 x ")
-    assert do.endswith(f": streamfx plan some-model {command}")
+@pytest.mark.parametrize(("given", "limit", "command", "words"), CHANGES, ids=lambda value: str(value)[:60])
+def test_the_smallest_change_is_named(given: dict[str, Any], limit: int, command: str, words: str) -> None:
+    assert remedy(limit, **given)[0::2] == (f"this fits: {words}", f"streamfx plan some-model {command}")
 
 
-def test_a_change_needs_host_memory_and_a_fit() -> None:
-    """Without room on the host, the sequence is shorter instead; a step of nothing but constants fits on no device."""
-    assert remedy(9600, host=100).endswith(" --seq 1000 --memory 9600 --world 2 --shard zero3")
-    assert remedy(510) == "give more"
+def test_with_more_devices_the_longest_sequence_on_the_requested_ones_is_named_too() -> None:
+    """Here, there is no room on the host."""
+    more, _, command, shorter, _, other = remedy(9600, host=100)
+    assert more == f"this fits: 2 devices instead of 1 {SHARED}" and command.endswith(
+        " --seq 1000 --memory 9600 --world 2 --shard zero3"
+    )
+    assert shorter == "this fits: 227 tokens instead of 1,000 on one device" and other.endswith(" --seq 227 --memory 9600")
+
+
+def test_a_shorter_sequence_fits_onto_the_host() -> None:
+    words, _, command = remedy(9600, host=100, options={"offload": "inputs"})
+    assert words == "this fits: 32 tokens instead of 1,000 on one device" and " --seq 32 " in command
+
+
+def test_if_no_change_fits_the_least_memory_is_named() -> None:
+    """A step of nothing but constants fits on no device."""
+    found, words, _, command = remedy(510)
+    assert found == "no change was found that fits into this memory"
+    assert words == f"with more of it, this fits: 10KiB of memory, {ON_HOST}" and " --memory 10KiB " in command
+    assert remedy(510, without_fit=True) == ("give more",)
+
+
+def test_the_search_for_a_change_starts_when_the_text_is_read() -> None:
+    calls: list[int] = []
+    refusal = OverBudgetError("too much", "a little", do="give more")
+
+    def advise() -> str:
+        calls.append(1)
+        return "this fits: less\n  a command"
+
+    refusal.advise = advise
+    assert refusal.do == "give more" and not calls
+    copied = pickle.loads(pickle.dumps(refusal))
+    for error in (refusal, copied, refusal):
+        assert str(error) == "too much\n  found a little\n  do    this fits: less\n          a command"
+    assert calls == [1]
 
 
 def test_a_command_parses_to_its_request() -> None:

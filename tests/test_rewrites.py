@@ -9,7 +9,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streamfx.dialect.associative_scan import SCAN_BACKWARD, TREE_SCAN, register_combine_graph
-from streamfx.ir.joint import is_tensor
+from streamfx.dialect.attention import ATTENTION_BACKWARD
+from streamfx.ir.joint import is_tensor, outputs_of
 from streamfx.ir.writer import GraphWriter
 from streamfx.passes.rewrite.canonicalize import LATE_RULES, RULES
 from streamfx.passes.rewrite.driver import simplify
@@ -84,6 +85,21 @@ def test_a_replacement_that_depends_on_its_node_is_refused() -> None:
 
     with pytest.raises(AssertionError, match="depends on the node that it replaces"):
         simplify(make_fx(lambda x: [torch.sin(x)], tracing_mode="fake")(plain(2)).graph, [of_itself])
+
+
+def test_an_operator_that_runs_once_for_equal_operands_has_the_fake_values_of_each_call() -> None:
+    """Operands of another layout or dtype are not equal; each result has its own memory."""
+    x = plain(2, 3, 5, 4)
+    module = make_fx(lambda x: [x, x + 1, x.half(), x.transpose(2, 3).contiguous().transpose(2, 3)], tracing_mode="fake")(x)
+    writer = GraphWriter(module.graph).move_before(module.graph.output_node())
+    operands = [*outputs_of(module.graph), *module.graph.find_nodes(op="placeholder")]
+    found, expected = (
+        [value for q in operands for value in call(ATTENTION_BACKWARD, *6 * (q,), is_causal=True).meta["val"]]
+        for call in (writer.call_alike, writer.call)
+    )
+    metadata = [[(value.shape, value.stride(), value.dtype, value.device) for value in values] for values in (found, expected)]
+    assert metadata[0] == metadata[1]
+    assert len({value.untyped_storage()._cdata for value in found}) == len(found)
 
 
 # -- patterns

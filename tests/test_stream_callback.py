@@ -134,6 +134,8 @@ def test_arguments_of_a_script_become_a_callback() -> None:
     assert read().callbacks() == []
     (callback,) = read("--stream", "--stream_options", '{"chunk_size": 7}').callbacks()
     assert isinstance(callback, StreamCallback) and callback.options == {"chunk_size": 7}
+    (callback,) = StreamArguments(True, {"chunk_size": 7}).callbacks()  # type: ignore[arg-type]  # of a YAML file
+    assert callback.options == {"chunk_size": 7}
     for wrong in ("chunk_size: 7", '{"chunksize": 7}'):
         with pytest.raises(streamfx.OptionError):
             read("--stream", "--stream_options", wrong).callbacks()

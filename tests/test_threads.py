@@ -220,3 +220,16 @@ def test_collection_pauses_except_inside_a_search_and_resumes_after_the_last_pau
     with pause_gc(), resume_gc():
         assert not gc.isenabled()
     gc.enable()
+
+
+def test_objects_of_a_pause_are_scanned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not young afterwards, when the collector would scan them again; garbage of the pause is freed."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # tests have frozen objects
+    with pause_gc():
+        kept, garbage = [[0]], nn.Identity()
+        garbage.itself = garbage
+        freed = weakref.ref(garbage)
+        del garbage
+    young = gc.get_objects(generation=0)
+    gc.freeze()
+    assert freed() is None and not any(item is kept for item in young)

@@ -15,7 +15,7 @@ and KEYSUM are sums over chunks; WHOLE has the sequence but is computed at once,
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import ClassVar
@@ -23,7 +23,7 @@ from typing import ClassVar
 from torch import fx
 
 from streamfx.ir.facts import AccessFacts, AxisFacts, DimAxes, Facts, Role, StorageClass
-from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node, tensor_operands
+from streamfx.ir.joint import JointGraph, is_size, is_tensor, num_elements, tensor_operands
 from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.ir.signature import AxisLabel, LabelShape, RunningSum, Signature, SingleRow, Tile, Window
 from streamfx.ir.sizes import numeric, product
@@ -69,7 +69,8 @@ class _Analysis:
 
         `separate_reductions`: why reductions over ranks cannot run in loops; None if they can.
         """
-        self.joint, self.axes, self.fallbacks, self.separate_reductions = joint, axes, fallbacks, separate_reductions
+        self.joint, self.nodes, self.axes = joint, joint.nodes, axes
+        self.fallbacks, self.separate_reductions = fallbacks, separate_reductions
         self.roles: dict[fx.Node, dict[AxisLabel, Role]] = {}
         self.storage_classes: dict[fx.Node, tuple[StorageClass, ...]] = {}
         self.reasons: dict[fx.Node, str] = {}
@@ -82,7 +83,7 @@ class _Analysis:
             if is_tensor(node):
                 self.storage_classes[node] = (StorageClass.WHOLE if self._dims(node) else StorageClass.OUTSIDE,)
         orientation = self._orientation()
-        for node in self.joint.nodes:
+        for node in self.nodes:
             if node.target is operator.getitem:
                 if is_tensor(node):
                     self.storage_classes[node] = (self.storage_classes[node.args[0]][node.args[1]],)  # type: ignore[index]
@@ -96,10 +97,10 @@ class _Analysis:
     def _unchunk_cheap_neighbors(self) -> None:
         """Change cheap operators with unchunked operands and users, such as sums of a few gradients, from ROWS to WHOLE."""
         candidates = set[fx.Node]()  # cheap operators that reach one that falls back (`reasons`) through cheap operators alone
-        for node in reversed(self.joint.nodes):
+        for node in reversed(self.nodes):
             if any(user in candidates or user in self.reasons for user in node.users) and self._is_cheap_unchunked(node):
                 candidates.add(node)
-        for node in (node for node in self.joint.nodes if node in candidates):
+        for node in (node for node in self.nodes if node in candidates):
             with_rows = [operand for operand in tensor_operands(node) if self._dims(operand)]
             if not with_rows and not any(user in self.reasons for user in node.users):
                 continue
@@ -111,10 +112,7 @@ class _Analysis:
         if not is_tensor(node) or self.storage_classes[node] != (StorageClass.ROWS,) or is_expensive(node) or is_random(node):
             return False
         operands = tensor_operands(node)
-        return not operands or self._elements(node) <= max(self._elements(operand) for operand in operands)
-
-    def _elements(self, node: fx.Node) -> int:
-        return numeric(product(shape_of_node(node)))
+        return not operands or num_elements(node) <= max(map(num_elements, operands))
 
     def _dims(self, node: fx.Node) -> tuple[int, ...]:
         """Return the dimensions of a value that contain the sequence."""
@@ -243,10 +241,11 @@ class _Analysis:
                 self.reasons[node] = self.axes.missing_rules.get(node, f"no rule for {node.target}")
             return outside
         labels = self._sequence_labels(node)
-        if self._sequence_dim_count(signature, labels) > 2 or self._has_sequence_twice(node):
+        sequence_dim_count = self._sequence_dim_count(signature, labels)
+        if sequence_dim_count > 2 or self._has_sequence_twice(node, operands):
             self.reasons[node] = too_many_dims_reason(node, signature, self.axes, labels)
             return outside
-        if self._sequence_dim_count(signature, labels) == 2 and self._has_blocks(node, labels):
+        if sequence_dim_count == 2 and self._has_blocks(node, labels):
             if any(self.storage_classes[operand][0] not in (StorageClass.OUTSIDE, StorageClass.WHOLE) for operand in operands):
                 self.reasons[node] = MIXES_BLOCKS.format(target=node.target)
             return outside
@@ -291,7 +290,7 @@ class _Analysis:
     @cached_property
     def _materialized_factors(self) -> frozenset[int]:
         """The axis factors whose rows all exist at once (`MATERIALIZED` in a view's metadata), as keys do."""
-        views = [(node, dim) for node in self.joint.nodes for dim in node.meta.get(MATERIALIZED, ())]
+        views = [(node, dim) for node in self.nodes for dim in node.meta.get(MATERIALIZED, ())]
         return frozenset(factor for node, dim in views for factor in self.axes.table.resolve(self.axes.shapes[node][dim]))
 
     def _is_filled_later(self, node: fx.Node) -> bool:
@@ -312,12 +311,12 @@ class _Analysis:
         labels = self.axes.labels[node]
         return self.axes.sequence_factor(labels[label]) is not None and self.axes.sequence_factor(labels[source]) is None
 
-    def _has_sequence_twice(self, node: fx.Node) -> bool:
+    def _has_sequence_twice(self, node: fx.Node, operands: Iterable[fx.Node]) -> bool:
         """Return whether a dimension is a product of two sequence axes, `(t t)`, so that rows cannot be sliced."""
         members = self.axes.sequence.members if self.axes.sequence else {}
-        shapes = [*(self.axes.shapes[operand] for operand in tensor_operands(node)), *self.axes.results[node]]
-        factors = (self.axes.table.resolve(dim) for shape in shapes for dim in shape)
-        return any(len(found) > 1 and sum(factor in members for factor in found) > 1 for found in factors)
+        shapes = [*map(self.axes.shapes.__getitem__, operands), *self.axes.results[node]]
+        products = [factors for shape in shapes for dim in shape if len(factors := self.axes.table.resolve(dim)) > 1]
+        return any(sum(factor in members for factor in factors) > 1 for factors in products)
 
     def _roles(
         self, node: fx.Node, signature: Signature, labels: list[AxisLabel], orientation: dict[tuple[fx.Node, AxisLabel], Role]

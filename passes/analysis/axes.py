@@ -27,7 +27,7 @@ from streamfx.ir.axis_table import AxisFactor, AxisTable, Dim
 from streamfx.ir.facts import AxisFacts, DimAxes, Facts, SequenceAxis
 from streamfx.ir.joint import JointGraph, is_parameter, is_tensor, results_of, shape_of_node, tensor_operands
 from streamfx.ir.signature import AxisLabel, ConcatAxes, FullAxis, Signature, Tile
-from streamfx.ir.sizes import Size, numeric, product, shape_of
+from streamfx.ir.sizes import Size, numeric, shape_of
 from streamfx.node_meta import FALLBACK_REASON, VALUE
 from streamfx.passes.analysis.axis_kinds import (
     factors_of,
@@ -209,14 +209,14 @@ def _apply_rule(
             if len(label_dim) != 1 or label_dim[0] in signature.factors:
                 continue
             first_dim = bound.setdefault(label_dim[0], dim)
-            if first_dim is not dim and not table.unify(first_dim, dim):
+            if first_dim != dim and not table.unify(first_dim, dim):
                 return DIFFERENT_ORDERS.format(target=node.target)
     result_dims = []
     for result_shape, label_shape in zip(call.result_shapes, signature.results, strict=False):
         for size, label_dim in zip(result_shape, label_shape, strict=True):
             if len(label_dim) == 1 and label_dim[0] not in bound:
                 bound[label_dim[0]] = table.fresh(size)
-        result_dims.append(tuple(tuple(factor for label in dim for factor in bound[label]) for dim in label_shape))
+        result_dims.append(tuple([tuple([factor for label in dim for factor in bound[label]]) for dim in label_shape]))
     _keep_derived_axes(signature, bound, table)
     return signature, bound, tuple(result_dims)
 
@@ -314,7 +314,7 @@ def _widest_axis(joint: JointGraph, axes: AxisFacts) -> AxisFactor | None:
         if node not in axes.static:
             is_freed = node not in returned and not only_moves_elements(node)
             for shape in axes.results[node]:
-                numel = numeric(product(axes.table.size_of_dim(dim) for dim in shape)) if is_freed else 0
+                numel = axes.table.num_elements(shape) if is_freed else 0
                 for factor in {factor for dim in shape for factor in axes.table.resolve(dim)}:
                     chunked_elements[factor] += numel
     for node in joint.primals:

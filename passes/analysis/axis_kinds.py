@@ -17,6 +17,7 @@ from streamfx.ir.signature import RunningSum
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.collectives import is_collective
 from streamfx.passes.ops.traits import is_random, only_moves_elements
+from streamfx.torch_private.graph_nodes import operands_of
 
 aten = torch.ops.aten
 
@@ -30,10 +31,8 @@ def static_nodes(joint: JointGraph) -> frozenset[fx.Node]:
     """
     static = {node for node in joint.sources if node not in joint.tangents and (not is_tensor(node) or _is_static_input(node))}
     for node in joint.nodes:
-        if is_random(node) or is_collective(node):  # values of other ranks depend on more than this rank's integers
-            continue
-        if all(source in static for source in node.all_input_nodes):
-            static.add(node)
+        if static.issuperset(operands_of(node)) and not (is_random(node) or is_collective(node)):
+            static.add(node)  # values of other ranks depend on more than this rank's integers
     return frozenset(static)
 
 

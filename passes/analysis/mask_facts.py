@@ -181,10 +181,10 @@ class Masks:
 
     def _propagate_pattern(self, node: fx.Node) -> None:
         """Record the pattern of a node with one operand, which has a pattern: same for a view, evaluated if elementwise."""
-        sources = [source for source in tensor_operands(node) if source in self._patterns]
-        if len(sources) != 1 or len(tensor_operands(node)) != 1:
+        operands = tensor_operands(node) if self._patterns else ()
+        if len(operands) != 1 or operands[0] not in self._patterns:
             return
-        (source,) = sources
+        (source,) = operands
         if keeps_last_two_dims(node, source):
             self._patterns[node] = self._patterns[source]
         elif (row := TRANSFERS.get(node.target)) is not None and row.elementwise:

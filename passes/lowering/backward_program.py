@@ -25,6 +25,7 @@ from streamfx.passes.lowering.host_program import HostProgramBuilder
 from streamfx.passes.lowering.output_aliasing import clone_if_mutated
 from streamfx.passes.ops.traits import is_dequantizer, is_expensive, is_random, producer_of
 from streamfx.runtime.offload import wait_for_copy
+from streamfx.torch_private.graph_nodes import add_placeholder, operands_of
 
 
 class BackwardBuilder(HostProgramBuilder):
@@ -119,8 +120,8 @@ class BackwardBuilder(HostProgramBuilder):
     def _placeholder(self, name: str, meta: dict[str, Any]) -> fx.Node:
         """Add a placeholder at the start of the graph; `finish` puts placeholders in order."""
         with self.graph.inserting_before(next(iter(self.graph.nodes), None) or self.graph._root):
-            placeholder = self.graph.placeholder(name)
-        placeholder.target, placeholder.meta = placeholder.name, meta
+            placeholder = add_placeholder(self.graph, name)
+        placeholder.meta = meta
         return placeholder
 
     @cached_property
@@ -128,7 +129,7 @@ class BackwardBuilder(HostProgramBuilder):
         """The constants, and views, casts and unpackings of parameters: recomputing them is cheaper than saving them."""
         recomputed = set(self.joint.graph.find_nodes(op="get_attr"))
         for node in self.joint.nodes:
-            sources = producer_of(node).all_input_nodes
+            sources = operands_of(producer_of(node))
             if self._is_cheap_outside(node) and all(
                 _is_unchanged_input(item) or is_size(item) or item in recomputed for item in sources
             ):

@@ -53,6 +53,7 @@ from streamfx.passes.partition.value_table import is_loop_value
 from streamfx.runtime import buffers as buffer_ops
 from streamfx.runtime.chunked_scans import carry_type
 from streamfx.runtime.runtime_sizes import first_in_chunk, first_shifted, rows_in_chunk, rows_in_span, rows_shifted
+from streamfx.torch_private.graph_nodes import add_call
 
 aten = torch.ops.aten
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", "original")  # provenance copied to the body's nodes
@@ -109,11 +110,11 @@ class BodyBuilder(BodyInputs):
 
         A value that is recomputed per consumer is emitted once for each span of keys that is requested.
         """
-        key = (node, self.requested_span) if is_tensor(node) and self.layout.is_recomputed_per_consumer(node) else node
+        key = (node, self.requested_span) if self.layout.is_recomputed_per_consumer(node) and is_tensor(node) else node
         if key not in self.lowered:
             producer = producer_of(node)
             if producer is not node:
-                lowered = self.graph.call_function(operator.getitem, (self.value(producer), node.args[1]))
+                lowered = add_call(self.graph, operator.getitem, (self.value(producer), node.args[1]))
             else:
                 lowered = find_lowering(node)(self, node)
             self._copy_provenance(node, lowered)
@@ -143,12 +144,15 @@ class BodyBuilder(BodyInputs):
 
         They come from the host program, from this chunk, from the finished rows of a per-key sum, or from a prefix buffer.
         """
-        source = self.outer(access.operand)
-        if source is not None:
-            return self.input_rows(access.operand, source, access.sequence_dims)
+        if access.operand not in self.lowered:
+            source = self.outer(access.operand)
+            if source is not None:
+                return self.input_rows(access.operand, source, access.sequence_dims)
         storage_class = self.layout.access.storage_class(access.operand)
         if storage_class is StorageClass.KEYSUM:
             return self.read_key_sum(access)
+        if access.is_own_rows:
+            return self.value(access.operand)
         if storage_class is StorageClass.PAIR or access.selector is None or self._is_own_rows(access):
             return self._chunk_rows(access)
         return self.append_to_prefix(access)
@@ -274,7 +278,7 @@ class BodyBuilder(BodyInputs):
             self.buffers[index] = replace(self.buffers[index], single_chunk_dtype=dtype)
         total = self.feed(f"{node.name}_total", BufferPart(index, ()), None)
         add, arguments = lowering.emit(self, node)
-        self.graph.call_function(add, (total, *arguments))
+        add_call(self.graph, add, (total, *arguments))
         self.symbols |= free_symbols([divisor])
         return BufferOutput(index, dtype, divisor)
 
@@ -372,12 +376,11 @@ class BodyBuilder(BodyInputs):
             node = todo.pop()
             if node in to_emit or node in self.lowered or self.outer(node) is not None:
                 continue
-            to_emit.add(node)
             if is_loop_value(node, self.layout) and not self.layout.is_recomputed_per_consumer(node):
-                todo.extend(access.operand for access in self.layout.operand_accesses(producer_of(node)))
+                to_emit.add(node)
+                todo.extend([access.operand for access in self.layout.operand_accesses(producer_of(node))])
         for node in sorted(to_emit, key=self.order.__getitem__):
-            if is_loop_value(node, self.layout) and not self.layout.is_recomputed_per_consumer(node):
-                self.value(node)
+            self.value(node)
 
     def _concat_output(self, node: fx.Node) -> ConcatOutput:
         """Return the output that concatenates a value's rows of all chunks: its full shape, and where its rows lie."""

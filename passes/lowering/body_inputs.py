@@ -28,6 +28,7 @@ from streamfx.ir.program import (
 )
 from streamfx.ir.sizes import Size, free_symbols
 from streamfx.ir.span import Span
+from streamfx.torch_private.graph_nodes import add_placeholder
 
 
 class BodyInputs:
@@ -57,8 +58,7 @@ class BodyInputs:
         if key not in self.placeholders:
             last, graph = self.last_placeholder, self.graph
             with graph.inserting_after(last) if last else graph.inserting_before(graph._root.next):
-                placeholder = graph.placeholder(name)
-            placeholder.target = placeholder.name  # unique in the graph's namespace
+                placeholder = add_placeholder(graph, name)
             self.last_placeholder = self.placeholders[key] = placeholder
             self.feeds.append(feed)
             self.sources.append(source)

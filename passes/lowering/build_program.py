@@ -19,7 +19,7 @@ from torch import fx
 from streamfx.ir.access import Layout
 from streamfx.ir.facts import Facts, StorageClass
 from streamfx.ir.joint import JointGraph, is_size, is_tensor, shape_of_node
-from streamfx.ir.lazy_module import LazyGraphModule
+from streamfx.ir.lazy_module import HostProgramModule
 from streamfx.ir.program import Program
 from streamfx.ir.sizes import Real, Truth, size_of
 from streamfx.ir.stage import Stage
@@ -148,7 +148,7 @@ class _ProgramBuilder:
             if not is_tensor(node) or (node in self.facts.axes.static and node not in outputs):
                 continue
             storage_class = self.layout.access.storage_class(node)
-            is_used_outside = node in outputs or any(user not in inside for user in node.users)
+            is_used_outside = node in outputs or not inside.issuperset(node.users)
             if (
                 is_used_outside
                 and storage_class is not StorageClass.ROWS
@@ -243,7 +243,7 @@ def check_draws(region: Region, stage: Stage) -> None:
 
 def _finished_module(builder: HostProgramBuilder) -> fx.GraphModule:
     """Return the module of a complete host program, with buffers reused and operators written in place."""
-    module = LazyGraphModule(builder.module, builder.graph)
+    module = HostProgramModule(builder.module, builder.graph)
     reuse_buffers(module)
     write_in_place(module)
     return module

@@ -34,6 +34,7 @@ from streamfx.runtime.loop import Loop
 from streamfx.runtime.outer import COPYING_VIEWS
 from streamfx.runtime.restride import restride, restride_at, restride_together, view_of_storage
 from streamfx.runtime.runtime_sizes import SizeOf
+from streamfx.torch_private.graph_nodes import add_call
 
 aten = torch.ops.aten
 CHUNK_SIZES_DIFFER = "{target} carries a state from chunk to chunk, and its forward and backward loops have different chunk sizes"
@@ -119,7 +120,7 @@ class HostProgramBuilder:
             return
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._argument_mapper(node))
-        copy = self.graph.call_function(COPYING_VIEWS.get(node.target, node.target), args, dict(kwargs))
+        copy = add_call(self.graph, COPYING_VIEWS.get(node.target, node.target), args, dict(kwargs))
         copy.meta = {**node.meta, TRACED_NAME: node.name, REGION: self.num_regions}
         self.env[node] = copy
         for user in node.users:
@@ -255,11 +256,11 @@ class HostProgramBuilder:
         call = self.graph.call_module(name, (*symbols, *sources))
         call.meta[REGION] = self.num_regions
         for i, node in enumerate(returned):
-            result = self.graph.call_function(operator.getitem, (call, i))
+            result = add_call(self.graph, operator.getitem, (call, i))
             result.meta = {VALUE: node.meta[VALUE], JOINT: node.name, STACKED: True}
             self.env[node] = result
         for i, node in enumerate(builder.states, len(returned)):
-            result = self.graph.call_function(operator.getitem, (call, i))
+            result = add_call(self.graph, operator.getitem, (call, i))
             result.meta = {VALUE: fake_states(node), JOINT: node.name}
             self.states[node], self.chunks_of_states[node] = result, chunk_size
 

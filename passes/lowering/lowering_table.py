@@ -16,6 +16,7 @@ from streamfx.node_meta import DRAW
 from streamfx.passes.ops.traits import is_random
 from streamfx.runtime.outer import COPYING_VIEWS
 from streamfx.runtime.rng import replay
+from streamfx.torch_private.graph_nodes import add_call
 
 if TYPE_CHECKING:
     from streamfx.passes.lowering.bodies import BodyBuilder
@@ -48,7 +49,7 @@ def emit_copy(builder: BodyBuilder, node: fx.Node) -> fx.Node:
     """Emit the same operator into the loop body, on the chunk's rows and with the chunk's sizes; return the body's node."""
     args, kwargs = builder.arguments(node)
     target = COPYING_VIEWS.get(node.target, node.target)
-    return builder.graph.call_function(target, args, kwargs)
+    return add_call(builder.graph, target, args, kwargs)
 
 
 def emit_seeded_draw(builder: BodyBuilder, node: fx.Node) -> fx.Node:

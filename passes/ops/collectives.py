@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import fx
@@ -42,7 +44,13 @@ REASSEMBLES = COPIES | of_kind(Kind.RESHAPE, Kind.SLICE, Kind.SPLIT, Kind.CONCAT
 
 def is_collective(node: fx.Node) -> bool:
     """Return whether a node is a collective or a wait for one; in Dynamo's graphs, too, whose operators have no overloads."""
-    return node.op == "call_function" and (str(node.target).split(".")[0] in NAMESPACES or is_reduced_over_ranks(node))
+    return node.op == "call_function" and (_is_collective_operator(node.target) or is_reduced_over_ranks(node))
+
+
+@lru_cache(1 << 10)
+def _is_collective_operator(target: Any) -> bool:
+    """Return whether an operator is in a namespace of collectives."""
+    return str(target).split(".")[0] in NAMESPACES
 
 
 def is_reduced_over_ranks(node: fx.Node) -> bool:

@@ -7,6 +7,7 @@ with the traced strides, because a loop stores the rows of its results in anothe
 from __future__ import annotations
 
 import operator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -75,14 +76,15 @@ def is_triton(node: fx.Node) -> bool:
     return isinstance(node.target, HigherOrderOperator) and str(node.target).startswith("triton_kernel_wrapper")
 
 
-def may_be_merged(node: fx.Node) -> bool:
-    """Return whether two equal calls return equal results, so that one of them may be removed.
+@lru_cache(1 << 10)
+def may_be_merged(target: Any) -> bool:
+    """Return whether two equal calls of an operator return equal results, so that one of them may be removed.
 
     A function called by a higher-order operator, or an operator of another package, may draw random numbers.
     """
-    if isinstance(node.target, HigherOrderOperator) or node.target is ALL_REDUCE:  # other ranks may pass two different values
+    if isinstance(target, HigherOrderOperator) or target is ALL_REDUCE:  # other ranks may pass two different values
         return False
-    return not isinstance(node.target, OpOverload) or node.target.namespace in MERGEABLE_NAMESPACES
+    return not isinstance(target, OpOverload) or target.namespace in MERGEABLE_NAMESPACES
 
 
 def match_operand_dims(value: torch.Tensor, node: fx.Node) -> list[tuple[fx.Node, int] | None]:

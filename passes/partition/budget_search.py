@@ -279,6 +279,8 @@ class LadderSearch:
         Those are the longest dynamic sizes at which the program still fits; chunks get at most the rows that they have there.
         """
         simulator, limits = self.simulator, self.simulator.limits_for(*fastest.rows)
+        peak = simulator.simulate(fastest.candidate, *fastest.rows).peak + simulator.held
+        chosen = next(one for one in simulator.simulated if (one.candidate, one.peak) == (fastest.candidate, peak))
         facts = simulator.facts_with_program(fastest.candidate)
         program, plan, valid_lengths = known(facts.program), facts.plan, facts.lengths
         set_limits(program, limits)
@@ -288,7 +290,10 @@ class LadderSearch:
             limit_rows(program, longest)
             valid_lengths = longest.intersection(facts.lengths)
         return replace(
-            facts, found_plan=plan, lengths=valid_lengths, search_trace=SearchTrace(self.budget, tuple(simulator.simulated))
+            facts,
+            found_plan=plan,
+            lengths=valid_lengths,
+            search_trace=SearchTrace(self.budget, tuple(simulator.simulated), chosen),
         )
 
     def still_fits(self, program: Program, longer: Lengths) -> bool:

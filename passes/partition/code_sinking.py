@@ -58,15 +58,13 @@ def _movable(nodes: Sequence[fx.Node], attentions: set[fx.Node], bytes_of: Calla
     """
     needed_by_attention = set(attentions)
     for node in reversed(nodes):
-        if any(user in needed_by_attention for user in node.users):
+        if not needed_by_attention.isdisjoint(node.users):
             needed_by_attention.add(node)
     movable: set[fx.Node] = set()
     for node in nodes:
         is_element = node.target is operator.getitem
         has_rows = bool(bytes_of(node)) or any(bytes_of(user) for user in node.users if user.target is operator.getitem)
-        if node not in needed_by_attention and (
-            (has_rows and not is_element) or any(source in movable for source in node.all_input_nodes)
-        ):
+        if node not in needed_by_attention and ((has_rows and not is_element) or not movable.isdisjoint(node.all_input_nodes)):
             movable.add(node)
     return movable
 

@@ -18,6 +18,7 @@ from streamfx.ir.joint import is_tensor, walk
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import is_expensive, is_random, producer_of
+from streamfx.torch_private.graph_nodes import operands_of
 
 
 def hoisted_reductions(stage_index: int, facts: Facts) -> list[fx.Node]:
@@ -34,7 +35,7 @@ def hoisted_reductions(stage_index: int, facts: Facts) -> list[fx.Node]:
     computable_rows = {node for node in forward_values if _has_storage_class(node, StorageClass.ROWS, facts)}
     reductions: list[fx.Node] = []
     for node in stage.backward:
-        sources = [source for source in node.all_input_nodes if is_tensor(source) and not _needs_no_loop(source, facts)]
+        sources = [source for source in operands_of(node) if is_tensor(source) and not _needs_no_loop(source, facts)]
         if not sources or not computable_rows.issuperset(sources) or not _is_cheap_in_forward_loop(node, facts):
             continue
         if _has_storage_class(node, StorageClass.ROWS, facts):

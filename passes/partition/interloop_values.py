@@ -16,7 +16,7 @@ from itertools import chain
 from torch import fx
 
 from streamfx.ir.facts import Facts
-from streamfx.ir.joint import is_tensor, shape_of_node, walk
+from streamfx.ir.joint import is_tensor, num_elements, shape_of_node, walk
 from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import VALUE
@@ -131,14 +131,14 @@ class InterloopValues:
     def _is_table(self, node: fx.Node) -> bool:
         """Return whether a value between loops depends on positions only, and has more elements than the sequence has rows."""
         is_static_between_loops = node in self.axes.static and is_tensor(node) and not self.access.is_in_loop(node)
-        return is_static_between_loops and numeric(product(shape_of_node(node))) > self.length
+        return is_static_between_loops and num_elements(node) > self.length
 
     def _is_long(self, node: fx.Node) -> bool:
         """Return whether a value has at least as many elements as the sequence has rows."""
-        return numeric(product(shape_of_node(node))) >= self.length
+        return num_elements(node) >= self.length
 
 
 def is_repeatable(node: fx.Node) -> bool:
     """Return whether running an operator again has the same result. All ranks repeat an exchange together."""
     producer = producer_of(node)
-    return is_deterministic(producer) and (is_collective(producer) or may_be_merged(producer))
+    return is_deterministic(producer) and (is_collective(producer) or may_be_merged(producer.target))

@@ -33,6 +33,7 @@ from streamfx.ir.joint import is_size, is_tensor
 from streamfx.node_meta import DRAW
 from streamfx.passes.partition.rematerialization import Rematerialization
 from streamfx.passes.partition.value_table import Access, Bytes, Table, bytes_of, is_loop_value, table_of, tensor_inputs
+from streamfx.torch_private.graph_nodes import operands_of
 
 CACHE_SIZE = 256  # distinct regions whose placement is cached
 
@@ -169,7 +170,7 @@ def _closure(
         if node in closure or is_size(node) or available(node):
             continue
         closure.add(node)
-        todo.extend(node.all_input_nodes)
+        todo.extend(operands_of(node))
         if DRAW in node.meta and is_loop_value(node, layout):
             todo.append(node.meta[DRAW][0])
     return sorted(closure, key=order.__getitem__)

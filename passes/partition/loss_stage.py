@@ -24,6 +24,7 @@ from streamfx.ir.joint import ancestors, descendants, is_tensor, trained_values
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import is_product, producer_of
 from streamfx.passes.partition.stages import PROHIBITIVE_COST, stages_with_last
+from streamfx.torch_private.graph_nodes import operands_of
 
 EARLIER, LAST = "earlier", "last"  # sink and source of the flow network: operators of earlier stages, of the last stage
 
@@ -43,7 +44,8 @@ class _LossSearch:
     def __init__(self, facts: Facts, with_trained_heads: bool) -> None:
         self.with_trained_heads = with_trained_heads
         self.facts, self.storage_classes, self.static = facts, facts.access.storage_classes, facts.axes.static
-        self.nodes = [node for node in facts.joint.nodes if node in facts.joint.forward and node not in self.static]
+        self.forward = [node for node in facts.joint.nodes if node in facts.joint.forward]
+        self.nodes = [node for node in self.forward if node not in self.static]
         self.trained = trained_values(facts.joint)
 
     def operators(self) -> frozenset[fx.Node]:
@@ -112,14 +114,15 @@ class _LossSearch:
 
     def _is_trained(self, node: fx.Node) -> bool:
         """Return whether an operator on rows reads a trained weight, or a value computed from weights outside loops."""
-        return self.facts.access.is_in_loop(node) and any(source in self.weights for source in node.all_input_nodes)
+        return self.facts.access.is_in_loop(node) and not self.weights.isdisjoint(operands_of(node))
 
     @cached_property
     def weights(self) -> set[fx.Node]:
         """Trained weights, and values computed from them outside loops."""
         weights = (node for node in self.facts.joint.primals if node in self.trained and not self.facts.access.is_in_loop(node))
-        forward = (node for node in self.facts.joint.nodes if node in self.facts.joint.forward)
-        return descendants(weights, (node for node in forward if node in self.static or not self.facts.access.is_in_loop(node)))
+        return descendants(
+            weights, (node for node in self.forward if node in self.static or not self.facts.access.is_in_loop(node))
+        )
 
     def _bytes(self, node: fx.Node) -> int:
         """Return the bytes that a cut after a value stores: 0 for values outside loops and sums, as they exist in any case.

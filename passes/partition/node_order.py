@@ -15,6 +15,7 @@ from streamfx.ir.joint import is_tensor
 from streamfx.ir.operator_table import Kind, is_kind
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import is_expensive, only_moves_elements, producer_of
+from streamfx.torch_private.graph_nodes import operands_of
 
 
 def move_elements_after_producers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -37,7 +38,7 @@ def move_before_first_use(nodes: Sequence[fx.Node], tangents: Iterable[fx.Node])
     """
     dependent = set(tangents)
     for node in nodes:
-        if any(source in dependent for source in node.all_input_nodes):
+        if not dependent.isdisjoint(operands_of(node)):
             dependent.add(node)
     return move_before_use(nodes, set(nodes) - dependent)
 
@@ -63,19 +64,20 @@ def move_last_stage_first(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, i
     - operators used only by moved operators that reshape their operand or write it into zeros: else the gradient of a
       final state, with zeros for all other rows, would be stored.
     """
+    last = {node for node, stage in stage_of.items() if stage == last_stage}
+    earlier = stage_of.keys() - last
     used_by_last: set[fx.Node] = set()  # operators that read values of the last stage, and their ancestors
     dependent: set[fx.Node] = set()  # these, and their descendants
     moved_back: set[fx.Node] = set()
     for node in reversed(nodes):
-        reads_last_stage = any(stage_of.get(source) == last_stage for source in node.all_input_nodes)
-        if reads_last_stage or any(user in used_by_last for user in node.users):
+        if not last.isdisjoint(operands_of(node)) or not used_by_last.isdisjoint(node.users):
             used_by_last.add(node)
     for node in nodes:
-        if node in used_by_last or any(source in dependent for source in node.all_input_nodes):
+        operands = operands_of(node)
+        if node in used_by_last or not dependent.isdisjoint(operands):
             dependent.add(node)
         is_moved_product = is_expensive(node) and node not in used_by_last and not _shrinks_largest_operand(node, dependent)
-        reads_earlier_stage = any(stage_of.get(source, last_stage) < last_stage for source in node.all_input_nodes)
-        if is_moved_product or reads_earlier_stage or any(source in moved_back for source in node.all_input_nodes):
+        if is_moved_product or not earlier.isdisjoint(operands) or not moved_back.isdisjoint(operands):
             moved_back.add(node)
     reshaped: set[fx.Node] = set()
     for node in reversed(nodes):

@@ -21,7 +21,6 @@ from torch import fx
 from streamfx.ir.facts import Facts, StorageClass
 from streamfx.ir.joint import ancestors, is_tensor, node_argument, walk
 from streamfx.ir.signature import AxisLabel, Window
-from streamfx.ir.sizes import numeric, product
 from streamfx.ir.stage import Stage
 from streamfx.node_meta import MATERIALIZED, SPLIT_FROM, VALUE
 from streamfx.passes.ops.collectives import is_reduced_over_ranks
@@ -30,6 +29,7 @@ from streamfx.passes.partition.code_sinking import sink_operators
 from streamfx.passes.partition.interloop_values import InterloopValues
 from streamfx.passes.partition.node_order import move_before_first_use, move_elements_after_producers, move_last_stage_first
 from streamfx.passes.partition.stage_names import stage_names
+from streamfx.torch_private.graph_nodes import operands_of
 
 PROHIBITIVE_COST = 1 << 60  # bytes: of a cut that is not possible
 
@@ -75,7 +75,9 @@ class _StageFinder:
         else:
             self.forward = sink_operators(self.forward, [low for low, _ in self.attention_intervals()], self.bytes_of_rows)
         self.position = {node: i for i, node in enumerate(self.forward)}
-        self.outputs = {output for output in joint.outputs if isinstance(output, fx.Node)}
+        self.outputs, self.gradients = (
+            {result for result in results if isinstance(result, fx.Node)} for results in (joint.outputs, joint.gradients)
+        )
 
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages: per stage its forward operators (between two cuts), its backward operators, and the forward
@@ -298,8 +300,7 @@ class _StageFinder:
         """Compute the bytes of all rows of a value; see `bytes_of_rows`."""
         if not is_tensor(node) or not self.is_chunked(node) or self.access.storage_class(node) is not StorageClass.ROWS:
             return 0
-        elements = numeric(product(self.axes.table.size_of_dim(dim) for dim in self.axes.shapes[node]))
-        return elements * int(node.meta[VALUE].element_size())
+        return self.axes.table.num_elements(self.axes.shapes[node]) * int(node.meta[VALUE].element_size())
 
     def crossing_forward(self, nodes: Sequence[fx.Node], stage_of: dict[fx.Node, int], stage_index: int) -> list[fx.Node]:
         """Return the chunked values among `nodes` (the stage's forward operators) that later stages read or the graph returns.
@@ -327,7 +328,7 @@ class _StageFinder:
         position = {node: i for i, node in enumerate(self.backward)}
         first_use, last_use = [len(self.backward)] * num_stages, [-1] * num_stages  # of the values that a stage recomputes
         for node in self.backward:
-            for source in node.all_input_nodes:
+            for source in operands_of(node):
                 if source in stage_of and source not in stored and self.occupies_memory(source):
                     last_use[stage_of[source]] = position[node]
                     first_use[stage_of[source]] = min(first_use[stage_of[source]], position[node])
@@ -351,7 +352,7 @@ class _StageFinder:
         sort_key: dict[fx.Node, int] = {}
         sums = {node for node in nodes if self.access.storage_class(node) is StorageClass.SUM}
         for position, node in enumerate(nodes):
-            operands = node.all_input_nodes
+            operands = operands_of(node)
             reads_only_sums = len(operands) > 1 and all(operand in sort_key and operand in sums for operand in operands)
             if reads_only_sums:
                 sums.add(node)
@@ -362,10 +363,9 @@ class _StageFinder:
         """Return the values among `nodes` (the stage's backward segment) that segments of earlier stages, which run later,
         read, or that the graph returns. `segment_of`: the stage index of each backward node; `stage_index`: of this stage.
         """
-        gradients = {gradient for gradient in self.facts.joint.gradients if isinstance(gradient, fx.Node)}
         return [
             node
             for node in nodes
             if is_tensor(node)
-            and (node in gradients or any(segment_of.get(user, stage_index) < stage_index for user in node.users))
+            and (node in self.gradients or any(segment_of.get(user, stage_index) < stage_index for user in node.users))
         ]

@@ -14,8 +14,7 @@ from torch import fx
 
 from streamfx.ir.access import Layout, OperandAccess
 from streamfx.ir.facts import NOT_IN_LOOPS, Role, StorageClass
-from streamfx.ir.joint import is_tensor, shape_of_node
-from streamfx.ir.sizes import numeric, product
+from streamfx.ir.joint import is_tensor, num_elements
 from streamfx.ir.span import Span
 from streamfx.node_meta import VALUE
 from streamfx.passes.ops.traits import is_expensive, producer_of
@@ -77,8 +76,9 @@ def table_of(nodes: Sequence[fx.Node], available: Callable[[fx.Node], bool], lay
 def bytes_of(nodes: Sequence[fx.Node], table: Table, layout: Layout) -> Bytes:
     """Return the bytes of each value: as traced, and of all rows (e.g. all keys). 0 for values that no loop computes."""
     sizes = [node.meta[VALUE].element_size() if value.is_in_loop else 0 for node, value in zip(nodes, table, strict=True)]
-    traced = (numeric(product(shape_of_node(node))) * size if size else 0 for node, size in zip(nodes, sizes, strict=True))
-    full = (numeric(product(layout.full_shape(node))) * size if size else 0 for node, size in zip(nodes, sizes, strict=True))
+    elements, shapes = layout.axes.table.num_elements, layout.axes.shapes
+    traced = [num_elements(node) * size if size else 0 for node, size in zip(nodes, sizes, strict=True)]
+    full = [elements(shapes[node]) * size if size else 0 for node, size in zip(nodes, sizes, strict=True)]
     return Bytes(tuple(traced), tuple(full))
 
 
@@ -103,13 +103,13 @@ def _table_entry(
     if storage_class in NOT_IN_LOOPS:
         sources = (_table_index(source, index, available) for source in tensor_inputs(node))
         return RegionValue(storage_class, (), tuple(i for i in sources if i is not None), (), is_expensive(node))
-    needs = tuple(  # an element of a tuple has the needs of its operator
+    needs = [  # an element of a tuple has the needs of its operator
         _operand_access(operand, access, layout, reverse)
         for access in layout.operand_accesses(producer)
         if (operand := _table_index(access.operand, index, available)) is not None
-    )
+    ]
     siblings = () if producer is node else tuple(index[user] for user in producer.users if user in index)
-    return RegionValue(storage_class, needs, (), siblings, is_expensive(node))
+    return RegionValue(storage_class, tuple(needs), (), siblings, is_expensive(node))
 
 
 def _table_index(node: fx.Node, index: dict[fx.Node, int], available: Callable[[fx.Node], bool]) -> int | None:
@@ -123,10 +123,10 @@ def _operand_access(operand: int, need: OperandAccess, layout: Layout, reverse: 
     `operand` is the operand's table index. Values between loops exist before the loop starts.
     """
     storage_class = layout.access.storage_class(need.operand)
-    if storage_class in NOT_IN_LOOPS:
+    is_own_rows = storage_class is StorageClass.ROWS and need.is_own_rows  # most operands: the rest agrees, but is slower
+    if is_own_rows or storage_class in NOT_IN_LOOPS:
         return Access(operand, in_same_loop=True, is_stored=False, is_stored_before=False)
-    is_whole = Role.WHOLE in need.roles
-    is_stored = is_whole or storage_class is StorageClass.SUM
+    is_stored = Role.WHOLE in need.roles or storage_class is StorageClass.SUM
     is_stored_before = (
         storage_class is not StorageClass.PAIR
         and not is_stored
@@ -141,13 +141,14 @@ def is_ready_in_same_loop(need: OperandAccess, layout: Layout, reverse: bool) ->
     The chunk's own rows are; the keys of earlier chunks are in a forward loop; all rows or complete sums are not.
     """
     storage_class = layout.access.storage_class(need.operand)
+    roles = need.roles
     if storage_class is StorageClass.PAIR:
-        return Role.WHOLE not in need.roles
-    if storage_class is StorageClass.SUM or (need.roles != {Role.ROWS} and need.roles != {Role.KEYS}):
+        return Role.WHOLE not in roles
+    if storage_class is StorageClass.SUM or len(roles) != 1 or Role.WHOLE in roles:
         return False
     if storage_class is StorageClass.KEYSUM:
         span = layout.span(producer_of(need.operand))
-        return need.roles == {Role.ROWS} and need.selector is None and _is_ready(span, not reverse)
+        return Role.ROWS in roles and need.selector is None and _is_ready(span, not reverse)
     return _is_ready(layout.distance(need.placement, need.selector), reverse)
 
 

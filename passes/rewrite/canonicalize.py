@@ -168,7 +168,7 @@ def canonicalize(graph: fx.Graph, num_results: int | None = None) -> None:
 def _has_target(graph: fx.Graph, rules: Iterable[RewriteRule]) -> bool:
     """Return whether a graph has an operator to which a rule may apply."""
     targets = {target for rule in rules for target in rule.targets}
-    return any(node.target in targets or operator_name(node.target) in targets for node in graph.nodes)
+    return any(target in targets or operator_name(target) in targets for target in {node.target for node in graph.nodes})
 
 
 def record_draws(graph: fx.Graph) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -21,6 +22,7 @@ from streamfx.passes.ops.hub_kernels import operator_name
 from streamfx.passes.ops.opaque import may_be_merged
 from streamfx.passes.ops.traits import is_random
 from streamfx.passes.rewrite.pattern import RewriteRule
+from streamfx.torch_private.graph_nodes import operands_of
 
 ADDS_AXES = frozenset(operator for operator, record in OPERATORS.items() if record.adds_axes)
 
@@ -35,15 +37,21 @@ def simplify(graph: fx.Graph, rules: Iterable[RewriteRule], num_results: int | N
     for rule in rules:
         for target in rule.targets:
             rules_by_target[target].append(rule)
+
+    @cache
+    def rules_for(target: Any) -> list[RewriteRule]:
+        """Return the rules for an operator: by its target, or by name if another package defines it."""
+        return rules_by_target.get(target) or rules_by_target.get(operator_name(target)) or []
+
     erase_unused(graph)
     is_changed = False
-    while _sweep(graph, rules_by_target, num_results):
+    while _sweep(graph, rules_for, num_results):
         is_changed = True
         erase_unused(graph)
     return is_changed
 
 
-def _sweep(graph: fx.Graph, rules_by_target: Mapping[Any, list[RewriteRule]], num_results: int | None) -> bool:
+def _sweep(graph: fx.Graph, rules_for: Callable[[Any], list[RewriteRule]], num_results: int | None) -> bool:
     """Try the rules on each operator once, in graph order, else merge it with an earlier equal one; return if the graph changed.
 
     Operators whose memory may be returned to the user (the first `num_results` outputs) are not merged.
@@ -55,14 +63,13 @@ def _sweep(graph: fx.Graph, rules_by_target: Mapping[Any, list[RewriteRule]], nu
     result_memories = {memory for output in outputs[:num_results] if is_tensor(output) for memory in memories(output)}
     for node in list(graph.nodes):
         if node.op == "call_function" and node.users:
-            is_rewritten = any(_apply_rule(rule, node, writer) for rule in _rules_for(node, rules_by_target))
-            is_changed |= is_rewritten or (node not in result_memories and _merge(node, first_by_key))
+            for rule in rules_for(node.target):
+                if rule.may_match(node) and _apply_rule(rule, node, writer):
+                    is_changed = True
+                    break
+            else:
+                is_changed |= node not in result_memories and _merge(node, first_by_key)
     return is_changed
-
-
-def _rules_for(node: fx.Node, rules_by_target: Mapping[Any, list[RewriteRule]]) -> list[RewriteRule]:
-    """Return the rules for an operator: by its target, or by name if another package defines it."""
-    return rules_by_target.get(node.target) or rules_by_target.get(operator_name(node.target)) or []
 
 
 def _apply_rule(rule: RewriteRule, node: fx.Node, writer: GraphWriter) -> bool:
@@ -104,7 +111,9 @@ def _merge(node: fx.Node, first_by_key: dict[Any, fx.Node]) -> bool:
 
     `first_by_key` holds the first node for each operator and arguments; this function adds the node if it is the first.
     """
-    if is_random(node) or introduces_axes(node) or not may_be_merged(node):
+    if 1 in [len(operand.users) for operand in operands_of(node)]:  # an equal operator would be a second user
+        return False
+    if is_random(node) or introduces_axes(node) or not may_be_merged(node.target):
         return False
     first = first_by_key.setdefault(merge_key(node), node)
     return first is not node and replace(node, first, is_new=False)
@@ -116,29 +125,29 @@ def introduces_axes(node: fx.Node) -> bool:
     Such operators are not merged: `arange(n)` for the batch and for the sequence are equal if both have n rows, but after a
     merge, the analysis of axes would take both dimensions for one axis.
     """
-    return node.target in ADDS_AXES or not any(map(is_tensor, node.all_input_nodes))
+    return node.target in ADDS_AXES or not any(map(is_tensor, operands_of(node)))
 
 
 def merge_key(node: fx.Node) -> Any:
     """Return a key that is equal for operators with equal targets and arguments, or unique if arguments are unhashable."""
-
-    def hashable(item: Any) -> Any:
-        """Return an argument as a hashable value that also distinguishes types and the signs of zeros."""
-        if isinstance(item, fx.Node):  # the most frequent case: a node equals only itself
-            return item
-        item_type = type(item)
-        if item_type is int or item_type is bool or item is None:  # the second most frequent case
-            return (item_type, item)
-        if isinstance(item, (list, tuple)):
-            return tuple([hashable(element) for element in item])
-        if isinstance(item, dict):
-            return tuple(sorted((key, hashable(value)) for key, value in item.items()))
-        sign = math.copysign(1.0, item) if isinstance(item, float) else None
-        return (type(item), item, sign)  # 1, 1.0 and True are different arguments, and so are 0.0 and -0.0
-
-    key = (node.target, hashable(node.args), hashable(node.kwargs))
+    key = (node.target, _hashable(node.args), _hashable(node.kwargs))
     try:
         hash(key)
     except TypeError:
         return id(node)
     return key
+
+
+def _hashable(item: Any) -> Any:
+    """Return an argument as a hashable value that also distinguishes types and the signs of zeros."""
+    if isinstance(item, fx.Node):  # the most frequent case: a node equals only itself
+        return item
+    item_type = type(item)
+    if item_type is int or item_type is bool or item is None:  # the second most frequent case
+        return (item_type, item)
+    if isinstance(item, (list, tuple)):
+        return tuple([_hashable(element) for element in item])
+    if isinstance(item, dict):
+        return tuple(sorted((key, _hashable(value)) for key, value in item.items()))
+    sign = math.copysign(1.0, item) if isinstance(item, float) else None
+    return (type(item), item, sign)  # 1, 1.0 and True are different arguments, and so are 0.0 and -0.0

@@ -49,11 +49,13 @@ class RewriteRule:
     `targets` are operators, or names of operators that other packages define (the collection may grow later). `rewrite`
     gets the node, and a writer that inserts nodes before it. It returns the replacement of the node, a mapping from old to
     new nodes if it replaces several values, or None if the rule does not apply. It replaces nothing itself.
+    `may_match` returns False, quickly, for most nodes to which the rule does not apply.
     """
 
     name: str
     targets: Collection[Any]
     rewrite: Callable[[fx.Node, GraphWriter], Replacement]
+    may_match: Callable[[fx.Node], bool] = lambda node: True
 
     @property
     def text(self) -> str:
@@ -110,7 +112,10 @@ def rewrite_rule(*patterns: Any) -> Callable[[Rewrite], RewriteRule]:
                         return replacement
             return None
 
-        return RewriteRule(function.__name__, targets, rewrite if roots else function)
+        if not roots:
+            return RewriteRule(function.__name__, targets, function)
+        may_match = roots[0].may_match if len(roots) == 1 else Either(tuple(roots)).may_match
+        return RewriteRule(function.__name__, targets, rewrite, may_match)
 
     return decorator
 
@@ -175,9 +180,11 @@ class Op(Pattern):
         if not isinstance(value, fx.Node) or value.target not in self.targets:
             return False
         args = value.args
-        if value.target in COMMUTATIVE:
-            return all(any(map(pattern.may_match, args[:2])) for _, pattern in self._operand_patterns)
-        return all(i >= len(args) or pattern.may_match(args[i]) for i, pattern in self._operand_patterns)
+        is_commutative = self._operand_patterns and value.target in COMMUTATIVE
+        for i, pattern in self._operand_patterns:
+            if not (any(map(pattern.may_match, args[:2])) if is_commutative else i >= len(args) or pattern.may_match(args[i])):
+                return False
+        return True
 
 
 @dataclass(frozen=True)

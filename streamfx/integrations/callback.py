@@ -83,7 +83,7 @@ class StreamArguments:
 
     Args:
         stream: whether to train through streamfx.
-        stream_options: the backend's options, as JSON.
+        stream_options: the backend's options, as JSON; in a YAML file, they may be a mapping.
 
     Example:
         >>> from transformers import HfArgumentParser
@@ -103,7 +103,7 @@ class StreamArguments:
             OptionError: invalid JSON, an unknown option, or an invalid value.
         """
         try:
-            options = json.loads(self.stream_options)
+            options = json.loads(self.stream_options) if isinstance(self.stream_options, str) else self.stream_options
         except json.JSONDecodeError as error:
             do = 'write for example {"chunk_size": 1024}'
             raise OptionError("stream_options must be JSON", found=f"{self.stream_options!r}: {error}", do=do) from None

@@ -29,6 +29,7 @@ from streamfx.torch_private.dynamo import (
     isolation_keywords,
     user_error_of,
 )
+from streamfx.torch_private.eager_errors import without_tracer_log
 from streamfx.torch_private.eager_frames import compile_function
 
 CACHES = ("past_key_values", "cache_params", "cache")  # "cache" since transformers 5.24
@@ -133,7 +134,7 @@ def run(
     Errors of the model are raised without the compiler's wrapper. `sharers` modules share the graphs of the function, which
     raises its recompile limit. Graphs compiled during the call are appended to `compiled_graphs`.
     """
-    with dynamo_settings(sharers), without_checkpointing(module), noted_in(compiled_graphs):
+    with dynamo_settings(sharers), without_checkpointing(module), noted_in(compiled_graphs), without_tracer_log():
         try:
             return call(*args, **kwargs)
         except Exception as error:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import fx
 
 from streamfx.ir.axis_table import Dim
-from streamfx.ir.facts import AccessFacts, AxisFacts, Role, SpanFacts, StorageClass
+from streamfx.ir.facts import AccessFacts, AxisFacts, DimAxes, Role, SpanFacts, StorageClass
 from streamfx.ir.joint import tensor_operands
 from streamfx.ir.program import Placement, RowRange, Selector, ShiftedRows
 from streamfx.ir.recurrence import Truncation
@@ -38,17 +38,24 @@ class SequenceAccess(NamedTuple):
     selector: Selector
 
 
-@dataclass(frozen=True)
-class OperandAccess:
+class OperandAccess(NamedTuple):
     """The rows of one operand that an operator reads: one `SequenceAccess` for each sequence dimension."""
 
     operand: fx.Node
     sequence_dims: tuple[SequenceAccess, ...]
 
-    @cached_property
-    def roles(self) -> frozenset[Role]:
-        """The roles of all sequence dimensions of the operand."""
-        return frozenset(access.role for access in self.sequence_dims)
+    @property
+    def roles(self) -> list[Role]:
+        """The distinct roles of all sequence dimensions of the operand."""
+        return list(dict.fromkeys([access.role for access in self.sequence_dims]))
+
+    @property
+    def is_own_rows(self) -> bool:
+        """Whether the operand has one sequence dimension, of which the operator reads the chunk's own rows."""
+        if len(self.sequence_dims) != 1:
+            return False
+        _, role, selector = self.sequence_dims[0]
+        return role is Role.ROWS and selector is None
 
     @property
     def placement(self) -> Placement:
@@ -76,7 +83,7 @@ class Layout:
     _accesses: dict[tuple[fx.Node, Span | None], tuple[OperandAccess, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    _placements: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _placements: dict[DimAxes, tuple[Placement, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def rows(self, dim: Dim) -> RowRange:
         """Return the rows of the sequence that a sequence dimension holds, as (offset, length, rows per block).
@@ -109,10 +116,11 @@ class Layout:
 
     def placements(self, value: fx.Node) -> tuple[Placement, ...]:
         """Return the placement of the sequence in each sequence dimension of a value. Results are cached."""
-        placements = self._placements.get(value)
+        shape = self.axes.shapes[value]
+        placements = self._placements.get(shape)
         if placements is None:
-            dims = self.axes.sequence_dims(self.axes.shapes[value])
-            placements = self._placements[value] = tuple(self.placement(value, dim_index) for dim_index in dims)
+            dims = self.axes.sequence_dims(shape)
+            placements = self._placements[shape] = tuple(self.placement(value, dim_index) for dim_index in dims)
         return placements
 
     def full_shape(self, value: fx.Node) -> tuple[Size, ...]:
@@ -137,15 +145,17 @@ class Layout:
         `consumer_span` matters only if the operator has no span of keys: then its consumer determines the keys. Results are
         cached.
         """
-        key = (node, consumer_span if self._uses_keys_of_consumer(node) else None)
+        key = (node, consumer_span if node in self._nodes_with_keys_of_consumer else None)
         accesses = self._accesses.get(key)
         if accesses is None:
             accesses = self._accesses[key] = tuple(self._accesses_of(node, consumer_span))
         return accesses
 
-    def _uses_keys_of_consumer(self, node: fx.Node) -> bool:
-        """Return whether an operator reads key positions and has no span: its consumer determines them."""
-        return node not in self.key_spans.spans and Role.KEYS in self.access.roles.get(node, {}).values()
+    @cached_property
+    def _nodes_with_keys_of_consumer(self) -> frozenset[fx.Node]:
+        """The operators that read key positions and have no span: their consumer determines them."""
+        spans, roles_of = self.key_spans.spans, self.access.roles
+        return frozenset(node for node, roles in roles_of.items() if Role.KEYS in roles.values() and node not in spans)
 
     def _accesses_of(self, node: fx.Node, consumer_span: Span | None) -> Iterator[OperandAccess]:
         """Yield the `OperandAccess` of each tensor operand; `operand_accesses` caches them.
@@ -158,8 +168,10 @@ class Layout:
             sequence_dims: list[SequenceAccess] = []
             for placement in self.placements(operand):
                 label = next(label for label in labels_of_dims[placement.dim] if label in roles)
-                selector = self._selector(node, label, roles[label], consumer_span)
-                sequence_dims.append(SequenceAccess(placement, roles[label], selector))
+                role = roles[label]
+                has_selector = role is Role.KEYS or (role is Role.ROWS and signature.windows)
+                selector = self._selector(node, label, role, consumer_span) if has_selector else None
+                sequence_dims.append(SequenceAccess(placement, role, selector))
             yield OperandAccess(operand, tuple(sequence_dims))
 
     def _selector(self, node: fx.Node, label: AxisLabel, role: Role, consumer_span: Span | None) -> Selector:

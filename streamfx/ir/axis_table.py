@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from streamfx.ir.sizes import Size, product, quotient
+from streamfx.ir.sizes import Size, numeric, product, quotient
 
 AxisFactor: TypeAlias = int
 Dim: TypeAlias = "tuple[AxisFactor, ...]"
@@ -33,6 +33,7 @@ class AxisTable:
         self._factors: dict[AxisFactor, Dim] = {}  # the smaller factors, (outer, inner), whose product a refined factor is
         self._resolved: dict[Dim, Dim] = {}  # cache of `resolve`, valid until two axes are unified, or one is split
         self._sizes: dict[Dim, Size] = {}  # always valid: only axes of equal size are unified
+        self._elements: dict[tuple[Dim, ...], int] = {}  # cache of `num_elements`, always valid
 
     def fresh(self, size: Size) -> Dim:
         """Return a new dimension that is not related to any other; it has no factor if its size is one."""
@@ -56,6 +57,13 @@ class AxisTable:
         if size is None:
             size = self._sizes[dim] = product(self.size(factor) for factor in dim)
         return size
+
+    def num_elements(self, shape: tuple[Dim, ...]) -> int:
+        """Return the number of elements of a tensor with these dimensions, for typical lengths (`numeric`): to compare costs."""
+        elements = self._elements.get(shape)
+        if elements is None:
+            elements = self._elements[shape] = numeric(product(self.size_of_dim(dim) for dim in shape))
+        return elements
 
     def resolve(self, dim: Sequence[AxisFactor]) -> Dim:
         """Return the dimension in the finest known factors, each as the representative of its class."""

@@ -95,9 +95,9 @@ class AxisFacts:
     def is_running(self, node: fx.Node) -> bool:
         """Return whether an operator passes a state from row to row of the sequence: a running sum, a recurrence."""
         signature = self.signatures.get(node)
-        running = (
-            () if signature is None else (label for label, index in signature.index.items() if isinstance(index, RunningSum))
-        )
+        if signature is None or not signature.index:
+            return False
+        running = (label for label, index in signature.index.items() if isinstance(index, RunningSum))
         return any(self.sequence_factor(self.labels[node].get(label, ())) is not None for label in running)
 
     def row_axis(self, dim: Dim) -> AxisFactor | None:
@@ -132,7 +132,7 @@ class AxisFacts:
         if self.sequence is None:
             return ()
         members, resolve = self.sequence.members.keys(), self.table.resolve
-        return tuple(i for i, dim in enumerate(shape) if not members.isdisjoint(resolve(dim)))
+        return tuple([i for i, dim in enumerate(shape) if not members.isdisjoint(resolve(dim))])
 
 
 class Role(Enum):
@@ -176,7 +176,9 @@ class AccessFacts:
     def is_in_loop(self, node: fx.Node) -> bool:
         """Return whether any result of a node is computed chunk by chunk."""
         storage_classes = self.storage_classes.get(node, ())
-        return bool(storage_classes) and not all(map(NOT_IN_LOOPS.__contains__, storage_classes))
+        if len(storage_classes) == 1:  # most operators: passes ask this of all
+            return storage_classes[0] not in NOT_IN_LOOPS
+        return any(storage_class not in NOT_IN_LOOPS for storage_class in storage_classes)
 
 
 @dataclass(frozen=True)

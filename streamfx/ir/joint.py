@@ -18,9 +18,10 @@ import torch
 from torch import fx
 
 from streamfx.ir.operator_table import Kind, of_kind
-from streamfx.ir.sizes import Size, free_symbols, shape_of, size_of
+from streamfx.ir.sizes import Size, free_symbols, numeric, product, shape_of, size_of
 from streamfx.node_meta import KEPT_WITHOUT_USERS, STATIC_ADDRESS, VALUE
-from streamfx.torch_private import inputs_of_gradients, is_token
+from streamfx.torch_private import FakeTensor, inputs_of_gradients, is_token
+from streamfx.torch_private.graph_nodes import add_copy, operands_of
 
 T = TypeVar("T")
 # numbers are faster to compare than operators, and each pass tests each operator
@@ -59,7 +60,11 @@ class JointGraph:
     @property
     def nodes(self) -> list[fx.Node]:
         """All operators in program order, except assertions, which have no result."""
-        return [node for node in self.graph.nodes if node.op == "call_function" and not is_assertion(node)]
+        return [
+            node
+            for node in self.graph.nodes  # `is_assertion` without a call: all passes list the nodes
+            if node.op == "call_function" and id(node.target) not in _ASSERTION_IDS and KEPT_WITHOUT_USERS not in node.meta
+        ]
 
     @property
     def assertions(self) -> list[fx.Node]:
@@ -99,14 +104,14 @@ def walk(roots: Iterable[T], successors: Callable[[T], Iterable[T]]) -> Iterator
 
 def ancestors(roots: Iterator[Any] | tuple[Any, ...]) -> frozenset[fx.Node]:
     """Return the nodes on which `roots` depend, and the roots; roots that are constants are ignored."""
-    return frozenset(walk((root for root in roots if isinstance(root, fx.Node)), lambda node: node.all_input_nodes))
+    return frozenset(walk((root for root in roots if isinstance(root, fx.Node)), operands_of))
 
 
 def descendants(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return `roots`, and the nodes among `nodes` (given in graph order) that depend on them through `nodes` only."""
     dependent = set(roots)
     for node in nodes:
-        if any(operand in dependent for operand in node.all_input_nodes):
+        if not dependent.isdisjoint(operands_of(node)):
             dependent.add(node)
     return dependent
 
@@ -160,8 +165,9 @@ def joint_graph(graph: fx.Graph, num_primals: int, num_outputs: int) -> JointGra
 
 def graph_copy(graph: fx.Graph) -> fx.Graph:
     """Copy a graph. (`deepcopy` also copies how arguments are packed, and torch warns about that.)"""
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
+    copied, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        copies[node] = add_copy(copied, node, copies)
     return copied
 
 
@@ -180,12 +186,13 @@ def erase_unused(graph: fx.Graph, keep: Callable[[fx.Node], bool] = lambda node:
 
 def is_assertion(node: fx.Node) -> bool:
     """Return whether an operator must run even if nothing uses its result: an assertion, or one that a pass marked so."""
-    return id(node.target) in _ASSERTION_IDS or node.meta.get(KEPT_WITHOUT_USERS, False)
+    return id(node.target) in _ASSERTION_IDS or KEPT_WITHOUT_USERS in node.meta
 
 
 def is_tensor(node: Any) -> bool:
     """Return whether a value is a node with one tensor as its result."""
-    return isinstance(node, fx.Node) and isinstance(node.meta.get(VALUE), torch.Tensor)
+    value = node.meta.get(VALUE) if isinstance(node, fx.Node) else None
+    return type(value) is FakeTensor or isinstance(value, torch.Tensor)  # `isinstance` of tensors is slow
 
 
 def is_parameter(node: fx.Node) -> bool:
@@ -251,11 +258,12 @@ def int_argument(node: fx.Node, position: int) -> int:
 
 def tensor_operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the tensor arguments in call order, with repetitions."""
-    if not node.kwargs and not any(isinstance(argument, (list, tuple, dict, slice)) for argument in node.args):
-        return tuple(filter(is_tensor, node.args))  # type: ignore[arg-type]
-    operands: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda argument: operands.append(argument) if is_tensor(argument) else None)
-    return tuple(operands)
+    args, kwargs = node.args, node.kwargs
+    operands = [argument for argument in args if is_tensor(argument)]
+    if kwargs or (len(operands) < len(args) and any(isinstance(argument, (list, tuple, dict, slice)) for argument in args)):
+        operands.clear()
+        fx.node.map_arg((args, kwargs), lambda argument: operands.append(argument) if is_tensor(argument) else None)
+    return tuple(operands)  # type: ignore[arg-type]
 
 
 def has_same_type(node: fx.Node, other: fx.Node) -> bool:
@@ -267,6 +275,8 @@ def has_same_type(node: fx.Node, other: fx.Node) -> bool:
 def results_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
     """Return the fake tensors of a node's results, a tuple even for one result; None for a result that is not a tensor."""
     value = node.meta.get(VALUE)
+    if type(value) is FakeTensor:
+        return (value,)
     values = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(item if isinstance(item, torch.Tensor) else None for item in values)
 
@@ -274,6 +284,12 @@ def results_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
 def shape_of_node(node: fx.Node) -> tuple[Size, ...]:
     """Return the sizes of a node's tensor, as integers or expressions."""
     return shape_of(node.meta[VALUE])
+
+
+def num_elements(node: fx.Node) -> int:
+    """Return the number of elements of a node's tensor, for typical lengths if its shape is dynamic: to compare costs."""
+    number = node.meta[VALUE].numel()
+    return number if isinstance(number, int) else numeric(product(shape_of_node(node)))
 
 
 def scalar_argument(argument: Any) -> Any:

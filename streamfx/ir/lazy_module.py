@@ -27,3 +27,11 @@ class LazyGraphModule(fx.GraphModule):
             if "forward" not in vars(type(self)):
                 super().recompile()
         return type(self).forward(self, *arguments)
+
+
+class HostProgramModule(LazyGraphModule):
+    """The graph of a host program."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostProgramModule:
+        """Return itself: AOTAutograd copies a backward graph for compilers that change it, and ours does not."""
+        return self

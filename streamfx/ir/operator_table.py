@@ -211,10 +211,13 @@ OPERATORS: dict[Any, Operator] = {
 }
 
 
+# numbers are faster to look up than operators, and passes ask for the kinds of all operators
+_KIND_BY_ID = {id(operator): record.kind for operator, record in OPERATORS.items()}
+
+
 def is_kind(node: fx.Node, *kinds: Kind) -> bool:
     """Return whether a node calls an operator of any of these kinds."""
-    record = OPERATORS.get(node.target)
-    return record is not None and record.kind in kinds
+    return _KIND_BY_ID.get(id(node.target)) in kinds
 
 
 def of_kind(*kinds: Kind) -> frozenset[OpOverload]:

@@ -51,6 +51,7 @@ class SimulatedCandidate:
         layers, loss = (None, None) if self.limits is None else self.limits
         return {
             "choice": str(self.candidate),
+            "is_mixed": self.candidate.richer is not None,
             "chunk_work_bytes": layers,
             "loss_chunk_work_bytes": loss,
             "peak_bytes": self.peak,
@@ -59,7 +60,12 @@ class SimulatedCandidate:
 
 @dataclass(frozen=True)
 class SearchTrace:
-    """All candidates that were simulated for a budget, in bytes."""
+    """All candidates that were simulated for a budget, in bytes, and the chosen one."""
 
     budget: int
     candidates: tuple[SimulatedCandidate, ...]
+    chosen: SimulatedCandidate
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Return the candidates as dictionaries for JSON reports, with a mark on the chosen one."""
+        return [{**candidate.as_dict(), "chosen": candidate is self.chosen} for candidate in self.candidates]

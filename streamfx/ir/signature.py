@@ -112,7 +112,7 @@ class Signature:
         """The labels whose rows are blocks of rows of another label, with that label."""
         return {label: index for label, index in self.index.items() if isinstance(index, Tile)}
 
-    @property
+    @cached_property
     def concat(self) -> tuple[AxisLabel, ConcatAxes] | None:
         """The label whose rows concatenate the rows of other labels, with these; None if the operator is no concatenation."""
         return next(((label, index) for label, index in self.index.items() if isinstance(index, ConcatAxes)), None)

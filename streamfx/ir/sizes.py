@@ -79,7 +79,10 @@ def numeric(size: Size, symbol_value: int = 16) -> int:
 def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
     """Return the sizes of a fake tensor, as integers, or expressions for dynamic sizes."""
     shape = tuple(value.shape)
-    return shape if all(type(dimension) is int for dimension in shape) else tuple(map(size_of, shape))
+    for dimension in shape:
+        if type(dimension) is not int:
+            return tuple(map(size_of, shape))
+    return shape
 
 
 def free_symbols(sizes: Iterable[Size]) -> set[sympy.Symbol]:

@@ -12,6 +12,7 @@ from torch import fx
 from streamfx.ir.sizes import size_of
 from streamfx.node_meta import ORIGIN, VALUE
 from streamfx.torch_private import FakeTensor
+from streamfx.torch_private.graph_nodes import add_call, like_fake
 
 aten = torch.ops.aten
 
@@ -23,6 +24,7 @@ class GraphWriter:
         """Write to a graph; `new_nodes` collects the nodes that are inserted."""
         self.graph = graph
         self.new_nodes: list[fx.Node] = []
+        self._results: dict[Any, tuple[FakeTensor, ...]] = {}  # of `call_alike`, by operator and arguments
         self._mode: Any = None
         self._point: fx.Node | None = None
 
@@ -36,6 +38,20 @@ class GraphWriter:
         fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta[VALUE])
         return self.insert_call(self.run_on_fakes(target, *fake_args, **fake_kwargs), target, *args, **kwargs)
 
+    def call_alike(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert an operator, as `call`; of calls with equal operands (in shape, strides, dtype and device), one runs.
+
+        Its results must be new memory, and may depend on nothing else but other arguments. In a model, most layers are equal.
+        """
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta[VALUE])
+        key = (target, *map(_metadata, fake_args), *((name, _metadata(value)) for name, value in fake_kwargs.items()))
+        results = self._results.get(key)
+        if results is None:
+            value = self._results[key] = self.run_on_fakes(target, *fake_args, **fake_kwargs)
+        else:
+            value = tuple(map(like_fake, results))
+        return self.insert_call(value, target, *args, **kwargs)
+
     def rows(self, value: fx.Node, dim: int, start: Any, stop: Any) -> fx.Node:
         """Insert a slice of rows [start, stop) of a value along dimension `dim`, and return its node."""
         return self.call(aten.slice.Tensor, value, dim, start, stop)
@@ -48,7 +64,7 @@ class GraphWriter:
         """
         assert self._point is not None
         with self.graph.inserting_before(self._point):
-            node = self.graph.call_function(target, args, kwargs)
+            node = add_call(self.graph, target, args, kwargs)
         self.new_nodes.append(node)
         node.meta[VALUE] = value
         for key in ("stack_trace", "nn_module_stack", "fwd_nn_module_stack"):
@@ -71,6 +87,13 @@ class GraphWriter:
             values = (node.meta.get(VALUE) for node in self.graph.nodes)
             self._mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), nullcontext())
         return self._mode
+
+
+def _metadata(argument: Any) -> Any:
+    """Return what fake results depend on, of an argument: of a static tensor, its metadata; other arguments themselves."""
+    if type(argument) is not FakeTensor or not all(isinstance(size, int) for size in (*argument.shape, *argument.stride())):
+        return argument
+    return argument.shape, argument.stride(), argument.dtype, argument.device
 
 
 def size_arguments(node: fx.Node, writer: GraphWriter) -> list[Any]:

@@ -29,6 +29,7 @@ from torch._dynamo.external_utils import wrap_inline
 from torch._guards import CompileContext, TracingContext
 
 from streamfx.errors import StreamFXError
+from streamfx.torch_private.eager_errors import eager_error_of
 from streamfx.torch_private.lines import source_line
 
 ORIGINAL, WRAPPER = "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"  # attributes of the results of `torch.compile`
@@ -193,7 +194,8 @@ def user_error_of(error: BaseException) -> Exception | None:
     """Return the error to raise for a failed compilation: streamfx's own, or the error that the model raised while traced.
 
     None for errors of torch itself. Dynamo wraps the model's errors, and their traceback is the tracer's, so the line in the
-    model is added as a note (2.11, 2.13). 2.14 wraps them twice, the second time in a `RuntimeError` (`RUN_NODE_ERROR`).
+    model is added as a note (2.11, 2.13). 2.14 wraps them twice, the second time in a `RuntimeError` (`RUN_NODE_ERROR`). An
+    operator's error is that of eager mode.
     """
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
@@ -207,6 +209,7 @@ def user_error_of(error: BaseException) -> Exception | None:
         cause = cause.__cause__ or cause.__context__
     if not isinstance(cause, Exception):
         return None
+    cause = eager_error_of(cause) or cause
     if error.real_stack and hasattr(cause, "add_note"):  # Python 3.11
         frame = error.real_stack[-1]
         cause.add_note(f'raised while the call was traced, at "{frame.filename}", line {frame.lineno}: {frame.line}')

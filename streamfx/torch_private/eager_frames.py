@@ -11,8 +11,9 @@ the full model would not compute them. In eager it returns None.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from types import CodeType
+import gc
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch._dynamo import eval_frame
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch._guards import TracingContext
-from torch.utils._pytree import tree_leaves
 
 from streamfx.torch_private.dynamo import is_library_file
 
@@ -92,11 +92,40 @@ def _is_full_function(module: Any, code: CodeType) -> bool:
 
 
 def _kind_of_call(frame: Any) -> tuple[Any, ...]:
-    """Return a function's code, and the kinds of its arguments and free variables: types of tensors, codes of functions."""
-    values = tree_leaves(dict(frame.f_locals))
-    return frame.f_code, *(
-        value.dtype if isinstance(value, Tensor) else getattr(value, "__code__", type(value)) for value in values
-    )
+    """Return a function's code, and the kinds of its arguments and free variables.
+
+    These are types of tensors, and types of other objects with the functions that they hold. No attribute of an object is
+    asked for: its `__getattr__` may return anything.
+    """
+    kinds: list[Any] = [frame.f_code]
+    todo, seen = [dict(frame.f_locals)], set[int]()
+    while todo:
+        value = todo.pop()
+        kinds.append(value.dtype if isinstance(value, Tensor) else type(value))
+        is_collection = isinstance(value, (dict, list, tuple))
+        if id(value) in seen or not (is_collection or callable(value)):
+            continue
+        seen.add(id(value))
+        if is_collection:
+            todo.extend(dict.values(value) if isinstance(value, dict) else value)
+            continue
+        kinds.append(value.__code__ if isinstance(value, FunctionType) else None)
+        todo.extend(filter(callable, _held_by(value)))
+    return tuple(kinds)
+
+
+def _held_by(function: Any) -> Iterable[Any]:
+    """Return the values that a function, or an object that is called like one, holds: a decorator's function, for example."""
+    if isinstance(function, FunctionType):
+        return gc.get_referents(*function.__closure__ or ())  # an empty cell refers to nothing
+    if isinstance(function, functools.partial):
+        return (function.func, *function.args, *function.keywords.values())
+    if isinstance(function, MethodType):
+        return (function.__func__, function.__self__)
+    try:
+        return () if isinstance(function, type) else object.__getattribute__(function, "__dict__").values()
+    except AttributeError:  # of a class with slots
+        return ()
 
 
 def _may_have_gradient(value: Any) -> bool:

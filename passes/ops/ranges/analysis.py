@@ -16,6 +16,7 @@ from streamfx.node_meta import PATTERN, VALUE
 from streamfx.passes.ops.ranges.products import unpacked_product
 from streamfx.passes.ops.ranges.transfer import evaluate_transfer
 from streamfx.torch_private import OpOverload
+from streamfx.torch_private.graph_nodes import operands_of
 
 
 class ValueRanges:
@@ -36,7 +37,7 @@ class ValueRanges:
         todo = [node]
         while todo:
             value = todo[-1]
-            missing_operands = [operand for operand in value.all_input_nodes if operand not in self._range_of]
+            missing_operands = [operand for operand in operands_of(value) if operand not in self._range_of]
             if missing_operands and value not in self._range_of:
                 todo.extend(missing_operands)
                 continue

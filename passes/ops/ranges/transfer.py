@@ -19,7 +19,15 @@ import sympy
 import torch
 from torch import fx
 
-from streamfx.ir.joint import bound_arguments, is_size, is_tensor, results_of, shape_of_node, tensor_operands
+from streamfx.ir.joint import (
+    bound_arguments,
+    is_size,
+    is_tensor,
+    results_of,
+    schema_arguments,
+    shape_of_node,
+    tensor_operands,
+)
 from streamfx.ir.ranges import INFINITY, MAX_ROWS, Number, Range, assumed_growth, cast_range, constant, full_range, hull, scaled
 from streamfx.ir.sizes import Size, size_of
 from streamfx.node_meta import VALUE
@@ -171,15 +179,12 @@ def evaluate_transfer(node: fx.Node, reader: Reader) -> tuple[Range, ...]:
         else transfer.function(RangeCall(node, reader, arguments))
     )
     ranges = found_ranges if isinstance(found_ranges, tuple) else (found_ranges,)
-    return tuple(
-        full_range(torch.float64)
-        if result is None
-        else replace(
-            range_in_type := cast_range(item, result.dtype),
-            assumed=range_in_type.assumed or _assumed_growth(node, transfer, reader, range_in_type),
-        )
-        for item, result in zip((*ranges, *unknown[len(ranges) :]), results, strict=True)
-    )
+    found = []
+    for item, result in zip((*ranges, *unknown[len(ranges) :]), results, strict=True):
+        in_type = full_range(torch.float64) if result is None else cast_range(item, result.dtype)
+        growth = 0 if result is None or in_type.assumed else _assumed_growth(node, transfer, reader, in_type)
+        found.append(Range(in_type.low, in_type.high, in_type.nan, growth) if growth else in_type)
+    return tuple(found)
 
 
 def _assumed_growth(node: fx.Node, transfer: TransferFunction, reader: Reader, result_range: Range) -> Number:
@@ -202,15 +207,10 @@ def named_arguments(node: fx.Node, names: frozenset[str]) -> dict[str, Any] | No
 
     None if another argument differs from its default, except for those that do not affect numbers (`device` ...).
     """
-    arguments: dict[str, Any] = {}
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if position < len(node.args) and not argument.kwarg_only:
-            value = node.args[position]
-        else:
-            value = node.kwargs.get(argument.name, argument.default_value)
-        if argument.name in names:
-            arguments[argument.name] = value
-        elif argument.name not in IGNORED_ARGUMENTS and not _is_default(value, argument.default_value):
+    arguments = bound_arguments(node)
+    defaults = {name: default for name, default, _ in schema_arguments(node.target) if name not in names}
+    for name, default in defaults.items():
+        if not _is_default(arguments.pop(name), default) and name not in IGNORED_ARGUMENTS:
             return None
     return arguments
 

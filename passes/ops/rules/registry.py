@@ -8,7 +8,9 @@ operands alone is summed; an axis is *needed in full* if the operator cannot run
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import count
+from operator import eq
 from typing import Any, TypeAlias
 
 import torch
@@ -42,8 +44,8 @@ class RuleCall:
         self.node = node
         self.axes = axes
         self.operands = tensor_operands(node)
-        self.shapes: tuple[tuple[Size, ...], ...] = tuple(shape_of_node(operand) for operand in self.operands)
-        self.result_shapes = tuple(shape_of(result) if result is not None else () for result in results_of(node))
+        self.shapes: tuple[tuple[Size, ...], ...] = tuple(map(shape_of_node, self.operands))
+        self.result_shapes = tuple([shape_of(result) if result is not None else () for result in results_of(node)])
         self._dims = dims
 
     @property
@@ -101,9 +103,10 @@ def notation_rule(notation: str) -> Rule:
     """
     left, right = ([part.split() for part in side.split(",")] for side in notation.split("->"))
 
-    def from_notation(call: RuleCall) -> Signature | None:
-        """Return the signature of a call, or None if its operands do not fit `left`, the names of each operand's dimensions."""
-        if len(left) != len(call.operands):
+    @lru_cache(1 << 10)
+    def from_shapes(shapes: tuple[tuple[Size, ...], ...], result_shapes: tuple[tuple[Size, ...], ...]) -> Signature | None:
+        """Return the signature of calls with these shapes, or None if they do not fit `left`, the names of dimensions."""
+        if len(left) != len(shapes):
             return None
         fresh_labels = count()
         label_of_name: dict[str, int] = {}
@@ -129,16 +132,16 @@ def notation_rule(notation: str) -> Rule:
                 dims.append((label,))
             return tuple(dims)
 
-        operands = tuple(labels_of(tokens, len(shape)) for tokens, shape in zip(left, call.shapes, strict=True))
+        operands = tuple(labels_of(tokens, len(shape)) for tokens, shape in zip(left, shapes, strict=True))
         operand_labels = set(label_of_name.values())
-        results = tuple(labels_of(tokens, len(shape)) for tokens, shape in zip(right, call.result_shapes, strict=False))
-        shapes = (*zip(operands, call.shapes, strict=True), *zip(results, call.result_shapes, strict=False))
-        if any(len(dims) != len(shape) for dims, shape in shapes) or len(ellipsis_ranks) > 1 or not _sizes_match(shapes):
+        results = tuple(labels_of(tokens, len(shape)) for tokens, shape in zip(right, result_shapes, strict=False))
+        labeled = (*zip(operands, shapes, strict=True), *zip(results, result_shapes, strict=False))
+        if any(len(dims) != len(shape) for dims, shape in labeled) or len(ellipsis_ranks) > 1 or not _sizes_match(labeled):
             return None
         new_labels = set(label_of_name.values()) - operand_labels
         return Signature(operands, results, {**full_axes, **{label: FullAxis() for label in new_labels}})
 
-    return from_notation
+    return lambda call: from_shapes(call.shapes, call.result_shapes)
 
 
 def _sizes_match(shapes: Iterable[tuple[LabelShape, tuple[Size, ...]]]) -> bool:
@@ -150,12 +153,17 @@ def _sizes_match(shapes: Iterable[tuple[LabelShape, tuple[Size, ...]]]) -> bool:
     return all(sizes.setdefault(dim, size) == size for dims, shape in shapes for dim, size in zip(dims, shape, strict=True))
 
 
-def broadcast(call: RuleCall, operands: Sequence[int] | None = None, results: int | None = None) -> Signature:
+def broadcast(call: RuleCall, results: int | None = None) -> Signature:
     """Axis rule of pointwise operators: align every operand with the result at the last dimension, as torch broadcasts.
 
     Dimensions of size one have no label. `results`: how many results to label, by default all, all like the first.
     """
-    shape = call.shape
+    return _broadcast(call.shape, call.shapes, len(call.result_shapes) if results is None else results)
+
+
+@lru_cache(1 << 10)
+def _broadcast(shape: tuple[Size, ...], operand_shapes: tuple[tuple[Size, ...], ...], num_results: int) -> Signature:
+    """Return the signature of a pointwise operator with results of this shape: one object for all calls of equal shapes."""
     labels = tuple((dim,) if size != 1 else () for dim, size in enumerate(shape))
 
     def align(operand_shape: tuple[Size, ...]) -> LabelShape:
@@ -164,8 +172,8 @@ def broadcast(call: RuleCall, operands: Sequence[int] | None = None, results: in
         return tuple(labels[num_missing_dims + dim] if size != 1 else () for dim, size in enumerate(operand_shape))
 
     return Signature(
-        operands=tuple(align(operand_shape) for operand_shape in call.shapes),
-        results=tuple(labels for _ in range(len(call.result_shapes) if results is None else results)),
+        operands=tuple(align(operand_shape) for operand_shape in operand_shapes),
+        results=(labels,) * num_results,
     )
 
 
@@ -202,11 +210,12 @@ def evaluate_rule(rule: Rule, call: RuleCall) -> Signature | str:
         return (OTHER_ROWS if only_moves_elements(call.node) else NOT_COVERED).format(target=target)
     if not isinstance(signature, Signature):
         return NO_SIGNATURE.format(target=target, found=describe_value(signature))
-    labeled = (*zip(signature.operands, call.shapes, strict=False), *zip(signature.results, call.result_shapes, strict=False))
-    fits = len(signature.operands) == len(call.shapes) and all(len(labels) == len(shape) for labels, shape in labeled)
+    ranks, result_ranks = [[*map(len, shapes)] for shapes in (call.shapes, call.result_shapes)]
+    fits = [*map(len, signature.operands)] == ranks and all(map(eq, map(len, signature.results), result_ranks))
     return signature if fits else OTHER_DIMENSIONS.format(target=target)
 
 
+@lru_cache(1 << 10)
 def is_tagged_pointwise(target: Any) -> bool:
     """Return whether torch tags an operator as pointwise, except for `equal`, which returns one result for all elements."""
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:

@@ -60,10 +60,10 @@ def sdpa_to_attention(node: fx.Node, writer: GraphWriter, captures: Captures) ->
         return None
     options = {"attn_mask": captures.get("mask"), "is_causal": captures["is_causal"] or None, "scale": captures["scale"]}
     options = {name: value for name, value in options.items() if value is not None}
-    replacements = emit_getitems(node, writer.call(ATTENTION, *operands, **options), writer)
+    replacements = emit_getitems(node, writer.call_alike(ATTENTION, *operands, **options), writer)
     for backward, match in matches.items():
         arguments = match["gradient"], *operands, match["out"], match["lse"]  # type: ignore[index]
-        gradients = writer.move_before(backward).call(ATTENTION_BACKWARD, *arguments, **options)
+        gradients = writer.move_before(backward).call_alike(ATTENTION_BACKWARD, *arguments, **options)
         replacements |= emit_getitems(backward, gradients, writer)
     return replacements
 

@@ -52,10 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return WRONG_USAGE
     try:
         with periodic_lines():
-            answer = parsed.run(parsed)
-    except StreamFXError as error:
-        print(error, file=sys.stderr)
-        return REFUSED
+            try:
+                answer = parsed.run(parsed)
+            except StreamFXError as error:
+                print(error, file=sys.stderr)  # that of a plan looks for a change that fits, which may take minutes
+                return REFUSED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

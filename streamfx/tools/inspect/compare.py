@@ -29,6 +29,7 @@ from streamfx.tools.inspect import measured_steps
 from streamfx.tools.inspect.keywords import split_options
 from streamfx.tools.inspect.measured_steps import JOB, OUT_OF_MEMORY, WAYS, Call, Job
 from streamfx.tools.inspect.side_effect_guard import original
+from streamfx.tools.inspect.torch_settings import TorchSettings
 from streamfx.tools.report.comparison import Comparison, MeasuredWay, measured_way
 
 REQUIREMENT = "streamfx.compare runs the model in processes of its own"
@@ -37,7 +38,7 @@ GUARD = "put the call of streamfx.compare under `if __name__ == '__main__':`"
 PROGRAM = (
     "import sys; sys.path[:1] = [path for path in sys.path[:1] if path]; "  # `-c` adds the working directory as the first place
 )
-PROGRAM += "from streamfx.tools.inspect.measured_steps import serve; serve({!r}, {!r}, {}, {!r})"
+PROGRAM += "from streamfx.tools.inspect.measured_steps import serve; serve({!r}, {!r}, {}, {!r}, {!r})"
 
 
 @check_call(NotComparableError, "streamfx.compare(...)")
@@ -52,7 +53,8 @@ def compare(
 ) -> Comparison:
     """Run training steps of `model(*args, **kwargs)` in eager mode, with gradient checkpointing, and through the backend.
 
-    Each way runs in a process of its own, which gets a copy of the model: this process and its model do not change. Memory is the
+    Each way runs in a process of its own, which gets a copy of the model, and torch's settings of this process (default dtype,
+    autocast, ...): this process and its model do not change. Memory is the
     peak of forward and backward above the level before the step: activations, gradients, and, on a GPU, what the allocator
     holds for them. The first step also traces and compiles.
 
@@ -93,7 +95,7 @@ def compare_call(
     require(is_count, NotComparableError, "the number of steps must be 1 or more", steps, "")
     with tempfile.TemporaryDirectory(prefix="streamfx-compare-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        job = Job(build, loss, optimizer, options, steps, torch.get_num_threads())
+        job = Job(build, loss, optimizer, options, steps, TorchSettings.current())
         main_file = _write_job(job, folder / JOB)
         return Comparison([_run_way(way, folder, main_file, steps) for way in WAYS], steps)
 
@@ -145,7 +147,8 @@ def _write_job(job: Job, path: Path) -> str:
         return ""
     main_file: Any = getattr(sys.modules["__main__"], "__file__", None)
     found = "a class or function that is defined in an interactive session or notebook"
-    require(main_file is not None, NotComparableError, REQUIREMENT, found, BUILD)
+    is_script = main_file is not None and Path(main_file).is_file()  # `python -` has the file "<stdin>"
+    require(is_script, NotComparableError, REQUIREMENT, found, BUILD)
     return str(Path(main_file).absolute())
 
 
@@ -176,7 +179,8 @@ def _started(way: str, folder: Path, main_file: str) -> Iterator[tuple[subproces
     """Context manager: start a process, and yield it and the pipe of its events. On exit it has ended; an error kills it."""
     readable, writable = os.pipe()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
-    command = [sys.executable, "-c", PROGRAM.format(str(folder), way, writable, main_file)]
+    package = getattr(sys.modules["__main__"], "__package__", None)
+    command = [sys.executable, "-c", PROGRAM.format(str(folder), way, writable, main_file, package)]
     with os.fdopen(readable) as pipe, (folder / "errors.txt").open("w") as errors:
         try:
             process = subprocess.Popen(

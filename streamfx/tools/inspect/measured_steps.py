@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from streamfx.tools.inspect.eager import checkpointed
 from streamfx.tools.inspect.layers import layers_of
 from streamfx.tools.inspect.peak_memory import PeakMemory
 from streamfx.tools.inspect.side_effect_guard import device_of
+from streamfx.tools.inspect.torch_settings import TorchSettings
 from streamfx.tools.inspect.verify import (
     TOLERANCES,
     default_loss,
@@ -36,7 +40,7 @@ from streamfx.tools.inspect.verify import (
 )
 
 EAGER, CHECKPOINTING, STREAMBP = WAYS = ("eager", "gradient checkpointing", "streambp")
-JOB, GRADIENTS = "job.pt", "gradients.pt"
+JOB, GRADIENTS = "job.pt", "gradients_{}.pt"  # by the number of the step
 OUT_OF_MEMORY = "out of memory"
 IMPORTED = "__streamfx_main__"  # the name under which the user's script is imported, so that it does not run as `__main__`
 NO_LAYERS = "the model has no gradient_checkpointing_enable() and no list of layers"
@@ -53,16 +57,18 @@ class Job:
     optimizer: Callable[[Any], torch.optim.Optimizer] | None
     options: dict[str, Any]
     steps: int
-    threads: int
+    settings: TorchSettings
 
 
-def serve(folder: str, way: str, descriptor: int, main_file: str) -> None:
+def serve(folder: str, way: str, descriptor: int, main_file: str, main_package: str | None) -> None:
     """Run the job of a folder in one way, and write its events to a pipe.
 
-    `main_file` is the user's script, if the job refers to classes or functions of it.
+    `main_file` is the user's script, if the job refers to classes or functions of it, and `main_package` its package, for
+    `python -m package.script`.
     """
     global is_measuring
     is_measuring = True
+    threading.Thread(target=end_with_caller, args=(descriptor, folder), daemon=True).start()
     with os.fdopen(descriptor, "w") as events:
 
         def write(event: dict[str, Any]) -> None:
@@ -71,7 +77,7 @@ def serve(folder: str, way: str, descriptor: int, main_file: str) -> None:
 
         try:
             if main_file:
-                import_script(main_file)
+                import_script(main_file, main_package)
             job = torch.load(Path(folder) / JOB, weights_only=False)
             for event in measured_steps(job, way, Path(folder)):
                 write(event)
@@ -83,20 +89,33 @@ def serve(folder: str, way: str, descriptor: int, main_file: str) -> None:
             write({"error": describe_error(error)})
 
 
-def import_script(path: str) -> None:
+def end_with_caller(descriptor: int, folder: str) -> None:
+    """Wait until the process that reads the events has ended without ending this one (SIGTERM, SIGKILL); then end, too."""
+    reader = select.poll()
+    reader.register(descriptor, 0)  # only for errors: nothing reads the pipe
+    reader.poll()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def import_script(path: str, package: str | None) -> None:
     """Run a script as the module `IMPORTED`, and let pickled objects find its classes and functions in `__main__`.
 
     The module stays: Dynamo imports the modules of the functions that it traces.
     """
     module = sys.modules[IMPORTED] = ModuleType(IMPORTED)
-    module.__file__ = path
+    module.__file__, module.__package__ = path, package
     exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     vars(sys.modules["__main__"]).update({name: value for name, value in vars(module).items() if not name.startswith("__")})
 
 
 def measured_steps(job: Job, way: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each step: forward, backward, and no more; then gradients are freed, and the optimizer runs."""
-    torch.set_num_threads(job.threads)
+    """Yield the figures of each step: forward, backward, and no more; then gradients are freed, and the optimizer runs.
+
+    Gradients are compared in the first step, and in the last one, in which other code may run: with an optimizer, rounding would
+    grow meanwhile, and layers that count their calls count more of them with checkpointing.
+    """
+    job.settings.apply()
     torch.manual_seed(0)
     model, args, kwargs = job.build()
     sources = gradient_sources(model, (args, kwargs))
@@ -110,15 +129,17 @@ def measured_steps(job: Job, way: str, folder: Path) -> Iterator[dict[str, Any]]
     for number in range(job.steps):
         memory.start()
         states, begin = generator_states(), time.perf_counter()
-        loss = step()
+        with job.settings.with_autocast():
+            loss = step()
         loss.backward()
         value = float(loss.detach())  # waits for the device
         del loss
         event: dict[str, Any] = {"loss": value, "seconds": time.perf_counter() - begin, "peak_bytes": memory.bytes()}
-        event["changes"] = background_bodies.num_changes
-        if number == 0:
-            difference = difference_from_first(folder / GRADIENTS, value, {k: v.grad for k, v in sources.items()}, tolerance)
-            event |= {"difference": difference, "tolerance": tolerance, "is_random": has_drawn(states)}
+        event |= {"changes": background_bodies.num_changes, "is_random": has_drawn(states)}
+        if number == 0 or (number == job.steps - 1 and optimizer is None and way != CHECKPOINTING):  # compiled bodies, maybe
+            gradients = {name: source.grad for name, source in sources.items()}
+            difference = difference_from_first(folder / GRADIENTS.format(number), value, gradients, tolerance)
+            event |= {"difference": difference, "tolerance": tolerance}
         if optimizer is not None:
             optimizer.step()
         for source in sources.values():
@@ -154,7 +175,7 @@ def enable_checkpointing(model: Any) -> bool:
 
 
 def difference_from_first(path: Path, loss: float, gradients: dict[str, Tensor | None], tolerance: float) -> float | None:
-    """Return the largest relative difference of the loss and of a gradient from those of the first way, which leaves them in a
+    """Return the largest relative difference of a step's loss and gradients from those of the first way, which leaves them in a
     file and returns None. Differences below the rounding error of the whole gradient count as zero, as in `streamfx.verify`.
     """
     found = {"": torch.tensor(loss, dtype=torch.float64), **gradients}

@@ -10,8 +10,9 @@ from streamfx.argument_checks import require
 from streamfx.errors import ReportError
 from streamfx.log import log
 from streamfx.tools.inspect.tracing import TracedCall
+from streamfx.tools.report.as_python.input_names import input_names
 from streamfx.tools.report.as_python.stage_code import StageCode, stage_codes
-from streamfx.tools.report.as_python.step_module import StepGraph, StepModuleWriter, input_names
+from streamfx.tools.report.as_python.step_module import StepGraph, StepModuleWriter
 from streamfx.tools.report.loop_bodies import bodies_of, bodies_of_module, python_of
 from streamfx.tools.report.pass_texts import PassText, diff_of
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +14,10 @@ from typing import Any
 from torch import nn
 
 from streamfx.argument_checks import as_python_number, check_call, choices_hint, describe_value, did_you_mean, require
-from streamfx.budget import FORMS, budget_bytes, is_budget, parse_amount
+from streamfx.budget import FORMS, amount_text, budget_bytes, is_budget, parse_amount
 from streamfx.errors import OptionError, OverBudgetError, PlanError
 from streamfx.frontend.gc_pause import pause_gc
 from streamfx.options import NAMES, Options, merge_options, min_save_level, resolve_options
-from streamfx.tools.inspect.layers import layers_of
 from streamfx.tools.inspect.side_effect_guard import serialized
 from streamfx.tools.planner.context import check_heads, check_plan
 from streamfx.tools.planner.devices import device_by_name, local_device
@@ -28,9 +29,9 @@ from streamfx.tools.planner.objectives import objective_by_name
 from streamfx.tools.planner.offload_argument import PARAMETERS, Check, checks_of_host_weights, split_offload
 from streamfx.tools.planner.overlap import devices_per_host
 from streamfx.tools.planner.predict import Prediction
-from streamfx.tools.planner.remedies import Planner, with_remedy
+from streamfx.tools.planner.remedies import Planner, advice
 from streamfx.tools.planner.report import PlanReport
-from streamfx.tools.planner.search import Limits, with_least_memory
+from streamfx.tools.planner.search import Limits
 from streamfx.tools.planner.shards import ZERO1, Sharding, state_bytes
 from streamfx.tools.planner.step import TrainingStep
 from streamfx.tools.planner.table import LengthTable, length_table
@@ -137,13 +138,14 @@ def _defaults() -> dict[str, Any]:
 
 
 def _run_or_advise(request: SimpleNamespace) -> PlanReport:
-    """Run a request; if it does not fit into `memory`, raise the error with a command that fits."""
+    """Run a request. If it does not fit, the text of the error has a command that fits, which is searched for when it is read."""
     try:
-        return _run_request(request)
+        return _run_request(copy(request))
     except OverBudgetError as refusal:
-        if request.memory is None:  # the budget is an option, so the remedy is that of the option
-            raise
-        raise with_remedy(refusal, request, Planner(limits_of, _run_request, _predict_least), _defaults()) from None
+        if request.memory is not None or request.host_memory is not None:  # else the budget is an option: its remedy stays
+            planner = Planner(limits_of, lambda changed: _run_request(changed).prediction, _predict_least)
+            refusal.advise = partial(serialized(advice), refusal, request, planner, _defaults())
+        raise
 
 
 def _run_request(request: SimpleNamespace) -> PlanReport:
@@ -179,24 +181,21 @@ def step_of(request: SimpleNamespace) -> TrainingStep:
         state = None if request.optimizer == "none" else optimizer_bytes
         weights = HostWeights.of(model, state, updates, is_pinned=device.kind.type == "cuda")
         request.options = {"save": min_save_level(request.options.get("offload", "none")), **request.options, "keep_every": 1}
-    return TrainingStep(name, model, objective, device, request.inputs, optimizer_bytes, request.noted, ranks, updates, weights)
+    optimizer, inputs, noted = request.optimizer, request.inputs, request.noted
+    return TrainingStep(name, model, objective, device, inputs, optimizer, optimizer_bytes, noted, ranks, updates, weights)
 
 
 def limits_of(request: SimpleNamespace) -> Limits:
     """Return the memory of a device, and the share of each device in the memory of a host."""
     memory, host = (None if size is None else _bytes_of(size) for size in (request.memory, request.host_memory))
-    return Limits(memory, None if host is None else host // devices_per_host(request.world))
+    given = "" if memory is None else amount_text(request.memory, memory)
+    return Limits(memory, None if host is None else host // devices_per_host(request.world), given)
 
 
 def _predict_least(request: SimpleNamespace, rows: int | None) -> Prediction:
     """Predict the plan with the least memory, with chunks of so many rows or of the usual number."""
     step = step_of(request)
-    sequences = step.objective.sequences * request.batch
-    chunks = {} if rows is None else {"chunk_size": rows, "loss_chunk_size": rows}
-    if request.context > 1:  # the budget search keeps all stage inputs if ranks exchange rows
-        chunks = {"keep_every": 1, **chunks}
-    options = {**chunks, **request.options}
-    return step.at(request.batch, request.seq, with_least_memory(sequences, len(layers_of(step.model)) + 1, options))
+    return step.least(request.batch, request.seq, request.options, rows)
 
 
 def _bytes_of(size: int | float | str) -> int:

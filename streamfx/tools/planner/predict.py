@@ -124,7 +124,7 @@ def predict(
         peak_by_term={name: size for name, size in sorted(bytes_by_term.items(), key=lambda item: -item[1]) if size},
         work=total_work(cost.work for cost in costs),
         explained=summary,
-        choices=[candidate.as_dict() for search in searches for candidate in search.candidates],
+        choices=[choice for search in searches for choice in search.as_dicts()],
         baselines={name: StepPrediction(constant_bytes + cost.peak, cost.work) for name, cost in baseline_costs.items()},
         layers_twice=_flops_with_layers_twice(explanation.baseline) if baselines else None,
         overlap_intervals=tuple(

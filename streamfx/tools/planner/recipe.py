@@ -16,11 +16,19 @@ ENGINES = {
     ZERO3: "fully_shard(layer) for each layer, then fully_shard(model)",
 }
 HOST_WEIGHTS = "fully_shard(layer, offload_policy=CPUOffloadPolicy()) for each layer, then the same for the model"
+OPTIMIZERS = {
+    "sgd": "torch.optim.SGD(model.parameters())",
+    "adamw": "torch.optim.AdamW(model.parameters(), fused=True)",
+    "adamw8bit": "bitsandbytes.optim.AdamW8bit(model.parameters())",
+}
 NO_PART_OF_A_STEP = ("check_passes", "progress")  # options of a session, not of the step
 
 
-def recipe_of(options: Mapping[str, Any], ranks: Sharding, has_host_weights: bool = False) -> dict[str, Any]:
-    """Return what to write for a planned step: `options`, `enable` or `compile`, and for several devices `shard` and `launch`.
+def recipe_of(
+    options: Mapping[str, Any], ranks: Sharding, has_host_weights: bool = False, optimizer: str = "none"
+) -> dict[str, Any]:
+    """Return what to write for a planned step: `options`, `enable` or `compile`, `optimizer`, and for several devices `shard`
+    and `launch`.
 
     `options` are all options of the planned step; only those without a default value are written. With weights on the host,
     `shard` says how they get there.
@@ -33,6 +41,8 @@ def recipe_of(options: Mapping[str, Any], ranks: Sharding, has_host_weights: boo
         "enable": f"streamfx.enable(model{by_keyword})",
         "compile": f'torch.compile(model, backend="streambp"{f", options={{{by_name}}}" if given else ""})',
     }
+    if optimizer in OPTIMIZERS:
+        recipe["optimizer"] = f"optimizer = {OPTIMIZERS[optimizer]}"
     if has_host_weights:
         return {**recipe, "shard": HOST_WEIGHTS}
     if ranks.world == 1:

@@ -1,4 +1,4 @@
-"""The smallest change to a refused plan with which it fits, as a command to run.
+"""The smallest change to a refused plan with which it fits, in words and as a command to run.
 
     options that were set     the planner chooses them
     an 8-bit optimizer
@@ -7,21 +7,23 @@
     a shorter sequence        if at least half of it fits
     more devices              they shard all state (zero3)
     a shorter sequence        on these devices, if it has to be
+    more memory               if nothing else fits
 
-Changes of the first four lines may be combined. A change is traced only if the categories of the refused peak leave hope. The
-plan with the least memory is traced, without the budget search: if that plan fits, the search finds it, or a faster one.
+With more devices, the longest sequence that fits on the requested ones is a second command. Changes of the first four lines
+may be combined. A change is traced only if the categories of the refused peak leave hope. The plan with the least memory is
+traced, without the budget search: if that plan fits, the search finds it, or a faster one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import combinations, islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from streamfx.budget import format_bytes
+from streamfx.budget import format_bytes, option_text
 from streamfx.cost.categories import GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS, STAGE_INPUTS
 from streamfx.errors import OverBudgetError, StreamFXError
 from streamfx.ir.facts import known
@@ -29,15 +31,19 @@ from streamfx.ir.stage_plan import MIN_ROWS
 from streamfx.progress import show_activity
 from streamfx.tools.planner.command import command_of
 from streamfx.tools.planner.model_names import BACKEND_OPTIONS
+from streamfx.tools.planner.overlap import devices_per_host
 from streamfx.tools.planner.predict import Prediction
 from streamfx.tools.planner.search import LENGTH_MULTIPLE, Limits
 from streamfx.tools.planner.shards import DDP, ZERO1, ZERO3
 
+WORDS = {"optimizer": "instead of adamw", "quantize": "weights"}
 SHARDED = (PARAMETERS, GRADIENTS, OPTIMIZER)
 EIGHT_BIT_SAVES, NF4_SAVES = 0.49, 0.74  # of the bytes of a 16-bit state and of 16-bit weights
-TARGET = 0.99  # share of the memory that a shorter sequence is to take
+TARGET = 0.98  # share of the memory that a shorter sequence is to take
 MAX_WORLD, MAX_DOUBLINGS = 64, 7
+UNLIMITED = 1 << 62  # bytes
 MAX_ATTEMPTS, MAX_LENGTHS, MAX_WORLDS = 3, 4, 2  # traces of combined changes, of lengths, of numbers of devices
+MULTIPLES, MIN_MULTIPLES = (1024, LENGTH_MULTIPLE), 16  # of tokens per device, in sequences of at least so many of them
 MIN_SHARE = 2  # a sequence of at least one half is a smaller change than more devices
 
 Request = SimpleNamespace
@@ -46,41 +52,68 @@ Change = tuple[Callable[[Request], Request], int]  # and the most bytes that it 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A changed request with its smallest peak, by category; `step` is its prediction, if it fits."""
+    """A changed request with its smallest peak by category, and its bytes on the host; `step` is its prediction, if it fits."""
 
     request: Request
     peak: int
     terms: Mapping[str, int]
     step: Prediction | None = None
+    host: int = 0
 
     def of(self, *terms: str) -> int:
         """Return the bytes of some categories."""
         return sum(self.terms.get(term, 0) for term in terms)
 
 
-def with_remedy(refusal: OverBudgetError, request: Request, planner: Planner, defaults: Mapping[str, Any]) -> OverBudgetError:
-    """Return the refusal of a request with the smallest change that fits into the limits as its remedy, if there is one.
+def advice(refusal: OverBudgetError, request: Request, planner: Planner, defaults: Mapping[str, Any]) -> str:
+    """Return the smallest change to a refused request with which it fits, in words and as a command.
 
-    `defaults` are the default arguments of `plan`.
+    `defaults` are the default arguments of `plan`. If no change is found, it is the remedy of the refusal.
     """
-    with show_activity("planning a change that fits"):
-        found = RemedySearch(request, planner).find(refusal)
-    if found is None or found.step is None:
-        return refusal
-    step = found.step
-    on_host = f", {format_bytes(step.host_bytes)} on the host" if step.host_bytes else ""
-    least = f"{step.batch:,} x {step.length:,} tokens take {format_bytes(step.peak_bytes)} or more{on_host}"
-    do = f"run this, which fits ({least}): {command_of(vars(found.request), defaults)}"
-    advised = OverBudgetError(refusal.asked, refusal.found, refusal.where, do)
-    advised.smallest, advised.terms = refusal.smallest, refusal.terms
-    return advised
+    request = _with(request, noted=None)
+    with show_activity("looking for a change that fits"):
+        fitting = RemedySearch(request, planner).find(refusal)
+    return "\n".join(map(partial(_advice_for, request, defaults), fitting)) or refusal.do
+
+
+def _advice_for(asked: Request, defaults: Mapping[str, Any], fitting: Attempt) -> str:
+    """Return a line on an attempt that fits, with its changes and what it takes, and its command."""
+    step, words = known(fitting.step), ", ".join(changes_in_words(asked, fitting.request))
+    host = f", and {format_bytes(step.host_bytes)} on the host" if step.host_bytes else ""
+    largest = f"up to {step.length:,} tokens" if asked.max_length else f"a batch of {step.batch:,}"
+    size = largest if asked.max_length or asked.max_batch else f"it takes {format_bytes(step.peak_bytes)} or more"
+    has_memory = (fitting.request.memory, fitting.request.host_memory) == (asked.memory, asked.host_memory)
+    fits = "this fits" if has_memory else "no change was found that fits into this memory; with more of it, this fits"
+    return f"{fits}: {words}; {size}{host}\n  {command_of(vars(fitting.request), defaults)}"
+
+
+def changes_in_words(asked: Request, changed: Request) -> Iterator[str]:
+    """Yield the differences of two requests in words, the size of the step and its devices first."""
+    if changed.memory != asked.memory:
+        yield f"{changed.memory} of memory"
+    if changed.host_memory != asked.host_memory:
+        yield f"{changed.host_memory} of host memory"
+    has_other_devices = (changed.world, changed.shard) != (asked.world, asked.shard)
+    if changed.seq != asked.seq:
+        devices = "one device" if changed.world == 1 else f"{changed.world} devices"
+        yield f"{changed.seq:,} tokens instead of {asked.seq:,}{'' if has_other_devices else f' on {devices}'}"
+    if has_other_devices:
+        instead = "" if changed.world == asked.world else f" instead of {asked.world}"
+        yield f"{changed.world} devices{instead} that share parameters, gradients and optimizer state ({changed.shard})"
+    for name, word in WORDS.items():
+        if (value := getattr(changed, name)) != getattr(asked, name):
+            yield f"{value} {word}"
+    if changed.options.get("offload") != asked.options.get("offload"):
+        yield "inputs of layers on the host"
+    if names := [f"--{name.replace('_', '-')}" for name in asked.options.keys() - changed.options.keys()]:
+        yield f"without {' and '.join(sorted(names))}"
 
 
 class Planner(NamedTuple):
-    """Functions of a request: its limits, its plan, and its plan with the least memory, for a number of rows per chunk."""
+    """Functions of a request: its limits, its step, and its step with the least memory, for a number of rows per chunk."""
 
     limits: Callable[[Request], Limits]
-    run: Callable[[Request], object]
+    run: Callable[[Request], Prediction]
     predict_least: Callable[[Request, int | None], Prediction]
 
 
@@ -90,31 +123,46 @@ class RemedySearch:
 
     request: Request
     planner: Planner
+    attempts: list[Attempt] = field(default_factory=list)
 
     @cached_property
     def limit(self) -> int:
         """The bytes of a device."""
-        return known(self.planner.limits(self.request).device)
+        limit = self.planner.limits(self.request).device
+        return UNLIMITED if limit is None else limit
 
-    def find(self, refusal: OverBudgetError) -> Attempt | None:
-        """Return the first change that fits."""
-        refused = Attempt(self.request, refusal.smallest, refusal.terms)
+    def find(self, refusal: OverBudgetError) -> list[Attempt]:
+        """Return the first change that fits. If it takes more devices, the longest sequence on the requested ones follows."""
+        refused = Attempt(self.request, refusal.smallest, refusal.terms, host=refusal.on_host)
         if not refusal.terms:  # of a search: no size was planned
             refused = self._attempt(self.request) or refused
         changes = list(self._available(refused))
         lightest = refused
         for attempt in islice(self._softer(refused, changes), MAX_ATTEMPTS):
             if attempt.step is not None:
-                return attempt
-            lightest = min(lightest, attempt, key=lambda one: one.peak)
+                return [attempt]
+            lightest = min(lightest, attempt, key=self._excess)
         if (shorter := self._half_as_long(refused)) is not None:
-            return shorter
+            return [shorter]
         if changes and (changed := self._attempt(_changed(self.request, changes))) is not None:
             if changed.step is not None:
-                return changed
-            lightest = min(lightest, changed, key=lambda one: one.peak)
-        changes_of_size = (self._half_as_long, self._more_devices, self._shorter, self._shorter_on_more_devices)
-        return next(filter(None, (change(lightest) for change in changes_of_size)), None)
+                return [changed]
+            lightest = min(lightest, changed, key=self._excess)
+        shorter, larger = self._shorter(lightest), None
+        if shorter is None or MIN_SHARE * shorter.request.seq < self.request.seq:
+            larger = self._more_devices(lightest)
+        if shorter is None and larger is None:
+            larger = self._shorter_on_more_devices(lightest) or self._with_more_memory(lightest)
+        return [attempt for attempt in (larger, shorter) if attempt is not None]
+
+    def _excess(self, attempt: Attempt) -> float:
+        """Return the memory of an attempt in proportion to that of the device, or of the host if that is more."""
+        return max(attempt.peak / self.limit, self._host_share(attempt))
+
+    def _host_share(self, attempt: Attempt) -> float:
+        """Return the memory of an attempt on the host in proportion to the limit there; 0 without a limit."""
+        host = self.planner.limits(attempt.request).host
+        return attempt.host / host if host else 0.0
 
     # -- changes of options, optimizer and weights
 
@@ -150,7 +198,7 @@ class RemedySearch:
         All categories but the sharded ones are taken as proportional to the length, and after two attempts the whole peak as
         linear. Both are at most the true peak, so lengths approach the longest that fits from above.
         """
-        if self.request.max_length:
+        if self.request.max_length or (base.request.offload and self._host_share(base) > 1):  # weights take most of the host
             return None
         constant, longer = base.of(*SHARDED), Attempt(base.request, 0, {})
         for _ in range(MAX_LENGTHS):
@@ -158,8 +206,10 @@ class RemedySearch:
             if longer.peak:
                 slope = (longer.peak - base.peak) / (longer.request.seq - length)
                 constant = base.peak - int(max(slope, 0) * length)
-            multiple = self.request.context * (LENGTH_MULTIPLE if length > 2 * LENGTH_MULTIPLE * self.request.context else 1)
+            multiple = self.request.context * next((one for one in MULTIPLES if length > MIN_MULTIPLES * one), 1)
             share = (TARGET * self.limit - constant) / max(base.peak - constant, 1)
+            if host_share := self._host_share(base):
+                share = min(share, TARGET / host_share)
             shorter = min(int(share * length), length - 1) // multiple * multiple
             if shorter < max(at_least, multiple, 2):
                 return None
@@ -189,9 +239,23 @@ class RemedySearch:
                 return attempt
         return None
 
+    def _with_more_memory(self, base: Attempt) -> Attempt | None:
+        """Return an attempt whose device, and host if it is limited, have the memory that it takes."""
+        memory = {"memory": _rounded_up(base.peak)} if base.peak > self.limit else {}
+        host = self.planner.limits(base.request).host
+        if host is not None and base.host > host:
+            memory["host_memory"] = _rounded_up(base.host * devices_per_host(base.request.world))
+        attempt = self._attempt(_with(base.request, **memory))
+        return None if attempt is None or attempt.step is None else attempt
+
     def _worlds(self, base: Attempt, room: int) -> Iterator[int]:
-        """Yield numbers of devices, more than now or sharding more, each of which holds at most `room` bytes of state."""
+        """Yield numbers of devices, more than now or sharding more, each of which holds at most `room` bytes of state.
+
+        None of them if the host's memory is the limit, because devices share it.
+        """
         request = base.request
+        if self._host_share(base) > 1:
+            return
         sharded = {DDP: (), ZERO1: (OPTIMIZER,)}.get(request.shard, SHARDED)
         state = base.of(*SHARDED) + (request.world - 1) * base.of(*sharded)
         first = request.world if request.world > 1 and request.shard != ZERO3 else 2 * request.world
@@ -200,23 +264,29 @@ class RemedySearch:
     # -- attempts
 
     def _attempt(self, request: Request) -> Attempt | None:
-        """Predict the least memory of a request, of its smallest size if it is a search.
-
-        None if the request is invalid, or if its offloaded values do not fit on the host.
-        """
+        """Predict the least memory of a request, of its smallest size if it is a search; None if the request is invalid."""
+        if (earlier := next((one for one in self.attempts if one.request == request), None)) is not None:
+            return earlier
         sizes = {"seq": LENGTH_MULTIPLE * request.context} if request.max_length else {"batch": 1} if request.max_batch else {}
         limits = self.planner.limits(request)
         try:
             step = self.planner.predict_least(_with(request, **sizes), None if sizes else MIN_ROWS)
             fits = limits.hold(step) and request is not self.request
-            if sizes and fits:
-                self.planner.run(_with(request, baselines=False))  # not each search reaches the smallest size
+            found = step
+            if sizes and fits:  # not each search reaches the smallest size
+                found = self.planner.run(_with(request, baselines=False))
         except OverBudgetError:
             fits = False
         except StreamFXError:
             return None
-        on_host = replace(limits, device=None)
-        return Attempt(request, step.peak_bytes, step.peak_by_term, step if fits else None) if on_host.hold(step) else None
+        self.attempts.append(Attempt(request, step.peak_bytes, step.peak_by_term, found if fits else None, step.host_bytes))
+        return self.attempts[-1]
+
+
+def _rounded_up(size: int) -> str:
+    """Return an amount of memory as an option takes it, rounded up to GiB, or to MiB or KiB if it is less."""
+    unit = next((unit for unit in (1 << 30, 1 << 20) if size >= unit), 1 << 10)
+    return option_text(-(-size // unit) * unit)
 
 
 def _changed(request: Request, changes: Iterable[Change]) -> Request:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from streamfx.budget import format_bytes
+from streamfx.budget import format_bytes, option_text
 from streamfx.cost.categories import OPTIMIZER
 from streamfx.cost.comm import Traffic, total_traffic
 from streamfx.cost.work import Work
@@ -21,7 +21,7 @@ from streamfx.tools.planner.search import Limits
 from streamfx.tools.planner.shards import ALONE, ZERO1, Sharding
 from streamfx.tools.report.diagram import Diagram, diagram_of
 from streamfx.tools.report.exports import Exports
-from streamfx.tools.report.page import Page, candidate_cells, frontier_cells, plan_page
+from streamfx.tools.report.page import Page, candidate_rows, frontier_cells, plan_page
 from streamfx.tools.report.stage_titles import stage_rows
 from streamfx.tools.report.text import in_flops, in_seconds, reason_lines, streams_of, suffix_of, table_lines
 from streamfx.tools.report.timeline import Timeline, memory_timeline
@@ -36,7 +36,7 @@ from streamfx.tools.report.verdict import (
 )
 
 RESERVE = 0.02  # fraction of a device's memory to leave free for allocations outside the plan
-NOT_COUNTED = "the driver's context, buffers of collectives and libraries, and gaps between allocations are not counted"
+NOT_COUNTED = "the driver's context, buffers of collectives and libraries, and gaps between allocations"
 KINDS = {"linear": "products", "attention": "attention"}
 ASSUMED = "{rates}; element-wise work fused if compiled; 5 us of host time per kernel"
 PUBLISHED_RATES, MEASURED_RATES = "60 % of published rates", "the shares of published rates measured on an H100"
@@ -67,6 +67,7 @@ class PlanReport(Exports):
         updates: whether an optimizer in the backward pass takes gradients.
         gains_from: a length from which memory is saved.
         lengths: the longest length of each baseline.
+        optimizer: the name of the optimizer whose state is counted.
 
     Example:
         >>> import torch, streamfx
@@ -88,6 +89,7 @@ class PlanReport(Exports):
     updates: bool = False
     gains_from: int | None = None
     lengths: Mapping[str, int] = field(default_factory=dict)
+    optimizer: str = "none"
 
     @property
     def verdict(self) -> str:
@@ -98,11 +100,8 @@ class PlanReport(Exports):
         others = [StepCost(name, way.peak_bytes, way.flops) for name, way in step.baselines.items()]
         others.sort(key=lambda other: other.way == EAGER)
         ours, why = StepCost("streambp", step.peak_bytes, step.flops), why_nothing_streams(step.stages)
-        if limit is not None and step.peak_bytes <= limit and not self.limits.hold(step):
-            host_limit = format_bytes(self.limits.host or 0)
-            return f"{format_bytes(step.host_bytes)} do not fit into {host_limit} of host memory per device"
         if limit is not None:
-            return verdict_within(limit, ours, others, why)
+            return verdict_within(limit, self.limits.text, ours, others, why)
         return verdict(ours, others, why, self.gains_from)
 
     def summary(self) -> dict[str, Any]:
@@ -160,7 +159,7 @@ class PlanReport(Exports):
                 }
                 for plan in prediction.frontier
             ],
-            "recipe": recipe_of(prediction.explained["options"], self.ranks, prediction.host_weights is not None),
+            "recipe": recipe_of(prediction.explained["options"], self.ranks, prediction.host_weights is not None, self.optimizer),
             **{key: prediction.explained[key] for key in ("stages", "sequence", "options", "stopped", "not_checkpointed")},
         }
 
@@ -267,7 +266,7 @@ class PlanReport(Exports):
     def _lines(self) -> Iterator[str]:
         """Yield the page: verdict, memory, comparison, compute, communication, stages and choices."""
         summary, step = self.summary(), self.prediction
-        memory = f", {format_bytes(self.limits.device)} of memory" if self.limits.device is not None else ""
+        memory = f", {self.limits.text} of memory" if self.limits.device is not None else ""
         yield f"{self.name}: {self.verdict}"
         yield f"  planned  a step of {step.batch} x {step.length:,} tokens{self._parallelism_text()}{memory}"
         if self.max_length is not None:
@@ -282,8 +281,10 @@ class PlanReport(Exports):
         yield from self._reserve_lines()
         yield from host_lines(summary["host"])
         yield ""
-        header = ("", "peak", "compute", f"time on {self.device.name}", "if compiled")
-        rows = [("streambp", summary), *summary["ways"].items()]
+        header = ("", "peak", "compute", f"time on {self.device.name}, eager", "compiled by Inductor")
+        column = TIMES[step.explained["options"].get("bodies") != "eager"]
+        rows = [("streambp", {**{key: summary[key] for key in ("peak_bytes", "flops")}, column: summary["seconds"]})]
+        rows += summary["ways"].items()
         cells = [
             (
                 name,
@@ -310,14 +311,12 @@ class PlanReport(Exports):
         yield from reason_lines(step.stages)
         if step.choices:
             yield ""
-            titles = ("candidates in order", "work of a chunk", "peak")
-            yield from table_lines([titles, *map(candidate_cells, step.choices)], left=1)
+            yield from table_lines(list(candidate_rows(step.choices)), left=1)
         if summary["frontier"]:
             yield ""
             yield from table_lines(list(frontier_cells(summary)), left=1)
-        if summary["fits"] is not False:
-            yield ""
-            yield from self._recipe_lines(summary["recipe"])
+        yield ""
+        yield from self._recipe_lines(summary["recipe"])
         if summary["stopped"]:
             yield ""
             yield f"the call could not be traced to its end: {summary['stopped']}"
@@ -326,17 +325,24 @@ class PlanReport(Exports):
         """Yield the code and the command that run this step."""
         yield f"  write    {recipe['enable']}"
         yield f"           or {recipe['compile']}"
+        if "optimizer" in recipe:
+            weights = self.prediction.host_weights
+            state = format_bytes((weights.host if weights else self.prediction.peak_by_term).get(OPTIMIZER, 0))
+            place = ", which is not part of memory_budget" if "memory_budget" in recipe["options"] else ""
+            yield f"           {recipe['optimizer']}  # {state} of state{' on the host' if weights else place}"
         for key in ("shard", "launch"):
             if key in recipe:
                 yield f"  {key:<8} {recipe[key]}"
 
     def _reserve_lines(self) -> Iterator[str]:
-        """Yield the free memory if the step fits, compared with the reserve."""
+        """Yield the memory that is left for what a plan does not count, and the limit to plan with if that is too little."""
         limit = self.limits.device
-        if limit is not None and (spare := limit - self.prediction.peak_bytes) >= 0:
-            reserve = int(RESERVE * limit)
-            comparison = "at least" if spare >= reserve else "less than"
-            yield f"  reserve  {format_bytes(spare)} left, {comparison} the recommended {format_bytes(reserve)}: {NOT_COUNTED}"
+        if limit is not None:
+            spare, reserve = limit - self.prediction.peak_bytes, int(RESERVE * limit)
+            yield f"  left     {format_bytes(spare)} for what is not counted: {NOT_COUNTED}"
+            if spare < reserve:
+                these, most = f"these may take {format_bytes(reserve)}", option_text(limit - reserve)
+                yield f"           {these}: if the device has no more than {self.limits.text}, plan with --memory {most}"
 
     def _parallelism_text(self) -> str:
         """Describe how devices divide the step; empty for one device."""

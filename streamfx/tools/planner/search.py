@@ -61,10 +61,11 @@ class SearchedSize:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes of a device, and of the host per device; None if unlimited."""
+    """Bytes of a device, and of the host per device; None if unlimited. `text` is the device's memory, also as it was given."""
 
     device: int | None = None
     host: int | None = None
+    text: str = ""
 
     def hold(self, prediction: Prediction) -> bool:
         return _fits(prediction.peak_bytes, self.device) and _fits(prediction.host_bytes, self.host)

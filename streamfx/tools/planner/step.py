@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from streamfx.budget import format_bytes
+from streamfx.budget import format_bytes, option_text
 from streamfx.cost.categories import OPTIMIZER
 from streamfx.cost.repeats import Repeat
 from streamfx.errors import OverBudgetError, StreamFXError, describe_error
 from streamfx.frontend.gc_pause import pause_gc
 from streamfx.ir.facts import known
+from streamfx.ir.stage_plan import MIN_ROWS
 from streamfx.kernels.device_kinds import pretend_device
 from streamfx.log import log
 from streamfx.tools.inspect.eager import eager_cost, find_layer_repetition
@@ -40,15 +41,16 @@ from streamfx.tools.planner.search import (
     growth_of,
     with_least_memory,
 )
-from streamfx.tools.planner.shards import Sharding
-from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, IN_CHUNKS, MIN_GAIN, why_nothing_streams
+from streamfx.tools.planner.shards import ZERO2, ZERO3, Sharding
+from streamfx.tools.report.verdict import CHECKPOINTING, CHUNKED, IN_CHUNKS, MIN_GAIN, NOTHING, why_nothing_streams
 
+MORE = "give more memory, a shorter sequence, or a smaller model"
 FEW_LAYERS = 4  # layers; with fewer, no stage has the same neighbors as the inner stages of the full model
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A training step of a model whose optimizer has `state` bytes. With `updates`, the optimizer runs in the backward pass.
+    """A training step of a model whose `optimizer` has `state` bytes. With `updates`, the optimizer runs in the backward pass.
 
     `noted` is called with each prediction. `host_weights` are weights on the host, if they are planned there.
     """
@@ -58,6 +60,7 @@ class TrainingStep:
     objective: Objective
     device: Device
     inputs: Inputs | None
+    optimizer: str
     state: int
     noted: Callable[[Prediction], None] | None
     ranks: Sharding
@@ -96,6 +99,21 @@ class TrainingStep:
             self.noted(prediction)
         return prediction
 
+    def least(self, batch: int, length: int, options: Mapping[str, Any], rows: int | None) -> Prediction:
+        """Predict the step with the least memory, with chunks of so many rows, or of the usual number."""
+        chunks = {} if rows is None else {"chunk_size": rows, "loss_chunk_size": rows}
+        if self.ranks.context > 1:  # the budget search keeps all stage inputs if ranks exchange rows
+            chunks = {"keep_every": 1, **chunks}
+        sequences, stages = self.objective.sequences * batch, len(layers_of(self.model)) + 1
+        return self.at(batch, length, with_least_memory(sequences, stages, {**chunks, **options}))
+
+    @property
+    def _bytes_at_end(self) -> int:
+        """At least the bytes of parameters, gradients and optimizer state when backward ends."""
+        gradients = 0 if self.updates else sum(weight.nbytes for weight in self.model.parameters() if weight.requires_grad)
+        is_split = self.ranks.tensor > 1 or self.ranks.shard in (ZERO2, ZERO3)
+        return self.state + (weight_bytes(self.model) + gradients) // (self.ranks.world if is_split else 1)
+
     @property
     def _has_baselines(self) -> bool:
         """Whether all baselines can be traced: on one device, with ids and labels as inputs."""
@@ -114,29 +132,49 @@ class TrainingStep:
     ) -> PlanReport:
         """Predict a step within the limits, with a length that saves memory if this one does not, and its frontier if asked."""
         limit = limits.device if self.host_weights is None else None  # FSDP2's layers are compiled one by one, without a budget
-        budget = {} if limit is None else {"memory_budget": max(limit - self.state, 1)}
+        budget = None if limit is None else max(limit - self.state, 1)
+        at = partial(self.at, batch, seq, baselines=baselines, with_frontier=with_frontier)
+        if limit is not None and self._bytes_at_end > limit:  # one trace is enough: a search would simulate all plans
+            least = self.least(batch, seq, options, MIN_ROWS)
+            if least.peak_bytes > limit:
+                raise self._refusal(limits, (batch, seq), least.peak_bytes, least.peak_by_term, least)
         try:
-            prediction = self.at(batch, seq, {**options, **budget}, baselines, with_frontier=with_frontier)
+            prediction = at({**options, **({} if budget is None else {"memory_budget": option_text(budget)})})
         except OverBudgetError as error:
-            raise error if limits.device is None else self._refusal(error, limits.device, batch, seq) from None
-        report = PlanReport(self.name, prediction, self.device, limits, ranks=self.ranks, updates=self.updates)
+            if budget is None or not error.smallest:
+                raise
+            if error.smallest > budget:
+                raise self._refusal(limits, (batch, seq), error.smallest + self.state, error.terms) from None
+            prediction = at({**options, "memory_budget": budget})  # the text is rounded down
+        if not limits.hold(prediction):
+            raise self._refusal(limits, (batch, seq), prediction.peak_bytes, prediction.peak_by_term, prediction)
+        of_step = {"ranks": self.ranks, "updates": self.updates, "optimizer": self.optimizer}
+        report = PlanReport(self.name, prediction, self.device, limits, **of_step)  # type: ignore[arg-type]
         is_compared = limits.device is None and CHECKPOINTING in prediction.baselines
         if not is_compared or why_nothing_streams(prediction.stages) is not None or _saves_memory(prediction):
             return report
         return replace(report, gains_from=self._gains_from(batch, seq, options))
 
-    def _refusal(self, error: OverBudgetError, limit: int, batch: int, seq: int) -> OverBudgetError:
-        """Return the error of the budget search for a device's whole memory, of which the optimizer's state takes a part."""
-        terms = {name: size for name, size in {**error.terms, OPTIMIZER: self.state}.items() if size}
-        largest = sorted(terms.items(), key=lambda item: -item[1])[:4]
-        smallest = error.smallest + self.state
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
-        refusal = OverBudgetError(
-            f"a step of {batch:,} x {seq:,} tokens does not fit into {format_bytes(limit)}",
-            found=f"the smallest possible peak is {format_bytes(smallest)} ({smallest} bytes): {parts}",
-            do="give more memory, a shorter sequence, or a smaller model",
-        )
-        refusal.smallest, refusal.terms = smallest, terms
+    def _refusal(
+        self, limits: Limits, size: tuple[int, int], peak: int, terms: Mapping[str, int], step: Prediction | None = None
+    ) -> OverBudgetError:
+        """Return the error for a batch and a length that do not fit into the limits. `step`: its prediction, if there is one.
+
+        `peak` and `terms` are the bytes on the device. The terms of a budget search are without the optimizer's state.
+        """
+        terms = {**terms, OPTIMIZER: 0 if self.host_weights else self.state}
+        size_text = f"{format_bytes(peak)} or more" if step is None else f"about {format_bytes(peak)}"
+        where, found = limits.text, f"it takes {size_text}: {_largest(terms)}"
+        if step is not None and (limits.device is None or peak <= limits.device):
+            where = f"{format_bytes(known(limits.host))} of host memory per device"
+            on_host = f": {_largest(step.host_weights.host)}" if step.host_weights else ""
+            found = f"{format_bytes(step.host_bytes)} on the host{on_host}"
+        if step is not None and (why := why_nothing_streams(step.stages)) is not None:
+            found += f"; {NOTHING}, because {why}"
+        asked = f"a step of {size[0]:,} x {size[1]:,} tokens does not fit into {where}"
+        refusal = OverBudgetError(asked, found, do=MORE)
+        refusal.smallest, refusal.terms = peak, {name: size for name, size in terms.items() if size}
+        refusal.on_host = step.host_bytes if step else 0
         return refusal
 
     def _gains_from(self, batch: int, seq: int, options: Mapping[str, Any]) -> int | None:
@@ -214,8 +252,14 @@ class TrainingStep:
             factor = 1 if fixed_options.get("offload", "none") == "none" else OFFLOAD_LENGTH_FACTOR
             first_size = max(seq, FIRST_LENGTH * self.ranks.context * factor)
 
+        traced: list[Prediction] = []
+
         def at(size: int, options: Mapping[str, Any]) -> Prediction:
             return self.at(size, seq, options) if max_batch else self.at(batch, size, options)
+
+        def recorded(size: int, options: Mapping[str, Any]) -> Prediction:
+            traced.append(at(size, options))
+            return traced[-1]
 
         def growth_of_chunk_work(size: int, prediction: Prediction, other_size: int) -> Growth:
             """Return the growth of the chunk work to `other_size`, from a trace of a few layers."""
@@ -224,16 +268,26 @@ class TrainingStep:
                 return growth_of(size, prediction, other_size, at(other_size, options))
 
         work = growth_of_chunk_work if allow_few_layers and layers > 2 * FEW_LAYERS else None
-        best = find_largest(at, limits, fixed_options, first_size, sought, layers + 1, work)
+        best = find_largest(recorded, limits, fixed_options, first_size, sought, layers + 1, work)
         if best is None:
-            asked = f"no {'batch' if max_batch else 'length'} fits into {format_bytes(limits.device)}"
-            raise OverBudgetError(asked, do="give more memory, or a smaller model")
+            least = min(traced, key=lambda one: one.peak_bytes)
+            takes = f"a step of {least.batch:,} x {least.length:,} tokens takes {format_bytes(least.peak_bytes)}"
+            asked = f"no {'batch' if max_batch else 'length'} fits into {limits.text}"
+            raise OverBudgetError(asked, f"{takes}: {_largest(least.peak_by_term)}", do=MORE)
         size, prediction = best
         length, largest_batch = (None, size) if max_batch else (size, None)
         baseline_lengths = self.lengths(limits, batch, first_size) if baselines and not max_batch else {}
         return PlanReport(
-            self.name, prediction, self.device, limits, length, largest_batch, self.ranks, self.updates, lengths=baseline_lengths
+            *(self.name, prediction, self.device, limits, length, largest_batch, self.ranks, self.updates),
+            lengths=baseline_lengths,
+            optimizer=self.optimizer,
         )
+
+
+def _largest(terms: Mapping[str, int]) -> str:
+    """List the four largest categories."""
+    largest = sorted(terms.items(), key=lambda item: -item[1])[:4]
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
 
 
 def _saves_memory(prediction: Prediction) -> bool:

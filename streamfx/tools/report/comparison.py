@@ -22,8 +22,8 @@ class MeasuredWay:
         name: "eager", "gradient checkpointing", or "streambp".
         missing: why the way has no figures; otherwise "".
         loss: of the last step.
-        difference: the largest relative difference of the first step's loss and gradients from those of the first way that
-            ran; None for that way.
+        difference: the largest relative difference of losses and gradients from those of the first way that ran; None for that
+            way. The first step is compared, and without an optimizer streambp's last one.
         is_equal: whether the difference is within rounding, for the dtype of the parameters.
         is_random: whether the step drew random numbers.
         peak_bytes: the peak of a step above the level before it.
@@ -53,14 +53,15 @@ def measured_way(name: str, steps: Sequence[Mapping[str, Any]], missing: str) ->
     if missing or not steps:
         return MeasuredWay(name, missing or "no step")
     first, later = steps[0], steps[1:] or steps
+    differences = [(step["difference"], step["tolerance"]) for step in steps if step.get("difference") is not None]
     is_last_code = [step["changes"] == steps[-1]["changes"] for step in later]
     last = [step["seconds"] for step, is_last in zip(later, is_last_code, strict=True) if is_last]
     before = [step["seconds"] for step, is_last in zip(later, is_last_code, strict=True) if not is_last]
     return MeasuredWay(
         name,
         loss=steps[-1]["loss"],
-        difference=first["difference"],
-        is_equal=first["difference"] is None or first["difference"] <= first["tolerance"],
+        difference=max((difference for difference, _ in differences), default=None),
+        is_equal=all(difference <= tolerance for difference, tolerance in differences),
         is_random=first["is_random"],
         peak_bytes=max(step["peak_bytes"] for step in later),
         step_seconds=statistics.median(last),

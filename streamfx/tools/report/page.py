@@ -283,13 +283,13 @@ def _plan_tables(summary: Mapping[str, Any]) -> Iterator[Table]:
         sizes = ("of this device", format_bytes(host["bytes"])), all_devices
         title = "On the host" if "by_term" in host else "Offloaded to the host until the backward pass"
         yield Table(title, ("", "bytes"), sizes)
-    if summary["fits"] is not False:
-        lines = tuple((name, text) for name, text in summary["recipe"].items() if isinstance(text, str))
-        yield Table("Code and command of this step", ("", "write"), lines, is_code=True)
+    lines = tuple((name, text) for name, text in summary["recipe"].items() if isinstance(text, str))
+    yield Table("Code and command of this step", ("", "write"), lines, is_code=True)
     if summary["choices"]:
-        candidates = tuple(map(candidate_cells, summary["choices"]))
-        note = "The first that fits the budget runs."
-        yield Table("Candidates in order", ("", "work of a chunk", "peak"), candidates, note)
+        header, *candidates = candidate_rows(summary["choices"])
+        yield Table(
+            "Candidates of the budget", header, tuple(candidates), "The fastest that fits runs, with chunks as large as fit."
+        )
 
 
 def _frontier(summary: Mapping[str, Any]) -> Frontier:
@@ -316,7 +316,16 @@ def frontier_cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         yield plan["choice"], *map(str, plan["rows"]), size, peak, duration, seconds
 
 
-def candidate_cells(candidate: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the cells of a candidate of the budget search: its name, the work of a chunk, and its peak."""
-    work = candidate["chunk_work_bytes"]
-    return candidate["choice"], "as given" if work is None else format_bytes(work), format_bytes(candidate["peak_bytes"])
+def candidate_rows(candidates: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield the header and a row per choice of the budget search: its peak with the smallest chunks, and that of the plan.
+
+    Mixtures of two choices that were not chosen are omitted.
+    """
+    yield "candidates in order", "smallest peak", "as planned"
+    chosen = {candidate["choice"]: format_bytes(candidate["peak_bytes"]) for candidate in candidates if candidate["chosen"]}
+    shown = (candidate for candidate in candidates if not candidate["is_mixed"] or candidate["choice"] in chosen)
+    peaks: dict[str, int] = {}
+    for candidate in shown:
+        peaks[candidate["choice"]] = min(candidate["peak_bytes"], peaks.get(candidate["choice"], candidate["peak_bytes"]))
+    for choice, peak in peaks.items():
+        yield choice, format_bytes(peak), f"{chosen[choice]}, this plan" if choice in chosen else ""

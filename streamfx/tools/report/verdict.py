@@ -86,23 +86,23 @@ def verdict(
     return f"{text}{'' if why_unchunked is None else f'; {NOTHING}, because {why_unchunked}'}{from_length}"
 
 
-def verdict_within(budget: int, ours: StepCost, others: Sequence[StepCost], why_unchunked: str | None = None) -> str:
-    """Compare a step with its baselines under a memory budget: report whether it fits, and its FLOPs.
+def verdict_within(
+    budget: int, budget_text: str, ours: StepCost, others: Sequence[StepCost], why_unchunked: str | None = None
+) -> str:
+    """Compare a step that fits into a memory budget with its baselines: whether they fit, and the FLOPs.
 
     >>> ours, checkpointing = StepCost("streambp", 78 << 30, 78), StepCost("gradient checkpointing", 131 << 30, 100)
-    >>> verdict_within(80 << 30, ours, [checkpointing])
+    >>> verdict_within(80 << 30, '80.0 GiB', ours, [checkpointing])
     'fits into 80.0 GiB; gradient checkpointing takes 131.0 GiB'
-    >>> verdict_within(160 << 30, ours, [checkpointing])
+    >>> verdict_within(160 << 30, '160.0 GiB', ours, [checkpointing])
     'fits into 160.0 GiB with 0.78 of the FLOPs of gradient checkpointing, which fits, too'
-    >>> verdict_within(70 << 30, ours, [checkpointing], "no rule")
-    'does not fit into 70.0 GiB: nothing streams, because no rule; gradient checkpointing takes 131.0 GiB'
     """
-    fits = f"fits into {format_bytes(budget)}" if ours.peak_bytes <= budget else f"does not fit into {format_bytes(budget)}"
+    fits = f"fits into {budget_text}"
     fits += "" if why_unchunked is None else f": {NOTHING}, because {why_unchunked}"
     if not others:
         return fits
     other = others[0]
-    if other.peak_bytes > budget or ours.peak_bytes > budget:
+    if other.peak_bytes > budget:
         return f"{fits}; {other.way} takes {format_bytes(other.peak_bytes)}"
     if why_unchunked is not None or not ours.flops or not other.flops:
         return f"{fits}{';' if why_unchunked else ','} {f'{other.way} fits, too' if why_unchunked else f'as does {other.way}'}"

@@ -25,8 +25,8 @@ aten = torch.ops.aten
 class HostFunctionWriter:
     """Writes one host program.
 
-    `loop_names`: the function of each loop. `names`: of inputs, and of values that both host programs have, which this writer
-    adds to; `hints`: names for other values.
+    `loop_names`: the function of each loop that is written. `names`: of inputs, and of values that both host programs have,
+    which this writer adds to; `hints`: names for other values.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class HostFunctionWriter:
         arguments = ", ".join(map(self.text, node.args))
         if not isinstance(called, Loop):
             return [f"{self._new(node)} = {self.module.text(called)}({arguments})"]
-        name = self.loop_names[id(called)]
+        name = self.loop_names.get(id(called), "")
         results: dict[Any, str] = {}  # names, by index of the result
         for user in node.users:
             results[user.args[1]] = self.expressions[user] = results.get(user.args[1]) or self._new(user)

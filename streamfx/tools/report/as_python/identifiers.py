@@ -44,6 +44,23 @@ def identifier(hint: str) -> str:
     return f"{name}_" if keyword.iskeyword(name) else name
 
 
+def on_one_line(text: str) -> str:
+    """
+    >>> print(on_one_line("layers.new" + chr(10) + "line"))
+    layers.new\\nline
+    """
+    return repr(text)[1:-1]
+
+
+def in_docstring(text: str) -> str:
+    """Escape a text for a string in three quotes.
+
+    >>> in_docstring("layers.odd" + 3 * chr(34))
+    'layers.odd\\\\"\\\\"\\\\"'
+    """
+    return on_one_line(text).replace('"', '\\"')
+
+
 def stem(name: str) -> str:
     """Return a node's name without the number that makes it unique in its graph, so that equal layers have equal names.
 
@@ -83,9 +100,10 @@ def _with_fixed_spaces(text: str) -> str:
     """
     characters: list[str] = []
     groups: list[bool] = []  # of the open brackets: whether the line may be broken inside
-    quote = ""
+    quote, is_escaped = "", False
     for position, character in enumerate(text):
-        if character in "\"'" and quote in ("", character):
+        was_escaped, is_escaped = is_escaped, character == "\\" and not is_escaped
+        if character in "\"'" and quote in ("", character) and not was_escaped:
             quote = "" if quote else character
         elif not quote and character in _OPENING:
             is_subscript = character == "[" and text[position - 1 : position].isidentifier()

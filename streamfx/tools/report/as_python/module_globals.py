@@ -29,6 +29,7 @@ from streamfx.tools.report.as_python.identifiers import Identifiers
 from streamfx.torch_private import FakeTensor, OpOverload
 
 FUNCTION_NAME = "<name>"
+NOT_WRITTEN = "{name} = NotWritten("
 MAX_ELEMENTS = 256  # of a constant tensor whose values are written
 LITERALS = (bool, int, str, type(None))
 TORCH_TYPES = (torch.dtype, torch.layout, torch.memory_format)  # their str is source
@@ -183,14 +184,14 @@ class ModuleGlobals:
         return self._modules[path]
 
     def _defined(self, value: Any) -> str:
-        """Define a global for an object, and return its name; equal definitions share one."""
+        """Define a global for an object, and return its name; equal definitions share one, unless the objects have no text."""
         known = self._name_of_object.get(id(value))
         if known is not None:
             return known[0]
         is_function = isinstance(value, (MaskProgram, fx.GraphModule))
         hint = "compute_mask" if is_function else str(getattr(value, "name", "") or type(value).__name__).upper()
         definition = self._definition(value)
-        name = self._name_of_text.get(definition)
+        name = None if definition.startswith(NOT_WRITTEN) else self._name_of_text.get(definition)
         if name is None:
             name = self._name_of_text[definition] = self.names.new(hint)
             self.definitions.append(definition.format_map({"name": name}))
@@ -205,7 +206,7 @@ class ModuleGlobals:
         text = self._tensor(value) if isinstance(value, torch.Tensor) else self._constructor(value)
         if text is None:
             self.imports["from streamfx.tools.report.as_python.module_globals import NotWritten"] = None
-            text = f"NotWritten({_describe(value)!r})"
+            return f"{NOT_WRITTEN}{_braced(repr(_describe(value)))})"
         return f"{{name}} = {_braced(text)}"
 
     def _tensor(self, value: torch.Tensor) -> str | None:

@@ -18,17 +18,17 @@ from streamfx.errors import ReportError
 from streamfx.ir.facts import Facts
 from streamfx.ir.joint import is_tensor, outputs_of, saved_values, sort_sizes_first
 from streamfx.ir.program import LoopSpec
-from streamfx.node_meta import DESCRIPTION, JOINT, VALUE
+from streamfx.node_meta import JOINT, VALUE
 from streamfx.runtime.loop import Loop
 from streamfx.tools.report.as_python.attention_roles import attention_roles
 from streamfx.tools.report.as_python.host_function import HostFunctionWriter, gradient_hints
-from streamfx.tools.report.as_python.identifiers import Identifiers, identifier, stem, wrapped
+from streamfx.tools.report.as_python.identifiers import Identifiers, in_docstring, on_one_line, stem, wrapped
 from streamfx.tools.report.as_python.loop_function import STATEMENTS, LoopFunctionWriter, LoopHints
 from streamfx.tools.report.as_python.module_globals import ModuleGlobals
 from streamfx.tools.report.as_python.operator_calls import INFIX, graph_function
 from streamfx.tools.report.stage_table import loops_of
 from streamfx.tools.report.stage_titles import names_together
-from streamfx.torch_private import OpOverload, placeholder_source
+from streamfx.torch_private import OpOverload
 
 aten = torch.ops.aten
 HALVES = ("forward", "backward")
@@ -88,35 +88,8 @@ class WrittenLoop:
         """Return the function."""
         stages = self.stages_in_order
         purpose = f"{self.verb} {names_together(stages) if stages else 'values between stages'}"
+        purpose = in_docstring(purpose)
         return _text(line.format(name=self.name, purpose=purpose) if i < 2 else line for i, line in enumerate(self.lines))
-
-
-def input_names(module: fx.GraphModule, facts: Facts) -> list[str]:
-    """Return the names of a graph's inputs: paths of parameters and buffers in the model, and names of arguments.
-
-    `module`: Dynamo's graph. An input that is not Dynamo's keeps its name in the joint graph.
-    """
-    placeholders = module.graph.find_nodes(op="placeholder")
-    names = Identifiers()
-    result: list[str] = []
-    for position, primal in enumerate(facts.joint.primals):
-        index = getattr(primal.meta.get(DESCRIPTION), "idx", position)
-        source = placeholder_source(placeholders[index]) if index < len(placeholders) else ""
-        path = _path_of(source)
-        result.append(path if path and names.new(path) == identifier(path) else primal.name)
-    return result
-
-
-def _path_of(source: str) -> str:
-    """
-    >>> _path_of("L['self']._modules['layers']._modules['0']._parameters['weight']"), _path_of("L['kwargs']['input_ids']")
-    ('layers.0.weight', 'input_ids')
-    """
-    module_parts = re.findall(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", source)
-    if module_parts:
-        return ".".join(module_parts)
-    parts = [a or b or c for a, b, c in re.findall(r"\['([^']+)'\]|\[(\d+)\]|\.(\w+)", source)]
-    return ".".join(parts[-2:] if parts and parts[-1].isdigit() else parts[-1:])
 
 
 def _short(path: str) -> str:
@@ -139,6 +112,7 @@ class StepModuleWriter:
     def __init__(self, graphs: Sequence[StepGraph], name: str) -> None:
         self.graphs, self.name = graphs, name
         self.module = ModuleGlobals(lambda graph, is_mask: graph_function(graph, self.module, is_mask))
+        self.not_selected = ModuleGlobals(lambda graph, is_mask: graph_function(graph, self.not_selected, is_mask))
         self.loops: dict[tuple[str, ...], WrittenLoop] = {}  # by lines
         self.loop_of: dict[int, WrittenLoop] = {}  # by id of the `Loop`
         for graph in graphs:
@@ -161,7 +135,7 @@ class StepModuleWriter:
             else ""
         )
         head = [
-            HEAD.format(name=self.name, usage=usage),
+            HEAD.format(name=in_docstring(self.name), usage=usage),
             "import torch",
             "",
             "import streamfx.frontend.backend  # registers the operators of streamfx",
@@ -246,20 +220,20 @@ class _GraphWriter:
 
     def write_loops(self, name: str, selected: set[int] | None, half: str | None) -> None:
         """Write the functions of a host program's loops, or of the selected ones only (by id)."""
-        host = self.hosts.get(name)
-        if host is None or half not in (None, name):
-            return
-        for call, loop in loop_calls(host):
-            if selected is None or id(loop) in selected:
-                labels = loop.spec.labels
-                writer = LoopFunctionWriter(loop.spec, self._hints(loop.spec, call), self.step.module)
-                lines = writer.function()
-                for user in call.users:
-                    self.names.setdefault(user, writer.returned[user.args[1]])  # type: ignore[index]
-                stage = next((self.stage_of[label] for label in labels if label in self.stage_of), "")
-                has_gradients = not self.backward_names.isdisjoint(labels)
-                verb = "Gradients of" if has_gradients and name == "backward" else "Run" if name == "forward" else "Recompute"
-                self.step.loop_of[id(loop)] = self.step.add_loop(lines, str(call.target), verb, stage)
+        for call, loop in loop_calls(self.hosts[name]) if name in self.hosts else ():
+            is_selected = half in (None, name) and (selected is None or id(loop) in selected)
+            module = self.step.module if is_selected else self.step.not_selected  # loops that are not written name results, too
+            labels = loop.spec.labels
+            writer = LoopFunctionWriter(loop.spec, self._hints(loop.spec, call), module)
+            lines = writer.function()
+            for user in call.users:
+                self.names.setdefault(user, writer.returned[user.args[1]])  # type: ignore[index]
+            if not is_selected:
+                continue
+            stage = next((self.stage_of[label] for label in labels if label in self.stage_of), "")
+            has_gradients = not self.backward_names.isdisjoint(labels)
+            verb = "Gradients of" if has_gradients and name == "backward" else "Run" if name == "forward" else "Recompute"
+            self.step.loop_of[id(loop)] = self.step.add_loop(lines, str(call.target), verb, stage)
 
     def _hints(self, spec: LoopSpec, call: fx.Node) -> LoopHints:
         """Return hints for the names in a loop: inputs by their path inside the layer, so that equal layers have equal names."""
@@ -288,7 +262,12 @@ class _GraphWriter:
         loop_names = {loop: written.name for loop, written in self.step.loop_of.items()}
         forward_names = {node: names.new(name) for node, name in self.input_of.items()}
         forward = HostFunctionWriter(
-            self.graph.forward, loop_names, forward_names, self.gradients, self.step.module, self.saved.values()
+            self.graph.forward,
+            loop_names,
+            forward_names,
+            self.gradients,
+            self.step.not_selected if half == "backward" else self.step.module,
+            self.saved.values(),
         )
         body = forward.lines(self._forward_results)
         inputs = ", ".join(forward_names.values())
@@ -324,7 +303,7 @@ class _GraphWriter:
         yield "return ("
         for i, value in enumerate(results):
             name = self.graph.input_names[i] if i < len(self.graph.input_names) else ""
-            yield f"    {writer.text(value)},  # {name}"
+            yield f"    {writer.text(value)},  # {on_one_line(name)}"
         yield ")"
 
     def _trained_outputs(self) -> list[int]:
