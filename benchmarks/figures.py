@@ -40,7 +40,8 @@ STEP = ("by_term", "memory", "step_seconds", "step_waited_seconds")
 Figures = dict[str, dict[str, Any]]
 
 LONGEST = "--memory 80GiB --max-length --no-baselines"
-QUANTIZED = "--quantize nf4 --lora-rank 32 --max-length --no-baselines"
+ADAPTERS = "--quantize nf4 --lora-rank 32"
+QUANTIZED = f"{ADAPTERS} --max-length --no-baselines"
 CONTEXT = f"--optimizer adamw --shard zero3 --offload {LONGEST}"
 ON_HOST = "--host-memory 1TB --optimizer adamw_master --optimizer-in-backward --offload parameters,inputs --no-baselines"
 COMMANDS = {
@@ -59,8 +60,7 @@ COMMANDS = {
     "Llama-3.1-8B, a sequence on 32": f"Llama-3.1-8B --world 32 --context 32 {CONTEXT}",
     "Qwen3-32B, weights on the host": f"Qwen3-32B --seq 131072 --memory 80GiB {ON_HOST}",
     "Gemma-3-12B": "Gemma-3-12B --seq 65536 --memory 80GiB --optimizer adamw --world 8 --shard zero3",
-    "Qwen3-8B, GRPO": "Qwen3-8B --objective grpo --seq 131072 --memory 80GiB --quantize nf4 --lora-rank 32 --offload --no-baselines",
-    "Qwen3.6-27B": "Qwen3.6-27B --seq 262144 --memory 80GiB --optimizer adamw --world 8 --shard zero3 --offload --no-baselines",
+    "Qwen3-8B, GRPO": f"Qwen3-8B --objective grpo --seq 131072 --memory 80GiB {ADAPTERS} --offload --no-baselines",
     "a step of 8,192": "Qwen3-8B --seq 8192",
     "a step of 32,768": "Qwen3-8B --seq 32768",
     "a step of 131,072": "Qwen3-8B --seq 131072",
@@ -361,7 +361,6 @@ BLOCKS: dict[str, Callable[[Figures], str]] = {
     "showcases": measured.showcases,
     "Gemma at 65K": partial(planned, "Gemma-3-12B"),
     "GRPO at 128K": partial(planned, "Qwen3-8B, GRPO"),
-    "a gated delta net at 262K": partial(planned, "Qwen3.6-27B"),
 }
 
 
