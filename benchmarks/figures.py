@@ -339,6 +339,7 @@ BLOCKS: dict[str, Callable[[Figures], str]] = {
     "steps on an H100": measured.steps,
     "attention on an H100": measured.attention,
     "a first step": measured.first_step,
+    "a run of a trainer": measured.trainer_run,
 }
 
 

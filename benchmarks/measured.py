@@ -73,3 +73,8 @@ def attention(_: dict[str, dict[str, Any]]) -> str:
 def first_step(_: dict[str, dict[str, Any]]) -> str:
     """Processor seconds of a first step, by phase and number of layers."""
     return markdown(json.loads((FOLDER / "first-step.json").read_text())["first_step"])
+
+
+def trainer_run(_: dict[str, dict[str, Any]]) -> str:
+    """Seconds and processor seconds of a whole run of a trainer, in eager and enabled."""
+    return markdown(json.loads((FOLDER / "trainer-run.json").read_text())["trainer_run"])

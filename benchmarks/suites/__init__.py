@@ -20,11 +20,12 @@ from benchmarks.suites.peers import peers
 from benchmarks.suites.recurrences import recurrences
 from benchmarks.suites.short import short
 from benchmarks.suites.step import step
+from benchmarks.suites.trainer_run import trainer_run
 
 SUITES: dict[str, Callable[[Settings], Rows]] = {
     suite.__name__: suite
     for suite in (
         *(step, masks, objectives, head, mlp, longest, operations, growth, recurrences),
-        *(compilation, analysis, first_step, host, short, peers),
+        *(compilation, analysis, first_step, host, short, peers, trainer_run),
     )
 }
