@@ -361,6 +361,7 @@ BLOCKS: dict[str, Callable[[Figures], str]] = {
     "showcases": measured.showcases,
     "Gemma at 65K": partial(planned, "Gemma-3-12B"),
     "GRPO at 128K": partial(planned, "Qwen3-8B, GRPO"),
+    "a run of a trainer": measured.trainer_run,
 }
 
 

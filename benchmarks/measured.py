@@ -78,3 +78,8 @@ def first_step(_: dict[str, dict[str, Any]]) -> str:
 def showcases(_: dict[str, dict[str, Any]]) -> str:
     """Peaks and times of narrow decoders, measured."""
     return markdown(json.loads((FOLDER / "showcases.json").read_text())["showcases"])
+
+
+def trainer_run(_: dict[str, dict[str, Any]]) -> str:
+    """Seconds and processor seconds of a whole run of a trainer, in eager and enabled."""
+    return markdown(json.loads((FOLDER / "trainer-run.json").read_text())["trainer_run"])

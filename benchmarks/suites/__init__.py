@@ -21,11 +21,12 @@ from benchmarks.suites.recurrences import recurrences
 from benchmarks.suites.short import short
 from benchmarks.suites.showcases import showcases
 from benchmarks.suites.step import step
+from benchmarks.suites.trainer_run import trainer_run
 
 SUITES: dict[str, Callable[[Settings], Rows]] = {
     suite.__name__: suite
     for suite in (
         *(step, masks, objectives, head, mlp, longest, operations, growth, recurrences),
-        *(compilation, analysis, first_step, host, short, peers, showcases),
+        *(compilation, analysis, first_step, host, short, peers, showcases, trainer_run),
     )
 }
