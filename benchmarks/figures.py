@@ -209,9 +209,8 @@ def planned(name: str, figures: Figures) -> str:
     found = figures[name]
     lines = [f"`{found['command']}`", "", "| on each device | |", "|---|---|", f"| peak | {_gib(found['peak_bytes'])} |"]
     lines += [f"| {term} | {_gib(size)} |" for term, size in found["peak_by_term"].items() if size >= GIB // 10]
-    if "checkpointing" in found:
-        lines += [f"| peak of gradient checkpointing | {_gib(found['checkpointing']['peak_bytes'])} |"]
-        lines += [f"| the same, the loss in chunks | {_gib(found['loss in chunks']['peak_bytes'])} |"]
+    for way, title in (("checkpointing", "peak of gradient checkpointing"), ("loss in chunks", "the same, the loss in chunks")):
+        lines += [f"| {title} | {_gib(found[way]['peak_bytes'])} |"] if way in found else []
     if "host" in found:
         lines += [f"| offloaded, on the host of all devices | {_gib(found['host']['bytes_of_all'])} |"]
         lines += [f"| copy time (exposed) | {_times(found['host'])} |"]
