@@ -176,6 +176,18 @@ def test_lengths_that_occur_once_are_not_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.compiled
+def test_a_run_that_may_end_soon_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with imitated(tmp_path) as process:
+        steps = Steps()
+        for seconds, started in ((60.0, 0), (0.0, 1)):
+            monkeypatch.setattr(background_bodies, "WORTH_SECONDS", seconds)
+            for _ in range(4):
+                steps.run()
+            assert process.started == started
+    assert process.snapshots[-1][2] == 1
+
+
+@pytest.mark.compiled
 def test_changing_lengths_use_the_code_of_earlier_ones(tmp_path: Path) -> None:
     """One dynamic program: full chunks occur in each step, and code for two lengths of the last chunk holds for others."""
     with imitated(tmp_path) as process, torch._dynamo.config.patch(assume_static_by_default=False):

@@ -16,7 +16,6 @@ from streamfx.runtime.inductor_errors import blame
 from streamfx.torch_private.inductor_cache import use_settings
 
 IDLE_SECONDS = 20.0  # without a job, after which the process ends: the parent may train no more
-NICENESS = 10  # of the process, so that steps of training are hardly slower while it compiles
 MAX_TEXT = 500  # characters of an error: an answer fits into one write to the pipe, so that it arrives as a whole
 
 
@@ -28,7 +27,6 @@ def serve(fd_in: int, fd_out: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end then ends this process
     jobs: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_read_jobs, args=(fd_in, jobs), daemon=True).start()
-    os.nice(NICENESS)
     with Connection(fd_out, readable=False) as answers:
         with suppress(queue.Empty):
             while True:

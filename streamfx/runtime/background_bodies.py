@@ -49,6 +49,9 @@ from streamfx.torch_private.dynamo import compiling
 from streamfx.torch_private.inductor_cache import portable_settings
 
 LOAD_SECONDS = 0.05  # the time of a step that may go to loading compiled code; at least one segment is loaded
+WORTH_SECONDS = (
+    120.0  # of steps, before anything is compiled: compilation takes 20 s of a core, and saves a tenth of a step or less
+)
 MANY_LAYOUTS = 6  # of a family: a segment whose inputs have another length in each step is compiled, too
 MAX_NOTED_LAYOUTS = 64  # of a segment: sizes that depend on data differ in each chunk
 PROCESS_ENDED = (
@@ -128,6 +131,8 @@ class BackgroundBodies:
         self.is_abandoned = False  # the process ended: nothing more is compiled
         self.snapshot = Snapshot()
         self.num_steps = 0
+        self._begin = 0.0  # of the first step
+        self._is_cached = True  # as far as is known, all jobs are in Inductor's cache
         self._num_backwards = 0
         self._last_step: StepBodies | None = None
         self._groups: dict[Hashable, _Group] = {}  # keyed by the structure of the segment, and the kinds of its inputs
@@ -208,14 +213,17 @@ class BackgroundBodies:
         if self._pending:
             self._load_answered()
             self._change_over_if_complete()
-        if not self._pending and self._is_changed and not self.is_abandoned:
+        self._begin = self._begin or time.monotonic()
+        is_worth = self._is_cached or time.monotonic() - self._begin >= WORTH_SECONDS
+        if not self._pending and self._is_changed and not self.is_abandoned and is_worth:
             self._plan()
             self._change_over_if_complete()
 
     def _plan(self) -> None:
         """Find the jobs for layouts without code. If all are in Inductor's cache, load them; otherwise submit those that pay.
 
-        A job pays if its layout has occurred in two steps.
+        A job pays if its layout has occurred in two steps, and if the program has run for `WORTH_SECONDS`: one that ends soon
+        would gain less than the compilation costs.
         """
         if self.has_backward and not self._num_backwards:
             return
@@ -230,6 +238,8 @@ class BackgroundBodies:
             for key, job in jobs.values():
                 self._load(key, job, Answer(job.key, "cached"))
             self._is_complete = True
+        elif time.monotonic() - self._begin < WORTH_SECONDS:
+            self._is_cached, self._is_changed = False, True
         elif (self._num_backwards if self.has_backward else self.num_steps) >= 2:
             self._pending = self._jobs(settings, min_steps=2)
             self._is_complete = True

@@ -83,6 +83,7 @@ def imitated(folder: Path, imitation: Imitation | None = None) -> Iterator[Imita
         mock.patch.object(body_jobs, "compile_for_sizes", for_sizes),
         mock.patch.object(body_jobs, "cache_folder", return_value=str(folder)),
         mock.patch.object(background_bodies, "LOAD_SECONDS", 60.0),
+        mock.patch.object(background_bodies, "WORTH_SECONDS", 0.0),
         mock.patch.object(compile_process, "job_queue", JobQueue()),
         mock.patch.object(JobQueue, "start_process", process.start),
         mock.patch.object(BodyJob, "compile", compiled),
