@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
 from streamfx.torch_private.dynamo import user_error_of
-from streamfx.torch_private.eager_errors import eager_error_of, without_tracer_log
+from streamfx.torch_private.eager_errors import TRACER_LOG, eager_error_of, without_tracer_log
 
 IDS, ROWS = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3)
 LARGE = torch.zeros(()).expand(2**20, 2**10)
@@ -83,8 +83,14 @@ def test_a_shape_that_depends_on_data_is_unknown() -> None:
     assert eager_error_of(caught.value) is None
 
 
-def test_the_tracer_logs_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.ERROR), without_tracer_log():
+def test_the_tracer_logs_no_traceback(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger(TRACER_LOG)
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])  # whatever other tests have set
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "disabled", False)
+    monkeypatch.setattr(logger, "level", logger.level)  # restored afterwards
+    logger.setLevel(logging.ERROR)
+    with without_tracer_log():
         traced_error(torch.mul, ROWS, ROWS[:, :2])
     assert not caplog.records
     traced_error(torch.mul, ROWS, ROWS[:, :2])
