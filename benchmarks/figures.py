@@ -356,11 +356,11 @@ BLOCKS: dict[str, Callable[[Figures], str]] = {
     "on the frontier": on_the_frontier,
     "steps on an H100": measured.steps,
     "attention on an H100": measured.attention,
-    "a first step": measured.first_step,
-    "showcases": measured.showcases,
+    "a first step": partial(measured.table, "first_step"),
+    "showcases": partial(measured.table, "showcases"),
     "Gemma at 65K": partial(planned, "Gemma-3-12B"),
     "GRPO at 128K": partial(planned, "Qwen3-8B, GRPO"),
-    "a run of a trainer": measured.trainer_run,
+    "a run of a trainer": partial(measured.table, "trainer_run"),
 }
 
 

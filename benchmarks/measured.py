@@ -70,16 +70,6 @@ def attention(_: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def first_step(_: dict[str, dict[str, Any]]) -> str:
-    """Processor seconds of a first step, by phase and number of layers."""
-    return markdown(json.loads((FOLDER / "first-step.json").read_text())["first_step"])
-
-
-def showcases(_: dict[str, dict[str, Any]]) -> str:
-    """Peaks and times of narrow decoders, measured."""
-    return markdown(json.loads((FOLDER / "showcases.json").read_text())["showcases"])
-
-
-def trainer_run(_: dict[str, dict[str, Any]]) -> str:
-    """Seconds and processor seconds of a whole run of a trainer, in eager and enabled."""
-    return markdown(json.loads((FOLDER / "trainer-run.json").read_text())["trainer_run"])
+def table(suite: str, _: dict[str, dict[str, Any]]) -> str:
+    """The rows of a suite of `python -m benchmarks`."""
+    return markdown(json.loads((FOLDER / f"{suite.replace('_', '-')}.json").read_text())[suite])

@@ -49,9 +49,8 @@ from streamfx.torch_private.dynamo import compiling
 from streamfx.torch_private.inductor_cache import portable_settings
 
 LOAD_SECONDS = 0.05  # the time of a step that may go to loading compiled code; at least one segment is loaded
-WORTH_SECONDS = (
-    120.0  # of steps, before anything is compiled: compilation takes 20 s of a core, and saves a tenth of a step or less
-)
+# of steps before anything is compiled: compilation takes 20 s of a core, and saves a tenth of a step or less
+WORTH_SECONDS = 120.0
 MANY_LAYOUTS = 6  # of a family: a segment whose inputs have another length in each step is compiled, too
 MAX_NOTED_LAYOUTS = 64  # of a segment: sizes that depend on data differ in each chunk
 PROCESS_ENDED = (
@@ -208,14 +207,18 @@ class BackgroundBodies:
 
     # -- jobs
 
+    @property
+    def _has_run_long(self) -> bool:
+        return time.monotonic() - self._begin >= WORTH_SECONDS
+
     def _advance(self) -> None:
         """Load code that is ready, change over if nothing is pending, and plan jobs for new layouts."""
         if self._pending:
             self._load_answered()
             self._change_over_if_complete()
         self._begin = self._begin or time.monotonic()
-        is_worth = self._is_cached or time.monotonic() - self._begin >= WORTH_SECONDS
-        if not self._pending and self._is_changed and not self.is_abandoned and is_worth:
+        may_plan = self._is_cached or self._has_run_long
+        if not self._pending and self._is_changed and not self.is_abandoned and may_plan:
             self._plan()
             self._change_over_if_complete()
 
@@ -238,7 +241,7 @@ class BackgroundBodies:
             for key, job in jobs.values():
                 self._load(key, job, Answer(job.key, "cached"))
             self._is_complete = True
-        elif time.monotonic() - self._begin < WORTH_SECONDS:
+        elif not self._has_run_long:
             self._is_cached, self._is_changed = False, True
         elif (self._num_backwards if self.has_backward else self.num_steps) >= 2:
             self._pending = self._jobs(settings, min_steps=2)
